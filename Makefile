@@ -1,0 +1,49 @@
+# Everything runs in .venv; a bare checkout needs Python 3.11+ with pip.
+#   make setup    create .venv (again only when pyproject.toml changed)
+#   make test     format check, lint, types, tests: what CI runs
+#   make serve    talk to a tiny random model (there is no HTTP server yet)
+
+PYTHON ?= python3
+# Installed first, and alone, so that the choice of build is yours and not the resolver's:
+#   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+MODEL ?= tiny:qwen3_moe
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+.PHONY: setup test serve format docs bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
+
+test: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+serve: setup
+	$(BIN)/moesaic generate --model-path $(MODEL) $(ARGS)
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python -m moesaic.config.docs docs/flags.md
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

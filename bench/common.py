@@ -1,0 +1,192 @@
+"""Shared parts of the benchmarks: a random checkpoint, a mixed workload, tables and JSON files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a random Qwen3-MoE."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    topk: int
+    moe_intermediate: int
+    vocab: int
+    max_positions: int = 8192
+
+
+SIZES = {
+    "tiny": Size(2, 64, 4, 2, 16, 8, 2, 32, 512),
+    "small": Size(4, 512, 8, 2, 64, 32, 4, 256, 8192),
+    "mid": Size(12, 1024, 16, 4, 64, 64, 8, 512, 32768),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Range:
+    low: int
+    high: int
+
+
+def mixed_workload(
+    count: int, vocab: int, prompts: Range, outputs: Range, seed: int
+) -> list[Request]:
+    """Requests with prompt and output lengths drawn uniformly, the same for the same seed."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            [rng.randrange(vocab) for _ in range(rng.randint(prompts.low, prompts.high))],
+            rng.randint(outputs.low, outputs.high),
+        )
+        for _ in range(count)
+    ]
+
+
+def config_json(size: Size) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.moe_intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": size.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.topk,
+        "moe_intermediate_size": size.moe_intermediate,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def layer_shapes(size: Size, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    prefix = f"model.layers.{layer}."
+    q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    yield prefix + "input_layernorm.weight", (size.hidden,)
+    yield prefix + "post_attention_layernorm.weight", (size.hidden,)
+    yield prefix + "self_attn.q_norm.weight", (size.head_dim,)
+    yield prefix + "self_attn.k_norm.weight", (size.head_dim,)
+    yield prefix + "self_attn.q_proj.weight", (q, size.hidden)
+    yield prefix + "self_attn.k_proj.weight", (kv, size.hidden)
+    yield prefix + "self_attn.v_proj.weight", (kv, size.hidden)
+    yield prefix + "self_attn.o_proj.weight", (size.hidden, q)
+    yield prefix + "mlp.gate.weight", (size.experts, size.hidden)
+    for expert in range(size.experts):
+        name = f"{prefix}mlp.experts.{expert}."
+        yield name + "gate_proj.weight", (size.moe_intermediate, size.hidden)
+        yield name + "up_proj.weight", (size.moe_intermediate, size.hidden)
+        yield name + "down_proj.weight", (size.hidden, size.moe_intermediate)
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    # Unit-variance activations at every depth, so that routing spreads over the experts.
+    scale = shape[-1] ** -0.5
+    return torch.randn(shape, dtype=torch.bfloat16, generator=generator) * scale
+
+
+def write_checkpoint(folder: Path, size: Size, seed: int = 0) -> Path:
+    """Write a random Qwen3-MoE in bfloat16, one shard a layer, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    ends = [("model.embed_tokens.weight", (size.vocab, size.hidden))]
+    ends += [("lm_head.weight", (size.vocab, size.hidden)), ("model.norm.weight", (size.hidden,))]
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [list(ends)]
+    shards += [list(layer_shapes(size, layer)) for layer in range(size.layers)]
+    weight_map: dict[str, str] = {}
+    total = 0
+    for index, shapes in enumerate(tqdm(shards, desc="random checkpoint", unit="shard")):
+        name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {key: random_tensor(shape, generator) for key, shape in shapes}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(t.nbytes for t in tensors.values())
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json))
+    (folder / "config.json").write_text(json.dumps(config_json(size), indent=2))
+    return folder
+
+
+def parameters(size: Size) -> int:
+    per_layer = sum(torch.Size(shape).numel() for _, shape in layer_shapes(size, 0))
+    return size.layers * per_layer + 2 * size.vocab * size.hidden + size.hidden
+
+
+def median_and_best(seconds: Sequence[float]) -> tuple[float, float]:
+    return statistics.median(seconds), min(seconds)
+
+
+def machine(threads: int) -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "threads": threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * w for w in widths], *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells))
+
+
+def write_json(name: str, payload: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(payload, indent=2) + "\n")
+    print(f"wrote {path}")
+    return path
+
+
+def size_json(size: Size) -> dict[str, Any]:
+    return {**asdict(size), "parameters": parameters(size)}

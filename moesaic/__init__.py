@@ -1,0 +1,24 @@
+"""Moesaic: expert-parallel inference for Mixture-of-Experts language models."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesaic.core.sampling import SamplingParams
+    from moesaic.engine.engine import Engine
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "SamplingParams", "__version__"]
+
+_HOMES = {"Engine": "moesaic.engine.engine", "SamplingParams": "moesaic.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import moesaic` and `moesaic --help` must not pay for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The `moesaic` command. Modules here import torch only once they have work for it."""

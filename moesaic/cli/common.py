@@ -1,0 +1,28 @@
+"""What the commands that start an engine share: the model argument, flags, logging."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from moesaic.config.args import ServerArgs
+from moesaic.config.parser import FlagParser, merge, read_config
+
+
+def add_model(parser: FlagParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="the same as --model-path; put it first"
+    )
+
+
+def read_args(given: Mapping[str, Any]) -> ServerArgs:
+    """The engine's arguments from a parsed command line and the file it names."""
+    named, flagged = given["model"], given.get("model_path")
+    if named is not None and flagged is not None and named != flagged:
+        raise ValueError(f"two models, {named} and --model-path {flagged}: keep one")
+    path = given["config"]
+    file = read_config(ServerArgs, path) if path is not None else {}
+    return merge(ServerArgs, {**given, "model_path": named} if named else given, file)
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="[%(asctime)s] %(message)s")

@@ -1,0 +1,92 @@
+"""`moesaic COMMAND …`: finds the command, runs it, turns errors into one line."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import moesaic
+from moesaic.config.flags import nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its module has `run(argv) -> int` and is imported when it is called."""
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        "serve", "start the HTTP server (not built yet: checks the flags)", "moesaic.cli.serve"
+    ),
+    Command("generate", "answer prompts on the command line", "moesaic.cli.generate"),
+)
+EXAMPLES = """\
+Try it without a checkpoint; the weights are random, so the text is noise:
+  moesaic generate --model-path tiny:qwen3_moe --prompt "Hello" --max-new-tokens 16
+
+Ask a model in a local Hugging Face folder, in chat form:
+  moesaic generate --model-path DIR --chat
+
+Every flag of the engine, with its default and what works now:
+  moesaic generate --help
+"""
+
+
+def overview() -> str:
+    """What `moesaic --help` prints."""
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: moesaic COMMAND [flags]",
+            "",
+            "Expert-parallel inference for Mixture-of-Experts language models.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "moesaic COMMAND --help shows a command's flags; moesaic --version the version.",
+            "",
+            EXAMPLES,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(), end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"moesaic {moesaic.__version__}")
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except BrokenPipeError:
+        # The reader of our output went away; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    for command in COMMANDS:
+        if command.name == name:
+            return int(importlib.import_module(command.module).run(argv))
+    names = [command.name for command in COMMANDS]
+    hint = nearest(name, names)
+    raise ValueError(f"unknown command {name}: choose one of {', '.join(names)}{hint}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Flags of the model, the scheduler, memory, kernels, logs and the HTTP server."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from moesaic.config.flags import ONLY_DEFAULT, Flag
+
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+DEVICES = ("auto", "cpu", "cuda", "npu")
+QUANTIZATIONS = (
+    "fp8",
+    "w8a8_fp8",
+    "w8a8_int8",
+    "w4afp8",
+    "mxfp4",
+    "modelopt_fp8",
+    "modelopt_fp4",
+    "awq",
+    "gptq",
+    "compressed-tensors",
+    "modelslim",
+)
+ATTENTION_BACKENDS = (
+    "auto",
+    "torch_native",
+    "triton",
+    "flashinfer",
+    "fa3",
+    "flashmla",
+    "cutlass_mla",
+    "trtllm_mla",
+    "trtllm_mha",
+    "ascend",
+)
+NO_SERVER = "there is no HTTP server yet"
+NO_GRAPHS = "leave it out; there are no CUDA graphs on CPU"
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    GROUP: ClassVar[str] = "Model and tokenizer"
+
+    model_path: Annotated[
+        str,
+        Flag(
+            "Hugging Face folder with safetensors; tiny:FAMILY makes a random toy on the spot.",
+            aliases=("--model",),
+            metavar="DIR",
+        ),
+    ] = ""
+    tokenizer_path: Annotated[
+        str | None, Flag("Folder with the tokenizer; unset: the model's folder.", metavar="DIR")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Flag("Load no tokenizer: requests carry token ids and get token ids back.")
+    ] = False
+    load_format: Annotated[
+        str,
+        Flag(
+            "How weights are read; dummy fills them with random numbers.",
+            choices=("auto", "safetensors", "dummy"),
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Flag("Accepted for compatibility: no code from a checkpoint is ever run.")
+    ] = False
+    context_length: Annotated[
+        int | None, Flag("Longest sequence in tokens; unset: what the model declares.", at_least=1)
+    ] = None
+    dtype: Annotated[
+        str, Flag("Type of weights and activations; auto: what the checkpoint has.", choices=DTYPES)
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Flag(
+            "Weight quantization; unset: what the checkpoint declares.",
+            choices=QUANTIZATIONS,
+            built=ONLY_DEFAULT,
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        Flag(
+            "Type of the KV cache; auto: the model's.",
+            choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+            built=ONLY_DEFAULT,
+        ),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, Flag("File with a Jinja chat template; unset: the model's own.", metavar="FILE")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """Flags that only the HTTP server reads."""
+
+    GROUP: ClassVar[str] = "HTTP server"
+
+    host: Annotated[
+        str, Flag("Address to listen on.", built=ONLY_DEFAULT, instead=NO_SERVER, metavar="HOST")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Flag(
+            "Port to listen on.", at_least=1, at_most=65535, built=ONLY_DEFAULT, instead=NO_SERVER
+        ),
+    ] = 30000
+    api_key: Annotated[
+        str | None,
+        Flag(
+            "Key that API requests must carry.", secret=True, built=ONLY_DEFAULT, instead=NO_SERVER
+        ),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Flag(
+            "Key that administrative requests must carry.",
+            secret=True,
+            built=ONLY_DEFAULT,
+            instead=NO_SERVER,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Flag(
+            "Model name that the API shows; unset: the model path.",
+            built=ONLY_DEFAULT,
+            instead=NO_SERVER,
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Flag("Format in which the model calls tools.", built=ONLY_DEFAULT, instead=NO_SERVER),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Flag(
+            "Format in which the model marks its reasoning.", built=ONLY_DEFAULT, instead=NO_SERVER
+        ),
+    ] = None
+    grammar_backend: Annotated[
+        str | None,
+        Flag(
+            "Engine for structured output.",
+            choices=("llguidance", "none"),
+            built=ONLY_DEFAULT,
+            instead=NO_SERVER,
+        ),
+    ] = None
+    skip_server_warmup: Annotated[
+        bool, Flag("Send no request of our own at start.", built=ONLY_DEFAULT, instead=NO_SERVER)
+    ] = False
+    enable_cache_report: Annotated[
+        bool, Flag("Report cached tokens in usage.", built=ONLY_DEFAULT, instead=NO_SERVER)
+    ] = False
+    log_requests: Annotated[
+        bool, Flag("Log every request.", built=ONLY_DEFAULT, instead=NO_SERVER)
+    ] = False
+    log_requests_level: Annotated[
+        int,
+        Flag(
+            "0: metadata; 1: and sampling; 2: and shortened texts; 3: everything.",
+            choices=(0, 1, 2, 3),
+            built=ONLY_DEFAULT,
+            instead=NO_SERVER,
+        ),
+    ] = 2
+    enable_metrics: Annotated[
+        bool, Flag("Serve Prometheus metrics.", built=ONLY_DEFAULT, instead=NO_SERVER)
+    ] = False
+
+
+@dataclass(frozen=True)
+class ScheduleArgs:
+    GROUP: ClassVar[str] = "Memory and scheduling"
+
+    mem_fraction_static: Annotated[
+        float | None,
+        Flag(
+            "Share of memory for weights and KV cache; unset: chosen for the device.",
+            above=0,
+            below=1,
+        ),
+    ] = None
+    max_running_requests: Annotated[
+        int | None, Flag("Most requests in a batch; unset: what memory allows.", at_least=1)
+    ] = None
+    max_queued_requests: Annotated[
+        int | None, Flag("Most requests that may wait; unset: no limit.", at_least=1)
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Flag("Tokens in the KV cache; unset: what memory allows.", at_least=1)
+    ] = None
+    chunked_prefill_size: Annotated[
+        int,
+        Flag(
+            "Most tokens in one step; longer prompts go in pieces; -1: no limit.",
+            at_least=1,
+            also=(-1,),
+        ),
+    ] = 2048
+    max_prefill_tokens: Annotated[
+        int | None,
+        Flag(
+            "Most prompt tokens in one step.",
+            at_least=1,
+            built=ONLY_DEFAULT,
+            instead="use --chunked-prefill-size, the token budget of a step",
+        ),
+    ] = None
+    enable_mixed_chunk: Annotated[
+        bool, Flag("Put prefill chunks and decodes in one batch.", built=ONLY_DEFAULT)
+    ] = False
+    page_size: Annotated[int, Flag("Tokens in one page of the KV cache.", at_least=1)] = 16
+    schedule_policy: Annotated[
+        str,
+        Flag(
+            "Order of waiting requests: first come, or longest cached prefix first.",
+            choices=("fcfs", "lpm"),
+            built=("fcfs",),
+        ),
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float,
+        Flag("Above 1 admits fewer requests at once, below 1 more (and may preempt).", above=0),
+    ] = 1.0
+    disable_radix_cache: Annotated[bool, Flag("Do not reuse the KV cache of shared prefixes.")] = (
+        False
+    )
+    disable_overlap_schedule: Annotated[
+        bool, Flag("Do not schedule the next step while the device works (on CPU it never is).")
+    ] = False
+    stream_interval: Annotated[int, Flag("Tokens between two pieces of a stream.", at_least=1)] = 1
+
+
+@dataclass(frozen=True)
+class RuntimeArgs:
+    GROUP: ClassVar[str] = "Device, kernels and logs"
+
+    device: Annotated[str, Flag("Where to compute.", choices=DEVICES, built=("auto", "cpu"))] = (
+        "auto"
+    )
+    num_threads: Annotated[
+        int | None, Flag("Threads of torch on CPU; unset: all cores.", at_least=1)
+    ] = None
+    base_gpu_id: Annotated[
+        int, Flag("First GPU to use on a node.", at_least=0, built=ONLY_DEFAULT)
+    ] = 0
+    gpu_id_step: Annotated[
+        int,
+        Flag(
+            "Distance between two GPUs; 0: every rank on the first.", at_least=0, built=ONLY_DEFAULT
+        ),
+    ] = 1
+    random_seed: Annotated[
+        int | None, Flag("Seed of sampling and of dummy weights; unset: a new one.", at_least=0)
+    ] = None
+    attention_backend: Annotated[
+        str,
+        Flag(
+            "Attention kernels; torch_native is torch's own.",
+            choices=ATTENTION_BACKENDS,
+            built=("auto", "torch_native"),
+        ),
+    ] = "auto"
+    sampling_backend: Annotated[
+        str,
+        Flag(
+            "Sampling kernels.",
+            choices=("auto", "pytorch", "triton", "flashinfer"),
+            built=("auto", "pytorch"),
+        ),
+    ] = "auto"
+    enable_deterministic_inference: Annotated[
+        bool, Flag("Same bits whatever the batch, EP size or placement.", built=ONLY_DEFAULT)
+    ] = False
+    disable_cuda_graph: Annotated[bool, Flag("Capture no CUDA graphs (on CPU there are none).")] = (
+        False
+    )
+    cuda_graph_bs: Annotated[
+        tuple[int, ...] | None,
+        Flag("Batch sizes to capture.", at_least=1, built=ONLY_DEFAULT, instead=NO_GRAPHS),
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Flag("Largest batch size to capture.", at_least=1, built=ONLY_DEFAULT, instead=NO_GRAPHS),
+    ] = None
+    enable_torch_compile: Annotated[
+        bool, Flag("Compile the model with torch.compile.", built=ONLY_DEFAULT)
+    ] = False
+    watchdog_timeout: Annotated[
+        float,
+        Flag("Seconds after which a stuck step ends the process.", above=0, built=ONLY_DEFAULT),
+    ] = 300.0
+    log_level: Annotated[
+        str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))
+    ] = "info"
+    decode_log_interval: Annotated[
+        int, Flag("Decode steps between two log lines.", at_least=1, built=ONLY_DEFAULT)
+    ] = 40

@@ -1,0 +1,65 @@
+"""docs/flags.md from the declarations: `python -m moesaic.config.docs docs/flags.md`."""
+
+import sys
+from pathlib import Path
+
+from moesaic.config.args import ServerArgs
+from moesaic.config.flags import ALL, Spec, range_words, specs
+
+HEAD = """\
+# Flags
+
+Written by `make docs` from `moesaic/config`; a test compares the two.
+
+Every flag can be given on the command line (`--page-size 32`), as a key of a YAML file named by
+`--config` (`page-size: 32`), or as a keyword of `moesaic.Engine` (`page_size=32`). The command
+line wins over the file. A switch that a file turns on is turned off by `--no-` in front of its
+name. What is not built yet is refused, never ignored: where "built" says no, only the default is
+accepted; where it lists values, only those.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    group = ""
+    for spec in specs(ServerArgs).values():
+        if spec.group != group:
+            group = spec.group
+            parts.append(
+                f"\n## {group}\n\n"
+                "| flag | also | default | values | built | meaning |\n"
+                "|---|---|---|---|---|---|\n"
+            )
+        parts.append("| " + " | ".join(_cells(spec)) + " |\n")
+    return "".join(parts)
+
+
+def _cells(spec: Spec) -> list[str]:
+    aliases = ", ".join(f"`{alias}`" for alias in spec.flag.aliases)
+    return [f"`{spec.name}`", aliases, _default(spec), _values(spec), _built(spec), spec.flag.help]
+
+
+def _built(spec: Spec) -> str:
+    if isinstance(spec.flag.built, tuple):
+        return ", ".join(f"`{value}`" for value in spec.flag.built)
+    return "yes" if spec.flag.built is ALL else "no"
+
+
+def _default(spec: Spec) -> str:
+    if spec.kind is bool:
+        return "auto" if spec.default is None else "off"
+    return "" if spec.default in (None, "") else f"`{spec.default}`"
+
+
+def _values(spec: Spec) -> str:
+    if spec.flag.choices:
+        return ", ".join(f"`{choice}`" for choice in spec.flag.choices)
+    kind = {bool: "switch", int: "whole number", float: "number", str: "text"}[spec.kind]
+    several = " (several)" if spec.many else ""
+    bounds = range_words(spec.flag)
+    return f"{kind}{several}" + (f", {bounds}" if bounds else "")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

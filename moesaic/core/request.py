@@ -1,0 +1,96 @@
+"""A request and what becomes of it: data only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from moesaic.core.sampling import SamplingParams
+
+TopLogprobs = list[tuple[float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended: `stop` (with what matched), `length` or `abort` (with a message)."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    failed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        details = {"matched": self.matched, "length": self.length, "message": self.message}
+        return {"type": self.type} | {k: v for k, v in details.items() if v is not None}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to continue.
+
+    `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
+    their keys and values in `pages`. A retracted request keeps its tokens and loses its pages.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_new_tokens: int
+    arrival: int
+    eos_ids: frozenset[int] = frozenset()
+    return_logprob: bool = False
+    logprob_start: int = 0
+    top_logprobs_num: int = 0
+
+    token_ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish_reason: FinishReason | None = None
+    created: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    finished: float | None = None
+
+    input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_new_tokens - self.num_output
+
+    @property
+    def is_decoding(self) -> bool:
+        """All tokens but the newest are computed, and that one was emitted, not given."""
+        return self.num_output > 0 and len(self.token_ids) - self.num_computed == 1
+
+    @property
+    def next_input_logprob(self) -> int:
+        """The first prompt position whose successor's logprob is still wanted."""
+        return self.logprob_start + len(self.input_logprobs)
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        return self.return_logprob and self.next_input_logprob < self.prompt_len - 1

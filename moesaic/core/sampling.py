@@ -1,0 +1,217 @@
+"""What a request asks of the sampler: names and defaults are those of SGLang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Final
+
+NOT_BUILT: Final = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "custom_params",
+    "stream_interval",
+)
+ALIASES: Final = {"seed": "sampling_seed"}
+GREEDY_BELOW: Final = 1e-6
+MAX_SEED: Final = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Checked on construction; `from_dict` is the door for JSON and keyword arguments."""
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    sampling_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "stop", _strings("stop", self.stop))
+        _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        _set(self, "logit_bias", _bias(self.logit_bias))
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+            _boolean(name, getattr(self, name))
+        self._check_lengths()
+        self._check_filters()
+        self._check_penalties()
+        if self.sampling_seed is not None:
+            _integer("sampling_seed", self.sampling_seed)
+            if not 0 <= self.sampling_seed < MAX_SEED:
+                _refuse("sampling_seed", self.sampling_seed, "give an integer in [0, 2**63)")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> SamplingParams:
+        """Build from JSON-like values; None means the default, except for max_new_tokens."""
+        known = {f.name for f in fields(cls)}
+        chosen: dict[str, Any] = {}
+        for given, value in (values or {}).items():
+            name = ALIASES.get(given, given)
+            if name not in known:
+                _check_foreign(given, value, known)
+            elif value is not None or name == "max_new_tokens":
+                if name in chosen:
+                    raise ValueError(f"{given} and {name} name the same thing: give one of them")
+                chosen[name] = value
+        return cls(**chosen)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken and no random number is needed."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids that the model does not have."""
+        named = {"stop_token_ids": self.stop_token_ids, "logit_bias": tuple(self.logit_bias)}
+        for name, ids in named.items():
+            for token in ids:
+                if token >= vocab_size:
+                    _refuse(name, token, f"token ids of this model are in [0, {vocab_size})")
+
+    def _check_lengths(self) -> None:
+        _integer("min_new_tokens", self.min_new_tokens)
+        if self.min_new_tokens < 0:
+            _refuse("min_new_tokens", self.min_new_tokens, "give 0 or more")
+        _integer("n", self.n)
+        if self.n < 1:
+            _refuse("n", self.n, "give 1 or more")
+        if self.max_new_tokens is None:
+            return
+        _integer("max_new_tokens", self.max_new_tokens)
+        if self.max_new_tokens < 0:
+            _refuse("max_new_tokens", self.max_new_tokens, "give 0 or more, or None for no limit")
+        if self.min_new_tokens > self.max_new_tokens:
+            fix = f"give at most max_new_tokens={self.max_new_tokens}, or raise that"
+            _refuse("min_new_tokens", self.min_new_tokens, fix)
+
+    def _check_filters(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            _set(self, name, _number(name, getattr(self, name)))
+        if self.temperature < 0:
+            _refuse("temperature", self.temperature, "give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            _refuse("top_p", self.top_p, "give a number in (0, 1]; 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            _refuse("min_p", self.min_p, "give a number in [0, 1]; 0 keeps every token")
+        _integer("top_k", self.top_k)
+        if self.top_k == 0 or self.top_k < -1:
+            _refuse("top_k", self.top_k, "give 1 or more, or -1 to keep every token")
+
+    def _check_penalties(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = _number(name, getattr(self, name))
+            _set(self, name, value)
+            if not -2 <= value <= 2:
+                _refuse(name, value, "give a number in [-2, 2]; 0 is off")
+        _set(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
+        if not 0 < self.repetition_penalty <= 2:
+            _refuse(
+                "repetition_penalty", self.repetition_penalty, "give a number in (0, 2]; 1 is off"
+            )
+
+
+def _set(params: SamplingParams, name: str, value: Any) -> None:
+    object.__setattr__(params, name, value)
+
+
+def _refuse(name: str, value: object, fix: str) -> None:
+    raise ValueError(f"{name}={value!r} is not possible: {fix}")
+
+
+def _check_foreign(name: str, value: Any, known: set[str]) -> None:
+    if name in NOT_BUILT:
+        if value is not None:
+            raise ValueError(f"sampling parameter {name!r} is not built yet: leave it out")
+    elif name == "spaces_between_special_tokens":
+        # Fast tokenizers put no space there whatever is asked, so only the default is honest.
+        if value not in (None, True):
+            _refuse(name, value, "this tokenizer never adds such spaces: leave it out")
+    else:
+        names = sorted(known | set(ALIASES))
+        near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown sampling parameter {name!r}: did you mean {near!r}?")
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(name, value, f"give an integer, not {type(value).__name__}")
+    return int(value)
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        _refuse(name, value, f"give true or false, not {type(value).__name__}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(name, value, f"give a number, not {type(value).__name__}")
+    if not math.isfinite(value):
+        _refuse(name, value, "give a finite number")
+    return float(value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, str | list | tuple):
+        _refuse(name, value, "give a string or a list of strings")
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            _refuse(name, string, "each stop must be a string of at least one character")
+    return strings
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | set | frozenset):
+        _refuse(name, value, "give a list of token ids")
+    ids = tuple(_integer(name, token) for token in value)
+    for token in ids:
+        if token < 0:
+            _refuse(name, token, "token ids are 0 or more")
+    return ids
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token id -> bias; JSON turns the keys into strings, which are taken back here."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        _refuse("logit_bias", value, "give a mapping from token id to bias")
+    bias = {}
+    for key, amount in value.items():
+        text = isinstance(key, str) and key.isascii() and key.isdigit()
+        token = int(key) if text else _integer("logit_bias", key)
+        if token < 0:
+            _refuse("logit_bias", key, "token ids are 0 or more")
+        bias[token] = _number(f"logit_bias[{token}]", amount)
+    return bias

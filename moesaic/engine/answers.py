@@ -1,0 +1,92 @@
+"""What `generate` gives back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.core.request import Request, TopLogprobs
+from moesaic.engine.core import Job, Progress
+from moesaic.engine.tokenizer import Tokenizer
+
+Signal = tuple[int, Progress]
+Entry = tuple[float | None, int, str | None]
+
+
+class Answers:
+    """The jobs of one call, and which of them are still open."""
+
+    def __init__(self, jobs: list[Job], single: bool, texts: Tokenizer | None) -> None:
+        self.jobs, self.single, self.texts = jobs, single, texts
+        self.pending = set(range(len(jobs)))
+        self._final: dict[int, dict[str, Any]] = {}
+        self._shown = [-1] * len(jobs)
+
+    def take(self, signal: Signal) -> dict[str, Any] | None:
+        """The answer as it now stands, or None if a signal brings nothing new."""
+        number, progress = signal
+        request = self.jobs[number].request
+        if progress.finished:
+            self.pending.discard(number)
+            reason = request.finish_reason
+            if reason is not None and reason.failed:
+                raise RuntimeError(f"request {request.rid} failed: {reason.message}")
+        elif progress.num_output == self._shown[number]:
+            return None
+        self._shown[number] = progress.num_output
+        output = answer(request, progress, self.texts)
+        if progress.finished:
+            self._final[number] = output
+        return output if self.single else {**output, "index": number}
+
+    def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        outputs = [self._final[number] for number in range(len(self.jobs))]
+        return outputs[0] if self.single else outputs
+
+    def pending_rids(self) -> list[str]:
+        return [self.jobs[number].request.rid for number in self.pending]
+
+
+def answer(request: Request, progress: Progress, texts: Tokenizer | None) -> dict[str, Any]:
+    number = progress.num_output
+    reason = request.finish_reason if progress.finished else None
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": None if reason is None else reason.to_dict(),
+        "prompt_tokens": request.prompt_len,
+        "completion_tokens": number,
+        "cached_tokens": request.cached_tokens,
+        "total_retractions": request.retractions,
+    }
+    if request.finished is not None and progress.finished:
+        meta["e2e_latency"] = request.finished - request.created
+        if request.first_token is not None:
+            meta["ttft"] = request.first_token - request.created
+    if request.return_logprob:
+        meta |= _logprobs(request, number, texts)
+    output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
+    return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
+
+
+def _logprobs(request: Request, number: int, texts: Tokenizer | None) -> dict[str, Any]:
+    def entry(logprob: float | None, token: int) -> Entry:
+        return logprob, token, None if texts is None else texts.token_text(token)
+
+    def top(rows: list[TopLogprobs]) -> list[list[Entry]]:
+        return [[entry(logprob, token) for logprob, token in row] for row in rows]
+
+    inputs = request.prompt_ids[request.logprob_start :]
+    outputs = request.token_ids[request.prompt_len : request.prompt_len + number]
+    found: dict[str, Any] = {
+        "input_token_logprobs": [
+            entry(logprob, token)
+            for logprob, token in zip([None, *request.input_logprobs], inputs, strict=False)
+        ],
+        "output_token_logprobs": [
+            entry(logprob, token)
+            for logprob, token in zip(request.output_logprobs, outputs, strict=False)
+        ],
+    }
+    if request.top_logprobs_num:
+        found["input_top_logprobs"] = [None, *top(request.input_top_logprobs)]
+        found["output_top_logprobs"] = top(request.output_top_logprobs[:number])
+    return found

@@ -1,0 +1,193 @@
+"""What `generate` was asked for: one or many prompts, checked before anything is submitted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.tokenizer import Tokenizer
+
+MAX_TOP_LOGPROBS = 1024
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine can serve."""
+
+    vocab_size: int
+    context_length: int
+    cache_tokens: int
+    eos_ids: frozenset[int]
+    seeds: random.Random
+    """Where requests without a seed get theirs."""
+
+    @property
+    def max_sequence(self) -> int:
+        return min(self.context_length, self.cache_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    return_logprob: bool
+    logprob_start: int
+    top_logprobs_num: int
+
+    def to_request(self, rid: str, arrival: int) -> Request:
+        return Request(
+            rid=rid,
+            prompt_ids=self.prompt_ids,
+            params=self.params,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            arrival=arrival,
+            eos_ids=self.eos_ids,
+            return_logprob=self.return_logprob,
+            logprob_start=self.logprob_start,
+            top_logprobs_num=self.top_logprobs_num,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateInput:
+    """The arguments of one call; each but the prompts is one value for all, or a list of them."""
+
+    prompt: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: Any = None
+    return_logprob: Any = False
+    logprob_start_len: Any = -1
+    top_logprobs_num: Any = 0
+
+    @property
+    def is_single(self) -> bool:
+        if self.prompt is not None:
+            return isinstance(self.prompt, str)
+        return not (self.input_ids and isinstance(self.input_ids[0], Sequence))
+
+    def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
+        """One a sample: `n` of each prompt, next to each other."""
+        prompts = self._prompts(tokenizer)
+        columns = zip(
+            prompts,
+            _spread("sampling_params", self.sampling_params, len(prompts)),
+            _spread("return_logprob", self.return_logprob, len(prompts)),
+            _spread("logprob_start_len", self.logprob_start_len, len(prompts)),
+            _spread("top_logprobs_num", self.top_logprobs_num, len(prompts)),
+            strict=True,
+        )
+        found: list[RequestSpec] = []
+        for number, column in enumerate(columns):
+            try:
+                found += _samples(*column, tokenizer, limits)
+            except ValueError as error:
+                where = "" if self.is_single else f"prompt {number}: "
+                raise ValueError(f"{where}{error}") from error
+        return found
+
+    def _prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+        if (self.prompt is None) == (self.input_ids is None):
+            raise ValueError("give either prompt or input_ids, and not both")
+        if self.input_ids is not None:
+            given: Any = [self.input_ids] if self.is_single else self.input_ids
+            return [list(ids) for ids in given]
+        if tokenizer is None:
+            raise ValueError(
+                "prompt needs a tokenizer and skip_tokenizer_init is set: give input_ids instead"
+            )
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        assert texts is not None
+        for number, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"prompt {number} must be a text that is not empty, not {text!r}")
+        return [tokenizer.encode(text) for text in texts]
+
+
+def _spread(name: str, value: Any, number: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * number
+    if len(value) != number:
+        raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
+    return value
+
+
+def _samples(
+    prompt_ids: list[int],
+    sampling: Any,
+    return_logprob: bool,
+    logprob_start_len: int,
+    top_logprobs_num: int,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+) -> Iterator[RequestSpec]:
+    _check_prompt(prompt_ids, limits)
+    params = (
+        sampling if isinstance(sampling, SamplingParams) else SamplingParams.from_dict(sampling)
+    )
+    params.check_vocab(limits.vocab_size)
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
+    _check_logprobs(logprob_start_len, top_logprobs_num, len(prompt_ids), limits)
+    room = limits.max_sequence - len(prompt_ids)
+    wanted = room if params.max_new_tokens is None else params.max_new_tokens
+    seed = params.sampling_seed
+    if seed is None:
+        seed = limits.seeds.getrandbits(SEED_BITS)
+    for sample in range(params.n):
+        yield RequestSpec(
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=seed_of_sample(seed, sample),
+            max_new_tokens=min(wanted, room),
+            eos_ids=limits.eos_ids,
+            return_logprob=return_logprob,
+            logprob_start=logprob_start_len if logprob_start_len >= 0 else len(prompt_ids) - 1,
+            top_logprobs_num=top_logprobs_num if return_logprob else 0,
+        )
+
+
+def seed_of_sample(seed: int, sample: int) -> int:
+    """The first sample has the seed that was given; the others are apart from it and each other."""
+    return (seed + sample * 0x9E3779B97F4A7C15) % 2**SEED_BITS
+
+
+def _check_prompt(ids: list[int], limits: Limits) -> None:
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"input_ids must be integers, not {token!r}")
+        if not 0 <= token < limits.vocab_size:
+            raise ValueError(
+                f"token id {token} is out of range: this model has ids 0 to {limits.vocab_size - 1}"
+            )
+    if len(ids) >= limits.context_length:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
+            "of them for the answer: shorten the prompt or raise --context-length"
+        )
+    if len(ids) >= limits.cache_tokens:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the KV cache holds {limits.cache_tokens}: "
+            "shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
+        )
+
+
+def _check_logprobs(start: int, top: int, prompt_len: int, limits: Limits) -> None:
+    if not -1 <= start < prompt_len:
+        raise ValueError(
+            f"logprob_start_len {start} must be -1 or a position in the prompt, which has "
+            f"{prompt_len} tokens"
+        )
+    most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    if not 0 <= top <= most:
+        raise ValueError(f"top_logprobs_num {top} must be between 0 and {most}")

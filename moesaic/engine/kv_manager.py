@@ -1,0 +1,100 @@
+"""Pages for requests: from the prefix tree, from the free ones, or by evicting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moesaic.core.request import Request
+from moesaic.engine.kv_cache import Node, PageAllocator, PrefixTree
+
+
+class KVManager:
+    """`on_take` is told which pages were newly handed out, before they are used."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        on_take: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.tree = PrefixTree(page_size, self.allocator, prefix_cache)
+        self._on_take = on_take
+        self._place: dict[Request, Node] = {}
+
+    def place(self, request: Request) -> Node:
+        """Where in the tree a running request stands."""
+        return self._place[request]
+
+    @property
+    def num_available(self) -> int:
+        return self.allocator.num_free + self.tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that running requests hold; cached ones that nobody reads do not count."""
+        return self.allocator.num_pages - self.num_available
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def lookup(self, request: Request) -> tuple[Node, list[int]]:
+        """The cached prefix that a request may use: its last token must be computed anew, and so
+        must every one whose successor's logprob is wanted."""
+        if not self.tree.enabled:
+            return self.tree.root, []
+        limit = len(request.token_ids) - 1
+        if request.wants_input_logprobs:
+            limit = min(limit, request.next_input_logprob)
+        return self.tree.match(request.token_ids, limit)
+
+    def next_key(self, request: Request, num_pages: int) -> tuple[int, ...] | None:
+        """The tokens of page `num_pages` if it is full."""
+        if (num_pages + 1) * self.page_size > len(request.token_ids):
+            return None
+        return self.tree.key(request.token_ids, num_pages)
+
+    def admit(self, request: Request, node: Node, pages: list[int]) -> None:
+        self.tree.acquire(node)
+        self._place[request] = node
+        request.pages = list(pages)
+        request.num_computed = len(pages) * self.page_size
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the request's first `num_tokens` tokens; False if there is none."""
+        missing = self.pages_for(num_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if missing > self.allocator.num_free:
+            self.tree.evict(missing - self.allocator.num_free)
+        taken = self.allocator.take(missing)
+        self._on_take(taken)
+        request.pages.extend(taken)
+        return True
+
+    def share(self, request: Request) -> None:
+        """Moves the request's full, computed pages into the tree."""
+        if not self.tree.enabled:
+            return
+        node = self._place[request]
+        for number in range(node.depth, request.num_computed // self.page_size):
+            key = self.tree.key(request.token_ids, number)
+            node = self.tree.extend(node, key, request.pages[number])
+            request.pages[number] = node.page
+        self._place[request] = node
+
+    def release(self, request: Request) -> None:
+        """Takes all pages from a request; what it shared stays in the tree."""
+        node = self._place.pop(request)
+        self.allocator.give_back(request.pages[node.depth :])
+        self.tree.release(node)
+        request.pages = []
+        request.num_computed = 0
+
+    def flush(self) -> int:
+        """Empties the prefix cache but for what is in use; says how many pages became free."""
+        return self.tree.evict(self.tree.num_evictable)

@@ -1,0 +1,162 @@
+"""Which tokens are computed in the next step.
+
+Every step takes one token of each request that decodes and fills up with chunks of prompts, so that
+both share one pass over the weights. Older requests come first everywhere: when pages run out, the
+youngest running request is retracted (its tokens kept, its pages freed) and resumed later, so the
+oldest always gets on and every request ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from moesaic.core.request import Request
+from moesaic.engine.kv_cache import Node
+from moesaic.engine.kv_manager import KVManager
+
+# Share of the tokens a running request may still emit for which pages are kept free when another is
+# admitted: it falls while nothing goes wrong and rises with each retraction.
+RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
+# Nobody is assumed to emit more than this many tokens when pages are reserved.
+RESERVE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_running: int
+    chunk_tokens: int
+    conservativeness: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """`length` tokens of a request, from its first that is not computed."""
+
+    request: Request
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.request.num_computed + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step yields the request's next token."""
+        return self.stop == len(self.request.token_ids)
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+        self.config, self.kv = config, kv
+        self.waiting: deque[Request] = deque()
+        self.running: set[Request] = set()
+        self.num_retractions = 0
+        self._reserve = min(1.0, RESERVE_START * config.conservativeness)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step's work; empty only if there is no request at all."""
+        planned: dict[Request, int] = {}
+        by_age = sorted(self.running, key=_arrival)
+        for request in (r for r in by_age if r.is_decoding):
+            self._plan(request, 1, planned)
+        budget = self.config.chunk_tokens
+        for request in (r for r in by_age if not r.is_decoding):
+            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+        self._admit(budget, planned)
+        self._reserve = max(RESERVE_MIN, self._reserve - RESERVE_DECAY)
+        return [Scheduled(request, length) for request, length in planned.items()]
+
+    def finish(self, request: Request) -> None:
+        """Forgets a request, wherever it is."""
+        if request in self.running:
+            self.running.remove(request)
+            self.kv.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _plan(self, request: Request, length: int, planned: dict[Request, int]) -> int:
+        """Plans `length` tokens, retracting the youngest while pages are missing; says how many
+        were planned, which is none if the request itself had to go."""
+        if length == 0 or request not in self.running:
+            return 0
+        while not self.kv.grow(request, request.num_computed + length):
+            youngest = max(self.running, key=_arrival)
+            planned.pop(youngest, None)
+            self._retract(youngest)
+            if youngest is request:
+                return 0
+        planned[request] = length
+        return length
+
+    def _retract(self, request: Request) -> None:
+        assert len(self.running) > 1, "a request that was admitted alone must fit"
+        self.running.remove(request)
+        self.kv.release(request)
+        request.retractions += 1
+        self.num_retractions += 1
+        self._reserve = min(1.0, self._reserve + RESERVE_STEP)
+        self.waiting.appendleft(request)
+
+    def _admit(self, budget: int, planned: dict[Request, int]) -> None:
+        """Takes in waiting requests in order; one that shares the prompt which another is computing
+        right now stays behind until it can reuse it."""
+        held_back: list[Request] = []
+        computing = {self._frontier(r) for r in self.running if not r.is_decoding}
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
+            request = self.waiting[0]
+            node, pages = self.kv.lookup(request)
+            key = self.kv.next_key(request, len(pages))
+            if key is not None and (node, key) in computing and self._may_reuse(request, pages):
+                held_back.append(self.waiting.popleft())
+                continue
+            if not self._fits(request, node, len(pages)):
+                break
+            self.waiting.popleft()
+            self.kv.admit(request, node, pages)
+            if request.num_output == 0 and request.retractions == 0:
+                request.cached_tokens = request.num_computed
+            self.running.add(request)
+            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+            computing.add((node, key))
+        self.waiting.extendleft(reversed(held_back))
+
+    def _frontier(self, request: Request) -> tuple[Node, tuple[int, ...] | None]:
+        """The page that a request is about to add to the tree."""
+        node = self.kv.place(request)
+        return node, self.kv.next_key(request, node.depth)
+
+    def _may_reuse(self, request: Request, pages: list[int]) -> bool:
+        if not self.kv.tree.enabled:
+            return False
+        reusable = request.next_input_logprob if request.wants_input_logprobs else None
+        return reusable is None or reusable > len(pages) * self.kv.page_size
+
+    def _fits(self, request: Request, node: Node, num_cached: int) -> bool:
+        """Whether the whole sequence has room, beside what the running ones are likely to need."""
+        needed = self.kv.pages_for(len(request.token_ids) + 1) - num_cached
+        available = self.kv.num_available - self.kv.tree.num_idle(node)
+        if not self.running:
+            return needed <= available
+        promised = sum(self._expected_pages(r) for r in self.running)
+        return needed + promised <= available
+
+    def _expected_pages(self, request: Request) -> int:
+        """Pages that a running request is likely to take from now on."""
+        growth = int(self._reserve * min(request.remaining_tokens, RESERVE_TOKENS))
+        return self.kv.pages_for(len(request.token_ids) + growth) - len(request.pages)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _uncomputed(request: Request) -> int:
+    return len(request.token_ids) - request.num_computed

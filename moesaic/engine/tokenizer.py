@@ -1,0 +1,332 @@
+"""Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
+
+Only data is read: tokenizer.json, JSON settings and Jinja templates, which run in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+logger = logging.getLogger(__name__)
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, or it does not accept the messages."""
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        eos_ids: frozenset[int],
+        templates: Mapping[str, str],
+        folder: str = "",
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.eos_ids = eos_ids
+        self.templates = dict(templates)
+        self.folder = folder
+        self._compiled: dict[str, Template] = {}
+
+    @classmethod
+    def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """`chat_template`: a file, the name of one of the folder's templates, or Jinja itself."""
+        folder = Path(path)
+        backend = _load_backend(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        _add_tokens(backend, config, named)
+        special = {name: token.content for name, token in named.items()}
+        _apply_bos_eos(backend, config, special)
+        templates = _templates(folder, config)
+        if chat_template is not None:
+            templates = {"default": _chosen_template(chat_template, templates)}
+        eos_ids = _eos_ids(folder, backend, special.get("eos_token"))
+        return cls(backend, special, eos_ids, templates, str(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text; the model's own vocabulary may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Pass `add_special_tokens=False` for a rendered chat, which has its special tokens."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.backend.id_to_token(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The text this token adds after other text: its leading space is there, a piece of a
+        character is U+FFFD."""
+        anchor = self._anchor
+        before = self.decode(anchor, skip_special_tokens=False)
+        both = self.decode([*anchor, token_id], skip_special_tokens=False)
+        if both.startswith(before):
+            return both[len(before) :]
+        return self.decode([token_id], skip_special_tokens=False)
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)[-1:]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt as text; encode it with `add_special_tokens=False`."""
+        template = self._template(self._template_name(tools))
+        variables: dict[str, Any] = {
+            **self.special_tokens,
+            "documents": None,
+            **kwargs,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(variables)
+        except Exception as error:
+            raise ChatTemplateError(
+                f"the chat template does not accept these messages: {error or repr(error)}"
+            ) from error
+
+    def _template_name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name in self.templates:
+            return name
+        if self.templates:
+            raise ChatTemplateError(
+                f"{self.folder} has chat templates {sorted(self.templates)} and none is the "
+                "default: choose one by name with chat_template"
+            )
+        raise ChatTemplateError(
+            f"{self.folder} has no chat template: give one with chat_template (a file or the "
+            "template itself), or send a prompt instead of messages"
+        )
+
+    def _template(self, name: str) -> Template:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self.templates[name])
+            except TemplateError as error:
+                raise ChatTemplateError(
+                    f"chat template {name!r} of {self.folder} is not valid Jinja: {error}"
+                ) from error
+        return self._compiled[name]
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates read a turn's reasoning under different names: give it under those in use."""
+    for key in REASONING_KEYS:
+        if (reasoning := message.get(key)) is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json: convert its tokenizer to the tokenizers format, name "
+            "another folder with tokenizer_path, or pass skip_tokenizer_init and send token ids"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _named_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, AddedToken]:
+    """bos_token, eos_token and the like. The older special_tokens_map.json rules only in folders
+    that are as old: those whose settings do not list the added tokens."""
+    flags = {entry["content"]: entry for entry in config.get("added_tokens_decoder", {}).values()}
+    merged = legacy | config if flags else config | legacy
+    extra = merged.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        merged = merged | extra
+    named = {}
+    for name, value in merged.items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            content = value if isinstance(value, str) else value["content"]
+            entry = flags.get(content, value)
+            named[name] = _added_token(content if isinstance(entry, str) else entry, special=True)
+    return named
+
+
+def _added_token(entry: str | dict[str, Any], special: bool) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=special, normalized=False)
+    known = ("content", "single_word", "lstrip", "rstrip", "normalized")
+    return AddedToken(**{k: entry[k] for k in known if k in entry}, special=special)
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, AddedToken]
+) -> None:
+    """Tokens that the settings name and tokenizer.json may lack, in the order of their ids."""
+    listed = {
+        int(number): entry for number, entry in config.get("added_tokens_decoder", {}).items()
+    }
+    for number, entry in sorted(listed.items()):
+        special = bool(entry.get("special", False))
+        add = backend.add_special_tokens if special else backend.add_tokens
+        add([_added_token(entry, special)])
+        if (found := backend.token_to_id(entry["content"])) != number:
+            logger.warning(
+                "tokenizer_config.json gives token %r the id %d, tokenizer.json gives it %s",
+                entry["content"],
+                number,
+                found,
+            )
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    more = [] if isinstance(extra, dict) else [_added_token(entry, special=True) for entry in extra]
+    backend.add_special_tokens([*named.values(), *more])
+
+
+def _apply_bos_eos(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """tokenizer.json says which special tokens frame a text; explicit add_bos_token and
+    add_eos_token overrule it (DeepSeek's folders name BOS only there)."""
+    frame = backend.encode("").ids
+    bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
+    has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]
+    has_eos = eos is not None and frame[int(has_bos) :][-1:] == [backend.token_to_id(eos)]
+    wants_bos = bos is not None and bool(config.get("add_bos_token", has_bos))
+    wants_eos = eos is not None and bool(config.get("add_eos_token", has_eos))
+    if (wants_bos, wants_eos) == (has_bos, has_eos):
+        return
+    parts = ["$A"]
+    if wants_bos:
+        parts.insert(0, str(bos))
+    if wants_eos:
+        parts.append(str(eos))
+    tokens = [(part, backend.token_to_id(part)) for part in parts if part != "$A"]
+    backend.post_processor = TemplateProcessing(single=parts, special_tokens=tokens)
+
+
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
+    found = set[int]()
+    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
+        found.add(token_id)
+    config = _read_json(folder / "config.json")
+    for source in (_read_json(folder / "generation_config.json"), config):
+        value = source.get("eos_token_id", (source.get("text_config") or {}).get("eos_token_id"))
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Files win over the entry of tokenizer_config.json."""
+    found = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = folder / "chat_template.jinja"
+    if found:
+        return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
+    entry = config.get("chat_template")
+    if isinstance(entry, list):
+        return {named["name"]: named["template"] for named in entry}
+    if isinstance(entry, dict):
+        return dict(entry)
+    return {} if entry is None else {"default": entry}
+
+
+def _chosen_template(choice: str, templates: Mapping[str, str]) -> str:
+    if choice in templates:
+        return templates[choice]
+    if "{" in choice:
+        return choice
+    if Path(choice).is_file():
+        return Path(choice).read_text(encoding="utf-8")
+    raise ValueError(
+        f"chat_template={choice!r} is neither a file nor one of this model's templates "
+        f"{sorted(templates)}, and it is no Jinja text"
+    )

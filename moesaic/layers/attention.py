@@ -1,0 +1,129 @@
+"""Attention layers: grouped-query attention, and multi-head latent attention (MLA).
+
+T tokens · H hidden · N query heads · M key/value heads · D head size · R latent rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.layers.context import AttentionSpec, ForwardContext
+from moesaic.layers.linear import Linear, MergedLinear
+from moesaic.layers.module import Module, parameter
+from moesaic.layers.norm import RMSNorm
+from moesaic.layers.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
+    sinks: bool = False
+    window: int | None = None
+
+
+class Attention(Module):
+    def __init__(
+        self, config: AttentionConfig, layer: int, rope: RotaryTable, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, self.rope = config, rope
+        dim = config.head_dim
+        parts = {
+            "q_proj": config.num_heads * dim,
+            "k_proj": config.num_kv_heads * dim,
+            "v_proj": config.num_kv_heads * dim,
+        }
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * dim, config.hidden_size, dtype, config.output_bias)
+        eps = config.qk_norm_eps
+        self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
+        self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
+        self.sinks = parameter(config.num_heads, dtype=dtype) if config.sinks else None
+        self.spec = AttentionSpec(layer, dim**-0.5, config.window, self.sinks)
+
+    def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        dim = self.config.head_dim
+        q_TND, k_TMD, v_TMD = (part.unflatten(-1, (-1, dim)) for part in self.qkv_proj.split(x_TH))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TND, k_TMD = self.q_norm(q_TND), self.k_norm(k_TMD)
+        q_TND = self.rope.rotate(q_TND, ctx.cos, ctx.sin)
+        k_TMD = self.rope.rotate(k_TMD, ctx.cos, ctx.sin)
+        mixed_TND = ctx.attention.attend(self.spec, q_TND, k_TMD, v_TMD)
+        return self.o_proj(mixed_TND.flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    hidden_size: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    bias: bool = False
+
+
+# DeepSeek's latent norms do not follow the model's rms_norm_eps.
+LATENT_NORM_EPS = 1e-6
+
+
+class LatentAttention(Module):
+    """MLA in its absorbed form: queries are mapped into the latent space, so that the cache holds
+    one latent of R + rope channels a token, shared by all heads, instead of keys and values."""
+
+    def __init__(
+        self, config: LatentAttentionConfig, layer: int, rope: RotaryTable, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, self.rope = config, rope
+        hidden, rank = config.hidden_size, config.kv_rank
+        queries = config.num_heads * (config.nope_dim + config.rope_dim)
+        if config.q_rank is None:
+            self.q_proj = Linear(hidden, queries, dtype)
+        else:
+            self.q_a_proj = Linear(hidden, config.q_rank, dtype, config.bias)
+            self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_NORM_EPS, dtype)
+            self.q_b_proj = Linear(config.q_rank, queries, dtype)
+        self.kv_a_proj_with_mqa = Linear(hidden, rank + config.rope_dim, dtype, config.bias)
+        self.kv_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, dtype)
+        self.kv_b_proj = Linear(
+            rank, config.num_heads * (config.nope_dim + config.value_dim), dtype
+        )
+        self.o_proj = Linear(config.num_heads * config.value_dim, hidden, dtype, config.bias)
+        self.spec = AttentionSpec(layer, config.scale)
+
+    def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        cfg = self.config
+        up = self.kv_b_proj.weight.view(cfg.num_heads, cfg.nope_dim + cfg.value_dim, cfg.kv_rank)
+        key_up_NDR, value_up_NDR = up.split([cfg.nope_dim, cfg.value_dim], dim=1)
+        q_nope, q_rope = self._queries(x_TH).split([cfg.nope_dim, cfg.rope_dim], dim=-1)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), key_up_NDR).transpose(0, 1)
+        q_TNC = torch.cat((q_latent, self.rope.rotate(q_rope, ctx.cos, ctx.sin)), dim=-1)
+        mixed_TNC = ctx.attention.attend(self.spec, q_TNC, self._latents(x_TH, ctx), None)
+        mixed_NTR = mixed_TNC[..., : cfg.kv_rank].transpose(0, 1)
+        values_TND = torch.bmm(mixed_NTR, value_up_NDR.transpose(1, 2)).transpose(0, 1)
+        return self.o_proj(values_TND.flatten(1))
+
+    def _queries(self, x_TH: Tensor) -> Tensor:
+        if self.config.q_rank is None:
+            q = self.q_proj(x_TH)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TH)))
+        return q.unflatten(-1, (self.config.num_heads, -1))
+
+    def _latents(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        compressed = self.kv_a_proj_with_mqa(x_TH)
+        latent, k_rope = compressed.split([self.config.kv_rank, self.config.rope_dim], dim=-1)
+        k_rope = self.rope.rotate(k_rope.unsqueeze(1), ctx.cos, ctx.sin)
+        return torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), k_rope), dim=-1)

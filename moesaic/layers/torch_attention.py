@@ -1,0 +1,201 @@
+"""Paged attention with torch's own fused kernel on CPU.
+
+T tokens of the step · N query heads · M key/value heads · G = N / M · D head size ·
+B sequences of a group · Q new tokens of each · L gathered tokens · P pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+# Sequences are gathered together while at most this share of the gathered tokens is padding.
+MAX_PADDING = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
+    of its `kv_len` tokens, whose keys and values live in `pages`."""
+
+    start: int
+    length: int
+    kv_len: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that attend in one kernel call: either B of one new token, or one of Q."""
+
+    rows: slice | Tensor
+    queries: int
+    kv_len: int
+    table_BP: Tensor
+    mask: Tensor | None
+    causal: bool = False
+
+
+class PagedCache:
+    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero."""
+
+    def __init__(self, spec: CacheSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+        shape = (spec.num_layers, num_pages + 1, page_size, spec.num_heads)
+        self.page_size = page_size
+        self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype)
+        self.values = torch.empty(*shape, spec.value_dim, dtype=dtype)
+        self.clear([0])
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeroes pages before use: what lies behind a sequence's last token is masked, but masked
+        garbage that is not finite would still spoil the result."""
+        index = torch.tensor(pages)
+        self.keys.index_fill_(1, index, 0)
+        self.values.index_fill_(1, index, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class TorchAttention(AttentionStep):
+    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
+        self.cache = cache
+        self.spans = spans
+        self.slots_T = self._slots()
+        self._groups: dict[int | None, list[Group]] = {}
+
+    def attend(
+        self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor | None
+    ) -> Tensor:
+        keys = self.cache.keys[spec.layer]
+        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
+        values = keys
+        if v_TMD is not None:
+            values = self.cache.values[spec.layer]
+            values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
+        out_TND = torch.empty_like(q_TND)
+        for group in self.groups(spec.window):
+            out_TND[group.rows] = _attend_group(group, spec, q_TND[group.rows], keys, values)
+        return out_TND
+
+    def groups(self, window: int | None) -> list[Group]:
+        """The same for all layers with that window: computed once a step."""
+        if window not in self._groups:
+            self._groups[window] = list(self._make_groups(window))
+        return self._groups[window]
+
+    def _slots(self) -> Tensor:
+        size = self.cache.page_size
+        slots = [
+            span.pages[position // size] * size + position % size
+            for span in self.spans
+            for position in range(span.kv_len - span.length, span.kv_len)
+        ]
+        return torch.tensor(slots)
+
+    def _make_groups(self, window: int | None) -> Iterator[Group]:
+        views = [_visible(span, window, self.cache.page_size) for span in self.spans]
+        decoding = sorted((v for v in views if v.span.length == 1), key=lambda v: v.kv_len)
+        for view in views:
+            if view.span.length > 1:
+                yield _prefill_group(view, window)
+        yield from (_decode_group(batch, window) for batch in _batches(decoding))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A span with the pages before its window cut off; `kv_len` counts from the first page kept."""
+
+    span: Span
+    pages: Sequence[int]
+    kv_len: int
+
+
+def _visible(span: Span, window: int | None, page_size: int) -> _View:
+    first = 0
+    if window is not None:
+        first = max(0, span.kv_len - span.length - window + 1) // page_size
+    last = -(-span.kv_len // page_size)
+    return _View(span, span.pages[first:last], span.kv_len - first * page_size)
+
+
+def _batches(views: list[_View]) -> Iterator[list[_View]]:
+    """Cuts sequences sorted by length into batches with little padding."""
+    batch: list[_View] = []
+    used = 0
+    for view in views:
+        if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
+            yield batch
+            batch, used = [], 0
+        batch.append(view)
+        used += view.kv_len
+    if batch:
+        yield batch
+
+
+def _decode_group(batch: list[_View], window: int | None) -> Group:
+    width = len(batch[-1].pages)
+    table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
+    rows = torch.tensor([v.span.start for v in batch])
+    lens_B = torch.tensor([v.kv_len for v in batch])
+    return Group(rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window))
+
+
+def _prefill_group(view: _View, window: int | None) -> Group:
+    span, table_BP = view.span, torch.tensor([list(view.pages)])
+    rows = slice(span.start, span.start + span.length)
+    if view.kv_len == span.length and (window is None or window >= span.length):
+        return Group(rows, span.length, view.kv_len, table_BP, None, causal=True)
+    last_Q = torch.arange(view.kv_len - span.length, view.kv_len)
+    return Group(rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window))
+
+
+def _mask(last_BQ: Tensor, window: int | None) -> Tensor:
+    """[B, 1, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest it sees."""
+    keys_L = torch.arange(int(last_BQ.max()) + 1)
+    visible = keys_L <= last_BQ[..., None]
+    if window is not None:
+        visible &= keys_L > last_BQ[..., None] - window
+    return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).unsqueeze(1)
+
+
+def _attend_group(
+    group: Group, spec: AttentionSpec, q_RND: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    heads = keys.shape[-2]
+    k_BMLD = _gather(keys, group)
+    v_BMLD = k_BMLD if values is keys else _gather(values, group)
+    q_RMGD = q_RND.unflatten(1, (heads, -1))
+    if group.queries == 1:
+        # All heads that share keys are rows of one product, so that each key is read once.
+        q = q_RMGD
+    else:
+        q = q_RMGD.permute(2, 1, 0, 3)
+        k_BMLD = k_BMLD.expand(q.shape[0], -1, -1, -1)
+        v_BMLD = v_BMLD.expand(q.shape[0], -1, -1, -1)
+    mask = None if group.mask is None else group.mask.to(q.dtype)
+    out, lse = _flash(q, k_BMLD, v_BMLD, 0.0, group.causal, attn_mask=mask, scale=spec.scale)
+    if group.queries > 1:
+        out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+    out_RND = out.flatten(1, 2)
+    if spec.sinks_N is None:
+        return out_RND
+    # A sink is one more logit in the softmax whose value is zero.
+    kept_RN = torch.sigmoid(lse.flatten(1, 2) - spec.sinks_N.float())
+    return (out_RND.float() * kept_RN.unsqueeze(-1)).to(out_RND.dtype)
+
+
+def _gather(cache: Tensor, group: Group) -> Tensor:
+    """[B, M, L, D] of one layer's pages [P, page, M, D]."""
+    pages = cache.flatten(1).index_select(0, group.table_BP.flatten())
+    gathered = pages.view(group.table_BP.shape[0], -1, *cache.shape[-2:])
+    return gathered[:, : group.kv_len].transpose(1, 2)

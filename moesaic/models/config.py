@@ -1,0 +1,156 @@
+"""Reads a checkpoint's config.json, of either generation, into what the models need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class RawConfig:
+    """config.json with typed access; a missing or mistyped key is an error that names it."""
+
+    def __init__(self, data: dict[str, Any], source: str) -> None:
+        self.data, self.source = data, source
+
+    @classmethod
+    def read(cls, folder: Path) -> RawConfig:
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{path} does not exist: --model-path must be a Hugging Face folder with "
+                "config.json, safetensors and tokenizer.json"
+            )
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")
+        return cls(data, str(path))
+
+    def has(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{self.source}: {key} must be an integer >= {minimum}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{self.source}: {key} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.source}: {key} must be true or false, not {value!r}")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        value = self._get(key, [])
+        if not isinstance(value, list):
+            raise ValueError(f"{self.source}: {key} must be a list, not {value!r}")
+        return value
+
+    def optional_int(self, key: str) -> int | None:
+        return self.integer(key) if self.has(key) else None
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.data.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ValueError(f"{self.source}: {key} is missing")
+        return default
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What every family has in common."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    positions: int
+    """Length of the rotary tables: the context that will be served."""
+
+
+def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
+    name = str(raw.data.get("dtype") or raw.data.get("torch_dtype") or "bfloat16")
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{raw.source}: dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def common_config(raw: RawConfig, dtype: torch.dtype, positions: int, eps: float) -> ModelConfig:
+    activation = raw.data.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"{raw.source}: hidden_act {activation!r} is not served, only 'silu'")
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=raw.integer("hidden_size"),
+        num_layers=raw.integer("num_hidden_layers"),
+        max_positions=raw.integer("max_position_embeddings"),
+        rms_norm_eps=raw.number("rms_norm_eps", eps),
+        tie_word_embeddings=raw.flag("tie_word_embeddings", False),
+        dtype=dtype,
+        positions=positions,
+    )
+
+
+def rope_config(
+    raw: RawConfig,
+    dim: int,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    default: Mapping[str, Any] | None = None,
+) -> RopeConfig:
+    """Both generations: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+    given = raw.data.get("rope_scaling") or raw.data.get("rope_parameters") or default or {}
+    rope = RawConfig(dict(given), f"{raw.source}: rope")
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    # Up to max_position_embeddings, which is as far as we serve, dynamic scaling changes nothing.
+    kind = "default" if kind == "dynamic" else kind
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{raw.source}: rope type {kind!r} is not served, only {', '.join(ROPE_TYPES)}, dynamic"
+        )
+    max_positions = raw.integer("max_position_embeddings")
+    original = raw.optional_int("original_max_position_embeddings") or rope.integer(
+        "original_max_position_embeddings", max_positions
+    )
+    factor = rope.number("factor", max_positions / original) if kind != "default" else 1.0
+    return RopeConfig(
+        dim=dim,
+        theta=rope.number("rope_theta", raw.number("rope_theta", theta)),
+        type=kind,
+        factor=factor,
+        original_max_positions=original,
+        max_positions=max_positions,
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        truncate=rope.flag("truncate", True),
+        interleaved=interleaved,
+    )

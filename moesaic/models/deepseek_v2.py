@@ -1,0 +1,113 @@
+"""DeepSeek-V2 and -Lite: MLA, a few dense layers first, shared experts, group-limited routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch import dtype as Dtype
+
+from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.mlp import GatedMLP
+from moesaic.layers.module import Module
+from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.config import ModelConfig, RawConfig, common_config, rope_config
+from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.topk import TopK, TopKConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What differs between V2 and V3."""
+
+    topk: TopKConfig
+    correction_bias: bool
+    rope: RopeConfig
+    mlp_bias: bool
+
+
+class DeepseekSparseBlock(SparseBlock):
+    def __init__(self, raw: RawConfig, config: ModelConfig, variant: Variant) -> None:
+        inner = raw.integer("moe_intermediate_size")
+        moe = MoeConfig(raw.integer("n_routed_experts"), config.hidden_size, inner)
+        super().__init__(
+            Router(
+                config.hidden_size,
+                moe.num_experts,
+                config.dtype,
+                float32=True,
+                correction_bias=variant.correction_bias,
+            ),
+            TopK(variant.topk),
+            FusedMoE(moe, config.dtype),
+        )
+        self.shared_experts: GatedMLP | None = None
+        if raw.has("n_shared_experts"):
+            shared = inner * raw.integer("n_shared_experts")
+            self.shared_experts = GatedMLP(
+                config.hidden_size, shared, config.dtype, variant.mlp_bias
+            )
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        routed_TH = super().forward(x_TH)
+        return routed_TH if self.shared_experts is None else routed_TH + self.shared_experts(x_TH)
+
+
+def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig:
+    nope_dim = raw.integer("qk_nope_head_dim")
+    scale = (nope_dim + rope.dim) ** -0.5
+    if rope.type != "default" and rope.mscale_all_dim:
+        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return LatentAttentionConfig(
+        hidden_size=raw.integer("hidden_size"),
+        num_heads=raw.integer("num_attention_heads"),
+        q_rank=raw.optional_int("q_lora_rank"),
+        kv_rank=raw.integer("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope.dim,
+        value_dim=raw.integer("v_head_dim"),
+        scale=scale,
+        bias=raw.flag("attention_bias", False),
+    )
+
+
+def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> CausalLM:
+    attention = _attention_config(raw, variant.rope)
+    rope = RotaryTable(variant.rope, config.positions)
+    num_dense = raw.integer("first_k_dense_replace", 0, minimum=0)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        mlp: Module
+        if layer >= num_dense:
+            mlp = DeepseekSparseBlock(raw, config, variant)
+        else:
+            inner = raw.integer("intermediate_size")
+            mlp = GatedMLP(config.hidden_size, inner, config.dtype, variant.mlp_bias)
+        return DecoderLayer(config, LatentAttention(attention, layer, rope, config.dtype), mlp)
+
+    cache = CacheSpec(config.num_layers, 1, attention.kv_rank + attention.rope_dim, 0)
+    return CausalLM(config, cache, rope, make_layer)
+
+
+def _topk(raw: RawConfig) -> TopKConfig:
+    method = raw.data.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(
+            f"{raw.source}: topk_method {method!r} is not served for DeepSeek-V2, "
+            "only 'greedy' and 'group_limited_greedy'"
+        )
+    grouped = method == "group_limited_greedy"
+    return TopKConfig(
+        top_k=raw.integer("num_experts_per_tok"),
+        routed_scaling_factor=raw.number("routed_scaling_factor", 1.0),
+        num_groups=raw.integer("n_group") if grouped else 1,
+        topk_groups=raw.integer("topk_group") if grouped else 1,
+    )
+
+
+def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=True)
+    variant = Variant(_topk(raw), False, rope, raw.flag("mlp_bias", False))
+    return build_variant(raw, common_config(raw, dtype, positions, eps=1e-6), variant)

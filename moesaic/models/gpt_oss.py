@@ -1,0 +1,73 @@
+"""gpt-oss: attention sinks, alternating sliding windows, biases, clamped SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import dtype as Dtype
+
+from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.rotary import RotaryTable
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.moe.experts import clamped_swiglu
+from moesaic.moe.layer import MoeConfig, StackedMoE
+from moesaic.moe.topk import TopK, TopKConfig
+
+# What a config.json without rope settings means for this family.
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class GptOssBlock(SparseBlock):
+    renamed = MappingProxyType({"gate": "router"})
+
+
+def _window(raw: RawConfig, layer: int) -> int | None:
+    types = raw.items("layer_types")
+    slides = types[layer] == "sliding_attention" if types else layer % 2 == 0
+    return raw.integer("sliding_window", 128) if slides else None
+
+
+def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    config = common_config(raw, dtype, positions, eps=1e-5)
+    bias = raw.flag("attention_bias", True)
+    attention = AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=raw.integer("num_attention_heads"),
+        num_kv_heads=raw.integer("num_key_value_heads", 8),
+        head_dim=raw.integer("head_dim", 64),
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+    )
+    moe = MoeConfig(
+        num_experts=raw.integer("num_local_experts"),
+        hidden_size=config.hidden_size,
+        intermediate_size=raw.integer("intermediate_size"),
+        bias=True,
+        activation=clamped_swiglu(
+            raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)
+        ),
+    )
+    # A softmax over the chosen logits equals a softmax over all of them, renormalised.
+    topk = TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=True))
+    rotary = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
+    rope = RotaryTable(rotary, positions)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        gate = Router(config.hidden_size, moe.num_experts, dtype, bias=True)
+        spec = replace(attention, window=_window(raw, layer))
+        block = GptOssBlock(gate, topk, StackedMoE(moe, dtype))
+        return DecoderLayer(config, Attention(spec, layer, rope, dtype), block)
+
+    cache = CacheSpec(
+        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
+    )
+    return CausalLM(config, cache, rope, make_layer)

@@ -1,0 +1,47 @@
+"""Mixtral."""
+
+from __future__ import annotations
+
+from torch import dtype as Dtype
+
+from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.rotary import RotaryTable
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.topk import TopK, TopKConfig
+
+
+def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    config = common_config(raw, dtype, positions, eps=1e-5)
+    heads = raw.integer("num_attention_heads")
+    attention = AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", heads),
+        head_dim=raw.integer("head_dim", config.hidden_size // heads),
+        window=raw.optional_int("sliding_window"),
+    )
+    moe = MoeConfig(
+        num_experts=raw.integer("num_local_experts"),
+        hidden_size=config.hidden_size,
+        intermediate_size=raw.integer("intermediate_size"),
+        names=("w1", "w3", "w2"),
+    )
+    topk = TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=True))
+    rope = RotaryTable(rope_config(raw, attention.head_dim, theta=1e6), positions)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        gate = Router(config.hidden_size, moe.num_experts, dtype)
+        return DecoderLayer(
+            config,
+            Attention(attention, layer, rope, dtype),
+            SparseBlock(gate, topk, FusedMoE(moe, dtype)),
+            mlp_name="block_sparse_moe",
+        )
+
+    cache = CacheSpec(
+        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
+    )
+    return CausalLM(config, cache, rope, make_layer)

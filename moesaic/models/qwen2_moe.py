@@ -1,0 +1,90 @@
+"""Qwen2-MoE: a gated shared expert beside the routed ones, biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch import dtype as Dtype
+
+from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.linear import Linear
+from moesaic.layers.mlp import GatedMLP
+from moesaic.layers.module import Module
+from moesaic.layers.rotary import RotaryTable
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.config import ModelConfig, RawConfig, common_config, rope_config
+from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.topk import TopK, TopKConfig
+
+
+class Qwen2SparseBlock(SparseBlock):
+    def __init__(self, raw: RawConfig, config: ModelConfig) -> None:
+        moe = moe_config(raw, config)
+        super().__init__(
+            Router(config.hidden_size, moe.num_experts, config.dtype),
+            topk_of(raw),
+            FusedMoE(moe, config.dtype),
+        )
+        shared = raw.integer("shared_expert_intermediate_size")
+        self.shared_expert = GatedMLP(config.hidden_size, shared, config.dtype)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, config.dtype)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        share_T1 = torch.sigmoid(self.shared_expert_gate(x_TH))
+        return super().forward(x_TH) + share_T1 * self.shared_expert(x_TH)
+
+
+def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
+    experts = raw.integer("num_experts" if raw.has("num_experts") else "num_local_experts")
+    return MoeConfig(experts, config.hidden_size, raw.integer("moe_intermediate_size"))
+
+
+def topk_of(raw: RawConfig) -> TopK:
+    renormalize = raw.flag("norm_topk_prob", False)
+    return TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=renormalize))
+
+
+def is_sparse(raw: RawConfig, layer: int) -> bool:
+    """Some layers may be dense: those listed, and all that the step skips."""
+    step = raw.integer("decoder_sparse_step", 1)
+    return layer not in raw.items("mlp_only_layers") and (layer + 1) % step == 0
+
+
+def _window(raw: RawConfig, layer: int) -> int | None:
+    if not raw.flag("use_sliding_window", False):
+        return None
+    types = raw.items("layer_types")
+    slides = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
+    if types:
+        slides = types[layer] == "sliding_attention"
+    return raw.integer("sliding_window", 4096) if slides else None
+
+
+def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    config = common_config(raw, dtype, positions, eps=1e-6)
+    heads = raw.integer("num_attention_heads")
+    attention = AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", heads),
+        head_dim=raw.integer("head_dim", config.hidden_size // heads),
+        qkv_bias=raw.flag("qkv_bias", True),
+    )
+    rope = RotaryTable(rope_config(raw, attention.head_dim), positions)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        mlp: Module = (
+            Qwen2SparseBlock(raw, config)
+            if is_sparse(raw, layer)
+            else GatedMLP(config.hidden_size, raw.integer("intermediate_size"), dtype)
+        )
+        spec = replace(attention, window=_window(raw, layer))
+        return DecoderLayer(config, Attention(spec, layer, rope, dtype), mlp)
+
+    cache = CacheSpec(
+        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
+    )
+    return CausalLM(config, cache, rope, make_layer)

@@ -1,0 +1,48 @@
+"""Qwen3-MoE: normalised queries and keys, no shared expert."""
+
+from __future__ import annotations
+
+from torch import dtype as Dtype
+
+from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.mlp import GatedMLP
+from moesaic.layers.module import Module
+from moesaic.layers.rotary import RotaryTable
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.models.qwen2_moe import is_sparse, moe_config, topk_of
+from moesaic.moe.layer import FusedMoE
+
+
+def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    config = common_config(raw, dtype, positions, eps=1e-6)
+    heads = raw.integer("num_attention_heads")
+    bias = raw.flag("attention_bias", False)
+    slides = raw.flag("use_sliding_window", False)
+    attention = AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", 4),
+        head_dim=raw.integer("head_dim", config.hidden_size // heads),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm_eps=config.rms_norm_eps,
+        window=raw.integer("sliding_window", 4096) if slides else None,
+    )
+    moe, topk = moe_config(raw, config), topk_of(raw)
+    rope = RotaryTable(rope_config(raw, attention.head_dim), positions)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        mlp: Module
+        if is_sparse(raw, layer):
+            gate = Router(config.hidden_size, moe.num_experts, dtype)
+            mlp = SparseBlock(gate, topk, FusedMoE(moe, dtype))
+        else:
+            mlp = GatedMLP(config.hidden_size, raw.integer("intermediate_size"), dtype)
+        return DecoderLayer(config, Attention(attention, layer, rope, dtype), mlp)
+
+    cache = CacheSpec(
+        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
+    )
+    return CausalLM(config, cache, rope, make_layer)

@@ -1,0 +1,110 @@
+"""Tiny random checkpoints, made on the spot: for a first try and for tests without a download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moesaic.models.config import RawConfig
+from moesaic.models.registry import build_model
+
+EOS, TURN = "<|end|>", "<|turn|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}" + TURN + "{{ m.role }}\n{{ m.content }}" + EOS + "{% endfor %}"
+    "{% if add_generation_prompt %}" + TURN + "assistant\n{% endif %}"
+)
+_COMMON: dict[str, Any] = {
+    "vocab_size": 258,
+    "eos_token_id": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+_QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 64,
+        **_QWEN,
+    },
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, **_QWEN},
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": "group_limited_greedy",
+        **_DEEPSEEK,
+    },
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **_DEEPSEEK},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 32,
+    },
+}
+
+
+def make_tiny_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
+    """Writes a whole Hugging Face folder; the same seed gives the same bytes."""
+    if family not in FAMILIES:
+        raise ValueError(f"unknown tiny model {family!r}; known are {', '.join(FAMILIES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**_COMMON, **FAMILIES[family], "model_type": family}
+    with torch.device("meta"):
+        model = build_model(RawConfig(config, family), torch.float32, positions=1)
+    shapes = {slot.name: slot.shape for slot in model.checkpoint_slots()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    _save_tokenizer(folder)
+    return folder
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("norm.weight"):
+        return 1 + 0.1 * noise
+    return noise * (0.1 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One token a byte, and the two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: number for number, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS, TURN])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,59 @@
+"""Routing: from router logits to the experts of each token.
+
+T tokens · E experts · K chosen · Z groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moesaic.moe.formats import TopKOutput
+
+
+@dataclass(frozen=True, slots=True)
+class TopKConfig:
+    """`routed_scaling_factor` is applied here and nowhere else.
+
+    With groups, only experts of the `topk_groups` best groups may be chosen; a group is worth its
+    best expert, or the sum of its two best.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+
+class TopK:
+    def __init__(self, config: TopKConfig) -> None:
+        self.config = config
+
+    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> TopKOutput:
+        """`bias_E` shifts which experts are chosen, not their weights."""
+        cfg = self.config
+        logits_TE = logits_TE.float()
+        scores_TE = logits_TE.sigmoid() if cfg.scoring == "sigmoid" else logits_TE.softmax(-1)
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        if cfg.topk_groups < cfg.num_groups:
+            choice_TE = self._limit_to_groups(choice_TE)
+        ids_TK = choice_TE.topk(cfg.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if cfg.renormalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return TopKOutput(ids_TK, weights_TK * cfg.routed_scaling_factor)
+
+    def _limit_to_groups(self, choice_TE: Tensor) -> Tensor:
+        cfg = self.config
+        grouped_TZe = choice_TE.unflatten(1, (cfg.num_groups, -1))
+        best = 2 if cfg.group_score == "top2" else 1
+        group_scores_TZ = grouped_TZe.topk(best, dim=-1).values.sum(-1)
+        chosen = group_scores_TZ.topk(cfg.topk_groups, dim=-1).indices
+        dropped_TZ = torch.ones_like(group_scores_TZ, dtype=torch.bool).scatter_(1, chosen, False)
+        return grouped_TZe.masked_fill(dropped_TZ.unsqueeze(-1), -torch.inf).flatten(1)

@@ -1,0 +1,428 @@
+"""The command line: help, the guide's commands, `generate` against an engine made of words."""
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.cli.main import COMMANDS, main
+from moesaic.cli.tiny import materialise
+
+SMALL = "--tp-size 8|--ep-size 8|--moe-a2a-backend deepep"
+LARGE = SMALL.replace("8", "16")
+NODE = "--model-path M --tp 16 --ep 16 --nnodes 2 --moe-a2a-backend deepep"
+FP4 = (
+    "--model-path M --trust-remote-code --quantization modelopt_fp4 --tp 4 "
+    "--moe-runner-backend flashinfer_cutlass --ep-size 4 --dp 4 --enable-dp-attention "
+    "--mem-fraction-static 0.85 --max-running-requests 2048 --stream-interval 5 "
+    "--enable-dp-lm-head --cuda-graph-bs 1 2 4 8 16 32 64 128 256 512 --disable-radix-cache "
+    "--moe-a2a-backend flashinfer"
+)
+FP4_REFUSED = (
+    "--quantization modelopt_fp4|--tp-size 4|--moe-runner-backend flashinfer_cutlass|--ep-size 4|"
+    "--dp-size 4|--enable-dp-attention|--enable-dp-lm-head|"
+    "--cuda-graph-bs 1 2 4 8 16 32 64 128 256 512|--moe-a2a-backend flashinfer"
+)
+# Command lines of the expert-parallelism guide, and every flag that this version refuses in them.
+GUIDE = (
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm",
+        f"{SMALL}|--moe-runner-backend deep_gemm",
+    ),
+    (
+        f"{NODE} --node-rank 0 --dist-init-addr 10.0.0.1:29500 --moe-runner-backend deep_gemm",
+        f"{LARGE}|--nnodes 2|--dist-init-addr 10.0.0.1:29500|--moe-runner-backend deep_gemm",
+    ),
+    (
+        f"{NODE} --node-rank 1 --dist-init-addr 10.0.0.1:29500 --moe-runner-backend deep_gemm",
+        f"{LARGE}|--nnodes 2|--node-rank 1|--dist-init-addr 10.0.0.1:29500|"
+        "--moe-runner-backend deep_gemm",
+    ),
+    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto", SMALL),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-two-batch-overlap",
+        f"{SMALL}|--enable-two-batch-overlap",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-single-batch-overlap",
+        f"{SMALL}|--enable-single-batch-overlap",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-eplb",
+        f"{SMALL}|--enable-eplb",
+    ),
+    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend auto", SMALL),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep "
+        "--moe-runner-backend flashinfer_trtllm",
+        f"{SMALL}|--moe-runner-backend flashinfer_trtllm",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend mori --deepep-mode normal",
+        "--tp-size 8|--ep-size 8|--moe-a2a-backend mori|--deepep-mode normal",
+    ),
+    (
+        "--model-path M --disaggregation-mode prefill --tp 16 --ep 16 --moe-a2a-backend deepep "
+        "--deepep-mode normal",
+        f"{LARGE}|--disaggregation-mode prefill|--deepep-mode normal",
+    ),
+    (
+        "--model-path M --disaggregation-mode decode --tp 16 --ep 16 "
+        "--moe-a2a-backend ascend_fuseep --deepep-mode low_latency",
+        "--tp-size 16|--ep-size 16|--disaggregation-mode decode|--moe-a2a-backend ascend_fuseep|"
+        "--deepep-mode low_latency",
+    ),
+    ("--model-path M --tp 16 --ep 16 --moe-a2a-backend deepep", LARGE),
+    (
+        "--model-path M --tp 8 --ep 8 --dp-size 8 --enable-dp-attention --moe-a2a-backend deepep "
+        "--moe-runner-backend deep_gemm",
+        f"{SMALL}|--dp-size 8|--enable-dp-attention|--moe-runner-backend deep_gemm",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --pp-size 4 --nnodes 4 --node-rank 0 "
+        "--moe-a2a-backend deepep --chunked-prefill-size 4096",
+        f"{SMALL}|--pp-size 4|--nnodes 4",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-runner-backend flashinfer_trtllm "
+        "--speculative-moe-runner-backend triton",
+        "--tp-size 8|--ep-size 8|--moe-runner-backend flashinfer_trtllm|"
+        "--speculative-moe-runner-backend triton",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm "
+        "--deepep-mode auto --enable-two-batch-overlap --enable-eplb --mem-fraction-static 0.85",
+        f"{SMALL}|--moe-runner-backend deep_gemm|--enable-two-batch-overlap|--enable-eplb",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-runner-backend triton",
+        "--tp-size 8|--ep-size 8|--moe-runner-backend triton",
+    ),
+    ("--model-path M --tp 8 --ep 4 --moe-a2a-backend none", "--tp-size 8|--ep-size 4"),
+    (
+        "--model-path M --tp 8 --ep 8 --enable-eplb --max-running-requests 128",
+        "--tp-size 8|--ep-size 8|--enable-eplb",
+    ),
+    (
+        "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto "
+        "--enable-two-batch-overlap --enable-single-batch-overlap",
+        f"{SMALL}|--enable-two-batch-overlap|--enable-single-batch-overlap",
+    ),
+    ("--model-path M --moe-runner-backend deep_gemm", "--moe-runner-backend deep_gemm"),
+    (f"{FP4} --attention-backend triton", f"{FP4_REFUSED}|--attention-backend triton"),
+    (f"{FP4} --disable-shared-experts-fusion", f"{FP4_REFUSED}|--disable-shared-experts-fusion"),
+    (
+        "--model-path M --tp 4 --mem-fraction-static 0.8 --max-total-tokens 66000 "
+        "--trust-remote-code --attention-backend ascend --device npu --host 127.0.0.1 --port 30088 "
+        "--moe-a2a-backend deepep --deepep-mode auto --cuda-graph-max-bs 128 --disable-radix-cache",
+        "--tp-size 4|--attention-backend ascend|--device npu|--port 30088|"
+        "--moe-a2a-backend deepep|--cuda-graph-max-bs 128",
+    ),
+)
+
+
+@pytest.mark.parametrize(("line", "refused"), GUIDE)
+def test_commands_of_the_guide_are_understood(
+    line: str, refused: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["serve", *line.split()]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: not built yet: ")
+    named = message.removeprefix("error: not built yet: ").split("; --")
+    shown = {part.split(" (")[0].removeprefix("--") for part in named}
+    assert shown == {flag.removeprefix("--") for flag in refused.split("|")}
+
+
+def test_serve_says_that_there_is_no_server(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "M", "--page-size", "8"]) == 1
+    assert capsys.readouterr().err == (
+        "error: the flags are right, but the HTTP server is not built yet; what works now: "
+        "moesaic generate --model-path M\n"
+    )
+
+
+def test_launch_server_is_serve():
+    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "M"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the HTTP server is not built yet" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sreve"], "unknown command sreve: choose one of serve, generate; did you mean serve?"),
+        (
+            ["serve"],
+            "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy",
+        ),
+        (["serve", "A", "--model-path", "B"], "two models, A and --model-path B: keep one"),
+        (["serve", "A", "--tpp", "2"], "unknown flag --tpp; did you mean --tp?"),
+        (["serve", "A", "--ep", "2"], "--ep-size is 2 with --tp-size 1"),
+        (
+            ["generate", "A", "--port", "1"],
+            "--port is a flag of the HTTP server: moesaic generate does not take it",
+        ),
+        (["generate", "A", "--top-p", "2"], "--top-p is 2.0: give more than 0 and at most 1"),
+        (["generate", "A", "--top-k", "0"], "--top-k is 0: give at least 1, or -1"),
+        (
+            ["generate", "A", "--chat", "--skip-tokenizer-init", "--prompt", "x"],
+            "--chat needs a tokenizer: leave out --skip-tokenizer-init",
+        ),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command.name}" in text
+    assert "moesaic generate --model-path tiny:qwen3_moe" in text
+    assert main([]) == 2
+    assert capsys.readouterr().err == text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "moesaic 0.1.0\n"
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_help_does_not_import_torch(command: str):
+    code = (
+        "import sys\n"
+        "from moesaic.cli.main import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print('torch' in sys.modules, 'yaml' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False False\n")
+    assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
+    assert "Expert load balancing:" in done.stdout
+    assert ("--port" in done.stdout) == (command == "serve")
+
+
+def test_package_offers_engine_lazily():
+    module = importlib.import_module("moesaic")
+    assert dir(module) == ["Engine", "SamplingParams", "__version__"]
+    with pytest.raises(AttributeError, match="module 'moesaic' has no attribute 'Nothing'"):
+        _ = module.Nothing
+
+
+class WordTokenizer:
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def _letters(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+class WordEngine:
+    """Answers a prompt with the prompt in capitals, letter by letter where streamed."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+        self.tokenizer = WordTokenizer()
+        self.calls: list[tuple[Any, Any]] = []
+        self.closed = False
+        made.append(self)
+
+    def __enter__(self) -> "WordEngine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.closed = True
+
+    def generate(
+        self, prompt: Any = None, sampling_params: Any = None, input_ids: Any = None, stream=False
+    ) -> Any:
+        if input_ids is not None:
+            prompt = _letters(input_ids) if stream else [_letters(ids) for ids in input_ids]
+        self.calls.append((prompt, sampling_params))
+        if stream:
+            return self._stream(prompt)
+        n = sampling_params.get("n", 1)
+        return [
+            {"text": p.upper(), "output_ids": [7], "meta_info": {}}
+            for p in prompt
+            for _ in range(n)
+        ]
+
+    def _stream(self, prompt: str) -> Iterator[dict[str, Any]]:
+        if "too long" in prompt:
+            raise ValueError("the prompt is too long: shorten it")
+        for end in range(1, len(prompt) + 1):
+            yield {"text": prompt[:end].upper()}
+
+
+made: list[WordEngine] = []
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[WordEngine]:
+    module = types.ModuleType("moesaic.engine.engine")
+    module.Engine = WordEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moesaic.engine.engine", module)
+    made.clear()
+    return made
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """Standard input becomes a terminal at which these lines are typed."""
+    terminal = io.StringIO("".join(line + "\n" for line in lines))
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", terminal)
+
+
+def test_generate_one_prompt(engines: list[WordEngine], capsys: pytest.CaptureFixture[str]):
+    argv = "generate M --prompt hello --max-new-tokens 4 --temperature 0 --stop x --stop y".split()
+    assert main([*argv, "--seed", "3", "--page-size", "8"]) == 0
+    assert capsys.readouterr().out == "HELLO\n"
+    (engine,) = engines
+    assert (engine.kwargs["model_path"], engine.kwargs["page_size"]) == ("M", 8)
+    sampling = {"max_new_tokens": 4, "temperature": 0.0, "seed": 3, "stop": ("x", "y")}
+    assert engine.calls == [(["hello"], sampling)]
+    assert engine.closed
+
+
+def test_generate_several_prompts(engines: list[WordEngine], capsys: pytest.CaptureFixture[str]):
+    assert main("generate M --prompt a --prompt b --n 2".split()) == 0
+    assert capsys.readouterr().out == ">>> a\nA\n\n>>> a\nA\n\n>>> b\nB\n\n>>> b\nB\n\n"
+    assert engines[0].calls == [(["a", "b"], {"n": 2})]
+
+
+def test_generate_json(engines: list[WordEngine], capsys: pytest.CaptureFixture[str]):
+    assert main("generate M --prompt ä --json".split()) == 0
+    line = capsys.readouterr().out
+    assert json.loads(line) == {"prompt": "ä", "text": "Ä", "output_ids": [7], "meta_info": {}}
+
+
+def test_generate_chat_applies_the_template(
+    engines: list[WordEngine], capsys: pytest.CaptureFixture[str]
+):
+    assert main("generate M --prompt hi --chat".split()) == 0
+    assert engines[0].calls == [(["<user>hi"], {})]
+
+
+def test_generate_reads_a_pipe(
+    engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert main(["generate", "M"]) == 0
+    assert engines[0].calls == [(["one", "two"], {})]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate", "M"]) == 2
+    assert "error: no prompt: give --prompt" in capsys.readouterr().err
+    assert len(engines) == 1
+
+
+def test_generate_talks(
+    engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    talk(monkeypatch, ["hi", "", "too long", "you"])
+    assert main(["generate", "M", "--chat"]) == 0
+    captured = capsys.readouterr()
+    assert "<USER>HI\n" in captured.out
+    assert "error: the prompt is too long: shorten it\n" in captured.err
+    last, _ = engines[0].calls[-1]
+    assert last == "<user>hi<assistant><USER>HI<user>you"
+    assert engines[0].closed
+
+
+def test_generate_cut_short(
+    engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(self: WordEngine, prompt: str) -> Iterator[dict[str, Any]]:
+        yield {"text": "par"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WordEngine, "_stream", interrupted)
+    talk(monkeypatch, ["a", "b"])
+    assert main(["generate", "M"]) == 0
+    assert capsys.readouterr().out.count("par\n") == 2
+
+
+def test_generate_reports_a_missing_folder(
+    engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def missing(self: WordEngine, **kwargs: Any) -> None:
+        raise FileNotFoundError(f"no folder {kwargs['model_path']}")
+
+    monkeypatch.setattr(WordEngine, "__init__", missing)
+    assert main("generate gone --prompt x".split()) == 2
+    assert capsys.readouterr().err == "error: no folder gone\n"
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A stand-in for the maker of tiny checkpoints, with a cache of its own."""
+    families: list[str] = []
+
+    def make_tiny_checkpoint(family: str, folder: Path) -> Path:
+        if family == "nonesuch":
+            raise ValueError("family 'nonesuch' is unknown: choose qwen3_moe")
+        families.append(family)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    module = types.ModuleType("moesaic.models.tiny")
+    module.make_tiny_checkpoint = make_tiny_checkpoint  # type: ignore[attr-defined]
+    module.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "moesaic.models.tiny", module)
+    package = importlib.import_module("moesaic.models")
+    monkeypatch.setattr(package, "tiny", module, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return families
+
+
+def test_tiny_is_made_once(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = materialise("tiny:qwen3_moe")
+    assert materialise("tiny:qwen3_moe") == first
+    assert tiny == ["qwen3_moe"]
+    assert (Path(first) / "config.json").read_text() == "{}"
+    assert [path.name for path in (tmp_path / "moesaic").iterdir()] == [Path(first).name]
+    assert "tiny:qwen3_moe: random weights, so the text is noise" in capsys.readouterr().err
+    assert materialise("plain/path") == "plain/path"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("tiny:../up", "is not tiny:FAMILY"),
+        ("tiny:", "is not tiny:FAMILY"),
+        ("tiny:nonesuch", "choose"),
+    ],
+)
+def test_wrong_tiny(path: str, message: str, tiny: list[str], tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        materialise(path)
+    assert list(tmp_path.glob("moesaic/*")) == []
+
+
+def test_generate_with_tiny(
+    engines: list[WordEngine], tiny: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main("generate --model-path tiny:mixtral --prompt x".split()) == 0
+    assert tiny == ["mixtral"]
+    assert "tiny-mixtral-" in engines[0].kwargs["model_path"]

@@ -1,0 +1,410 @@
+"""Flags: declaration, command line, file, keywords, ranges, contradictions, what is not built."""
+
+import dataclasses
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moesaic.config.args import ServerArgs
+from moesaic.config.docs import markdown
+from moesaic.config.flags import specs
+from moesaic.config.parser import FlagParser, merge, read_config
+from moesaic.config.resolve import expert_ranks, largest_divisor, resolve
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(line: str, file: Path | None = None) -> ServerArgs:
+    parser = FlagParser("moesaic serve", "", "")
+    parser.add_flags(ServerArgs)
+    given = parser.parse(line.split())
+    return merge(ServerArgs, given, read_config(ServerArgs, file) if file else {})
+
+
+def make(**kwargs: object) -> ServerArgs:
+    return ServerArgs.from_kwargs(model_path="m", **kwargs)
+
+
+def test_defaults_are_those_people_know():
+    args = ServerArgs()
+    assert (args.tp_size, args.ep_size, args.dp_size, args.pp_size) == (1, 1, 1, 1)
+    assert (args.host, args.port) == ("127.0.0.1", 30000)
+    assert (args.moe_a2a_backend, args.moe_runner_backend, args.deepep_mode) == (
+        "none",
+        "auto",
+        "auto",
+    )
+    assert args.eplb_rebalance_num_iterations == 1000
+    assert args.tbo_token_distribution_threshold == 0.48
+    assert (args.disaggregation_bootstrap_port, args.num_reserved_decode_tokens) == (8998, 512)
+    assert args.elastic_ep_scale_timeout == 600.0
+    assert args.stream_interval == 1
+    assert args.schedule_conservativeness == 1.0
+
+
+def test_args_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServerArgs().tp_size = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--tp 8", "tp_size", 8),
+        ("--tp-size 8", "tp_size", 8),
+        ("--tensor-parallel-size=8", "tp_size", 8),
+        ("--ep 4", "ep_size", 4),
+        ("--expert-parallel-size 4", "ep_size", 4),
+        ("--dp 2", "dp_size", 2),
+        ("--data-parallel-size 2", "dp_size", 2),
+        ("--pp 2", "pp_size", 2),
+        ("--pipeline-parallel-size 2", "pp_size", 2),
+        ("--model DIR", "model_path", "DIR"),
+        ("--nccl-init-addr h:1", "dist_init_addr", "h:1"),
+        ("--deepep-dispatch-output-dtype fp8", "deepep_dispatch_output_dtype", "fp8"),
+        ("--deepep-dispatcher-output-dtype fp8", "deepep_dispatch_output_dtype", "fp8"),
+        ("--speculative-draft-model D", "speculative_draft_model_path", "D"),
+        ("--cuda-graph-bs 1 2 4", "cuda_graph_bs", (1, 2, 4)),
+        ("--chunked-prefill-size -1", "chunked_prefill_size", -1),
+        ("--mem-fraction-static 0.85", "mem_fraction_static", 0.85),
+        ("--enable-eplb", "enable_eplb", True),
+        ("--enable-eplb --no-enable-eplb", "enable_eplb", False),
+        ("--enable-tp-lm-head-all-to-all", "enable_tp_lm_head_all_to_all", True),
+        ("--log-requests-level 3", "log_requests_level", 3),
+    ],
+)
+def test_command_line(line: str, field: str, value: object):
+    assert getattr(parse(line), field) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tp-sise 8", "unknown flag --tp-sise; did you mean --tp-size?"),
+        ("--moe-a2a deepep", "unknown flag --moe-a2a; did you mean --moe-a2a-backend?"),
+        ("--confg=x", "unknown flag --confg; did you mean --config?"),
+        ("--qqqqqqq", "unknown flag --qqqqqqq"),
+        ("stray", "unexpected argument stray"),
+        ("--tp eight", "--tp-size is 'eight': give a whole number"),
+        ("--mem-fraction-static big", "--mem-fraction-static is 'big': give a number"),
+        (
+            "--deepep-mode lowlatency",
+            "--deepep-mode is 'lowlatency': choose one of auto, normal, low_latency; "
+            "did you mean low_latency?",
+        ),
+        ("--fuseep-mode 3", "--fuseep-mode is 3: choose one of 1, 2"),
+    ],
+)
+def test_wrong_command_line(line: str, message: str):
+    with pytest.raises(ValueError) as caught:
+        parse(line)
+    assert str(caught.value) == message
+
+
+def test_a_flag_without_its_value_is_refused():
+    with pytest.raises(ValueError, match=r"--tp-size.*expected one argument.*moesaic serve --help"):
+        parse("--tp")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"mem_fraction_static": 0.0},
+            "--mem-fraction-static is 0.0: give more than 0 and less than 1",
+        ),
+        (
+            {"mem_fraction_static": 1},
+            "--mem-fraction-static is 1.0: give more than 0 and less than 1",
+        ),
+        ({"page_size": 0}, "--page-size is 0: give at least 1"),
+        ({"tp_size": 0}, "--tp-size is 0: give at least 1"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size is 0: give at least 1, or -1"),
+        ({"chunked_prefill_size": -2}, "--chunked-prefill-size is -2: give at least 1, or -1"),
+        ({"port": 70000}, "--port is 70000: give at least 1 and at most 65535"),
+        ({"cuda_graph_bs": [1, 0]}, "--cuda-graph-bs is 0: give at least 1"),
+        (
+            {"tbo_token_distribution_threshold": 0.6},
+            "--tbo-token-distribution-threshold is 0.6: give at least 0 and at most 0.5",
+        ),
+        (
+            {"eplb_min_rebalancing_utilization_threshold": 1.5},
+            "--eplb-min-rebalancing-utilization-threshold is 1.5: give at least 0 and at most 1",
+        ),
+        ({"page_size": 1.5}, "--page-size is 1.5: give a whole number"),
+        ({"page_size": True}, "--page-size is True: give a whole number"),
+        ({"page_size": None}, "--page-size is None: give a whole number"),
+        ({"enable_eplb": "yes"}, "--enable-eplb is 'yes': give true or false"),
+        ({"cuda_graph_bs": 4}, "--cuda-graph-bs is 4: give a list of whole numbers"),
+        ({"api_key": 12}, "--api-key is 12: give a text; quote it in a YAML file"),
+    ],
+)
+def test_value_out_of_range(kwargs: dict[str, object], message: str):
+    with pytest.raises(ValueError) as caught:
+        make(**kwargs)
+    assert str(caught.value) == message
+
+
+def test_resolve_checks_values_of_directly_built_args():
+    with pytest.raises(ValueError, match="--page-size is 0: give at least 1"):
+        resolve(ServerArgs(model_path="m", page_size=0))
+
+
+def test_keywords():
+    args = ServerArgs.from_kwargs(
+        model_path=Path("some") / "dir", tp=2, cuda_graph_bs=[1, 2], mem_fraction_static=None
+    )
+    assert (args.model_path, args.tp_size, args.cuda_graph_bs) == ("some/dir", 2, (1, 2))
+    assert ServerArgs.from_kwargs(**dataclasses.asdict(args)) == args
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tp_sise": 2}, "unknown argument 'tp_sise'; did you mean tp_size?"),
+        ({"tp": 2, "tp_size": 2}, "argument 'tp_size' is given twice, once as 'tp_size': keep one"),
+    ],
+)
+def test_wrong_keywords(kwargs: dict[str, object], message: str):
+    with pytest.raises(TypeError) as caught:
+        ServerArgs.from_kwargs(**kwargs)
+    assert str(caught.value) == message
+
+
+def test_file_beneath_command_line(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "tp: 4\nep-size: 4\npage_size: 32\nenable-eplb: true\ncuda-graph-bs: [1, 2]\n"
+        "mem-fraction-static: null\n"
+    )
+    args = parse("--ep 2 --no-enable-eplb", file)
+    assert (args.tp_size, args.ep_size, args.page_size) == (4, 2, 32)
+    assert (args.enable_eplb, args.cuda_graph_bs, args.stream_interval) == (False, (1, 2), 1)
+
+
+def test_empty_file_changes_nothing(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("# nothing\n")
+    assert parse("", file) == ServerArgs()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("page-sise: 2", "unknown key 'page-sise'; did you mean page_size?"),
+        ("tp: 2\ntp-size: 2", "'tp_size' is given twice, once as 'tp-size'"),
+        ("- tp", "expected lines 'flag: value', found ['tp']"),
+        ("tp: [", "cannot be read: while parsing"),
+        ("tp: two", "--tp-size is 'two': give a whole number"),
+        ("served-model-name: 7", "--served-model-name is 7: give a text; quote it"),
+    ],
+)
+def test_wrong_file(tmp_path: Path, content: str, message: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError) as caught:
+        parse("", file)
+    assert message in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--config .*gone.yaml: cannot be read: .*No such file"):
+        parse("", tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--nnodes 2 --node-rank 2 --tp 2", "nodes are numbered from 0 to 1"),
+        ("--nnodes 3 --tp 4", "--tp-size 4 × --pp-size 1 = 4 ranks cannot be shared evenly"),
+        ("--ep 4 --tp 2", "raise --tp-size to 4 or lower --ep-size"),
+        ("--tp 8 --ep 3", "--ep-size is 3: give a divisor of --tp-size 8, such as 2 or 8"),
+        ("--tp 8 --dp 3 --enable-dp-attention", "--dp-size must divide --tp-size, such as 2"),
+        ("--tp 2 --enable-dp-lm-head", "--enable-dp-lm-head needs --enable-dp-attention"),
+        ("--tp 8 --moe-dense-tp-size 4", "give 1 or the value of --tp-size (8)"),
+        ("--tp 8 --ep 8 --moe-dp-size 2", "--moe-dp-size 2 × --ep-size 8 must divide --tp-size 8"),
+        ("--tp 8 --dwdp-size 4", "--dwdp-size is 4: give 1 or the value of --tp-size (8)"),
+        (
+            "--disable-shared-experts-fusion --enforce-shared-experts-fusion",
+            "exclude each other: keep one",
+        ),
+        ("--enable-waterfill", "--enable-waterfill needs several expert ranks"),
+        ("--enable-eplb", "--enable-eplb has nothing to balance on one rank"),
+        (
+            "--eplb-rebalance-num-iterations 5 --eplb-rebalance-num-requests 5",
+            "both give the rebalancing period: keep one",
+        ),
+        (
+            "--tp 2 --ep 2 --enable-eplb --expert-distribution-recorder-buffer-size 2000",
+            "it would not be full after --eplb-rebalance-num-iterations 1000; lower it",
+        ),
+        ("--max-ep-size 8", "--max-ep-size 8 needs --elastic-ep-backend mooncake"),
+        ("--elastic-ep-backend mooncake --pp 2", "--pp-size is 2, give 1"),
+        (
+            "--elastic-ep-backend mooncake --tp 4 --ep 4 --max-ep-size 2",
+            "give at least --ep-size 4",
+        ),
+        (
+            "--elastic-ep-backend mooncake --elastic-ep-join-mode scale",
+            "needs --elastic-ep-join-rank-offset",
+        ),
+        ("--cuda-graph-bs 1 --disable-cuda-graph", "--cuda-graph-bs and --disable-cuda-graph"),
+        ("--cuda-graph-bs 1 64 --cuda-graph-max-bs 32", "has 64, more than --cuda-graph-max-bs 32"),
+        (
+            "--disaggregation-decode-enable-radix-cache",
+            "needs --disaggregation-mode decode, not null",
+        ),
+        (
+            "--disaggregation-decode-enable-radix-cache --disaggregation-mode decode "
+            "--disable-radix-cache",
+            "and --disable-radix-cache exclude each other",
+        ),
+        (
+            "--disaggregation-mode prefill --disaggregation-transfer-backend fake",
+            "prefill needs a real one",
+        ),
+        ("--speculative-num-draft-tokens 4", "needs --speculative-algorithm"),
+        ("--skip-tokenizer-init --chat-template t", "--chat-template t needs a tokenizer"),
+        ("--skip-tokenizer-init --tokenizer-path t", "--tokenizer-path t needs a tokenizer"),
+    ],
+)
+def test_contradiction_is_reported_before_what_is_not_built(line: str, message: str):
+    with pytest.raises(ValueError) as caught:
+        resolve(parse("--model-path m " + line))
+    assert message in str(caught.value)
+    assert "not built" not in str(caught.value)
+
+
+def test_missing_model_is_named():
+    with pytest.raises(ValueError, match="--model-path is missing: name a model folder"):
+        resolve(ServerArgs())
+
+
+ACCEPTED = (
+    "--tokenizer-path t --load-format dummy --context-length 64 --dtype float32 --device cpu",
+    "--skip-tokenizer-init --load-format safetensors --trust-remote-code --chunked-prefill-size -1",
+    "--mem-fraction-static 0.5 --max-running-requests 8 --max-queued-requests 9",
+    "--max-total-tokens 4096 --page-size 1 --schedule-policy fcfs --schedule-conservativeness 0.3",
+    "--disable-radix-cache --stream-interval 5 --random-seed 7 --log-level debug --num-threads 2",
+    "--attention-backend torch_native --sampling-backend pytorch --moe-runner-backend auto",
+    "--moe-a2a-backend none --deepep-mode auto --tp 1 --ep 1 --dp 1 --pp 1 --nnodes 1",
+    "--disable-cuda-graph --disable-overlap-schedule --chat-template c.jinja",
+)
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_what_is_built_is_accepted(line: str):
+    args = resolve(parse("--model-path m " + line))
+    assert resolve(args) == args
+
+
+def test_every_flag_that_is_not_built_is_refused_by_name():
+    other = {bool: True, int: 2, float: 0.25, str: "x"}
+    refused = 0
+    for spec in specs(ServerArgs).values():
+        candidates = spec.flag.choices or (other[spec.kind],)
+        for value in (v for v in candidates if not spec.accepts(v)):
+            args = dataclasses.replace(
+                ServerArgs(model_path="m"), **{spec.field: (value,) if spec.many else value}
+            )
+            with pytest.raises(ValueError) as caught:
+                resolve(args)
+            assert spec.name in str(caught.value)
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--device cuda", "not built yet: --device cuda (works now: auto, cpu)"),
+        ("--tp 2", "not built yet: --tp-size 2 (works now: 1)"),
+        ("--quantization fp8", "not built yet: --quantization fp8 (leave it out)"),
+        (
+            "--enable-two-batch-overlap",
+            "not built yet: --enable-two-batch-overlap (leave it out)",
+        ),
+        (
+            "--max-prefill-tokens 512",
+            "not built yet: --max-prefill-tokens 512 "
+            "(use --chunked-prefill-size, the token budget of a step)",
+        ),
+        (
+            "--api-key hunter2 --schedule-policy lpm",
+            "not built yet: --api-key *** (there is no HTTP server yet); "
+            "--schedule-policy lpm (works now: fcfs)",
+        ),
+    ],
+)
+def test_refusal_says_what_works(line: str, message: str):
+    with pytest.raises(ValueError) as caught:
+        resolve(parse("--model-path m " + line))
+    assert str(caught.value) == message
+
+
+def test_resolve_fills_in_what_was_left_open():
+    args = resolve(make())
+    assert (args.tokenizer_path, args.device) == ("m", "cpu")
+    assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
+    assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("half", "float16"), ("float", "float32")])
+def test_dtype_names(dtype: str, name: str):
+    assert resolve(make(dtype=dtype)).dtype == name
+
+
+def test_without_tokenizer_there_is_no_tokenizer_path():
+    assert resolve(make(skip_tokenizer_init=True)).tokenizer_path is None
+
+
+def test_trust_remote_code_is_answered_in_the_log(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        resolve(make(trust_remote_code=True))
+    assert "no code from a checkpoint is ever run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "ranks"),
+    [
+        ({"tp_size": 8}, 1),
+        ({"tp_size": 8, "moe_a2a_backend": "deepep"}, 8),
+        ({"tp_size": 8, "ep_size": 4, "moe_a2a_backend": "deepep"}, 4),
+    ],
+)
+def test_expert_ranks(kwargs: dict[str, object], ranks: int):
+    assert expert_ranks(make(**kwargs)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "divisor"), [(8, 3, 2), (12, 5, 4), (7, 6, 1), (4, 9, 4)]
+)
+def test_largest_divisor(number: int, most: int, divisor: int):
+    assert largest_divisor(number, most) == divisor
+
+
+def test_declarations_are_consistent():
+    names = [name for spec in specs(ServerArgs).values() for name in spec.names]
+    assert len(names) == len(set(names))
+    for spec in specs(ServerArgs).values():
+        choices = spec.flag.choices
+        assert spec.flag.help.endswith("."), spec.name
+        assert "|" not in spec.flag.help, spec.name
+        assert not choices or spec.default is None or spec.default in choices, spec.name
+        if isinstance(spec.flag.built, tuple):
+            assert spec.default in spec.flag.built, spec.name
+            assert set(spec.flag.built) <= set(choices), spec.name
+
+
+def test_flag_page_is_up_to_date():
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == markdown(), "run `make docs`"
+
+
+def test_config_does_not_import_torch():
+    code = "import sys, moesaic, moesaic.config.resolve; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

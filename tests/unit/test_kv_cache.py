@@ -1,0 +1,245 @@
+"""No page is lost or doubly owned, whatever happens; and the scheduler never gets stuck."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.kv_cache import PageAllocator, PrefixTree
+from moesaic.engine.kv_manager import KVManager
+from moesaic.engine.scheduler import Scheduler, SchedulerConfig
+
+PAGES = 12
+
+
+def make_request(tokens: list[int], max_new: int = 8, arrival: int = 0, **more: object) -> Request:
+    params = SamplingParams(max_new_tokens=max_new)
+    return Request("r", tokens, params, 0, max_new, arrival, **more)  # type: ignore[arg-type]
+
+
+def check_ownership(kv: KVManager, running: list[Request]) -> None:
+    """Every page is free, in the tree, or private to one request: exactly one of them."""
+    free = list(kv.allocator._free)
+    nodes = list(kv.tree.nodes())
+    cached = [node.page for node in nodes]
+    private = [page for r in running for page in r.pages[kv.place(r).depth :]]
+    assert sorted(free + cached + private) == list(range(1, kv.allocator.num_pages + 1))
+    assert kv.tree.num_nodes == len(nodes)
+    assert kv.tree.num_evictable == sum(node.readers == 0 for node in nodes)
+    expected = dict.fromkeys(nodes, 0)
+    for request in running:
+        node = kv.place(request)
+        pages = []
+        while node.parent is not None:
+            expected[node] += 1
+            pages.append(node.page)
+            node = node.parent
+        assert request.pages[: len(pages)] == pages[::-1]
+    assert {node: node.readers for node in nodes} == expected
+    for node in nodes:
+        assert node.readers <= (node.parent.readers if node.parent.depth else node.readers)
+
+
+class Pages(RuleBasedStateMachine):
+    """Random admissions, growth, sharing, releases, evictions and flushes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv: KVManager | None = None
+        self.running: list[Request] = []
+        self.taken: list[int] = []
+
+    @precondition(lambda self: self.kv is None)
+    @rule(page_size=st.integers(1, 4), enabled=st.booleans())
+    def start(self, page_size: int, enabled: bool) -> None:
+        self.kv = KVManager(PAGES, page_size, enabled, self.taken.extend)
+
+    @precondition(lambda self: self.kv is not None)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16), start=st.integers(0, 16))
+    def admit(self, tokens: list[int], start: int) -> None:
+        request = make_request(tokens, return_logprob=start < 8, logprob_start=start)
+        node, pages = self.kv.lookup(request)
+        assert len(pages) * self.kv.page_size < len(tokens)
+        if request.wants_input_logprobs:
+            assert len(pages) * self.kv.page_size <= start
+        self.kv.admit(request, node, pages)
+        self.running.append(request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        length = data.draw(st.integers(1, 6))
+        goal = min(len(request.token_ids), request.num_computed + length)
+        room, before = self.kv.num_available, len(request.pages)
+        self.taken.clear()
+        grown = self.kv.grow(request, goal)
+        assert grown == (self.kv.pages_for(goal) - before <= room)
+        if grown:
+            assert request.pages[before:] == self.taken
+            request.num_computed = goal
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def emit(self, data: st.DataObject, token: int) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        if request.num_computed == len(request.token_ids):
+            self.kv.share(request)
+            request.token_ids.append(token)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        self.running.remove(request)
+        self.kv.release(request)
+        assert request.pages == [] and request.num_computed == 0
+
+    @precondition(lambda self: self.kv is not None)
+    @rule(number=st.integers(0, PAGES))
+    def evict(self, number: int) -> None:
+        evictable = self.kv.tree.num_evictable
+        assert self.kv.tree.evict(number) == min(number, evictable)
+
+    @precondition(lambda self: self.kv is not None)
+    @rule()
+    def flush(self) -> None:
+        self.kv.flush()
+        assert self.kv.tree.num_evictable == 0
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        if self.kv is not None:
+            check_ownership(self.kv, self.running)
+
+    def teardown(self) -> None:
+        for request in self.running:
+            self.kv.release(request)
+        if self.kv is not None:
+            self.kv.flush()
+            assert self.kv.allocator.num_free == PAGES
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class Serving(RuleBasedStateMachine):
+    """The scheduler over a cache that is too small, with arrivals and aborts at any time: every
+    request that stays ends, older ones before younger ones need to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVManager(PAGES, 2, True, lambda pages: None)
+        self.scheduler = Scheduler(SchedulerConfig(max_running=4, chunk_tokens=5), self.kv)
+        self.open: list[Request] = []
+        self.arrivals = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), max_new=st.integers(1, 10))
+    def arrive(self, tokens: list[int], max_new: int) -> None:
+        self.arrivals += 1
+        request = make_request(tokens, min(max_new, PAGES * 2 - len(tokens)), self.arrivals)
+        self.open.append(request)
+        self.scheduler.add(request)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.open))
+        self.open.remove(request)
+        self.scheduler.finish(request)
+
+    @rule()
+    def step(self) -> None:
+        work = self.scheduler.schedule()
+        assert bool(work) == bool(self.open)
+        prompt_tokens = sum(w.length for w in work if not w.request.is_decoding)
+        assert prompt_tokens <= 5 and len(work) <= 4
+        for item in work:
+            assert 1 <= item.length and item.stop <= len(item.request.token_ids)
+            assert len(item.request.pages) == self.kv.pages_for(item.stop)
+            samples = item.samples
+            item.request.num_computed = item.stop
+            if samples:
+                self._emit(item.request)
+
+    def _emit(self, request: Request) -> None:
+        self.kv.share(request)
+        request.token_ids.append(len(request.token_ids) % 2)
+        if request.remaining_tokens == 0:
+            self.open.remove(request)
+            self.scheduler.finish(request)
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        check_ownership(self.kv, sorted(self.scheduler.running, key=lambda r: r.arrival))
+        assert set(self.open) == self.scheduler.running | set(self.scheduler.waiting)
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.open:
+                break
+            self.step()
+        assert not self.open, "requests are stuck"
+        self.kv.flush()
+        assert self.kv.allocator.num_free == PAGES
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_least_recently_used_leaf_goes_first() -> None:
+    allocator = PageAllocator(6)
+    tree = PrefixTree(1, allocator)
+    ends = {}
+    for name, tokens in {"a": [1, 2], "b": [1, 3], "c": [4]}.items():
+        node = tree.root
+        tree.acquire(node)
+        for token in tokens:
+            if (token,) in node.children:
+                tree.acquire(node.children[(token,)])
+                node = node.children[(token,)]
+            else:
+                node = tree.extend(node, (token,), allocator.take(1)[0])
+        ends[name] = node
+        tree.release(node)
+    tree.acquire(ends["a"])
+    tree.release(ends["a"])
+    assert tree.evict(1) == 1 and ends["b"].key not in ends["a"].parent.children
+    assert tree.evict(1) == 1 and (4,) not in tree.root.children
+    assert tree.evict(5) == 2 and allocator.num_free == 6
+
+
+@pytest.mark.parametrize(("tokens", "shared"), [(7, 4), (8, 4), (9, 8), (4, 0), (5, 4)])
+def test_the_last_token_is_always_computed(tokens: int, shared: int) -> None:
+    kv = KVManager(8, 4, True, lambda pages: None)
+    first = make_request([1] * 12)
+    kv.admit(first, *kv.lookup(first))
+    kv.grow(first, 12)
+    first.num_computed = 12
+    kv.share(first)
+    _, pages = kv.lookup(make_request([1] * tokens))
+    assert len(pages) * 4 == shared
+    assert pages == first.pages[: len(pages)]
+
+
+def test_a_prompt_that_another_computes_is_waited_for() -> None:
+    kv = KVManager(16, 2, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=4), kv)
+    same = [make_request([1, 2, 3, 4, 5, 6], 2, number) for number in range(3)]
+    other = make_request([9, 9], 2, 3)
+    for request in [*same, other]:
+        scheduler.add(request)
+    assert [w.request for w in scheduler.schedule()] == [same[0]]
+    same[0].num_computed = 4
+    assert {w.request: w.length for w in scheduler.schedule()} == {same[0]: 2, other: 2}
+    same[0].num_computed = 6
+    kv.share(same[0])
+    same[0].token_ids.append(7)
+    work = {w.request: w.length for w in scheduler.schedule()}
+    assert work[same[1]] == 2 and same[1].cached_tokens == 4
