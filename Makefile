@@ -8,6 +8,7 @@ PYTHON ?= python3
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 MODEL ?= tiny:qwen3_moe
+BENCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -42,7 +43,9 @@ docs: setup
 	$(BIN)/python -m moesaic.config.docs docs/flags.md
 
 bench: setup
-	$(BIN)/python -m bench $(ARGS)
+	@test -n "$(BENCH)" || { echo "usage: make bench BENCH=NAME ARGS=...; NAME is a file of bench/:"; \
+		ls bench/*.py; exit 2; }
+	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -149,7 +149,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-MAIN_CASES = [Case(family, family) for family in FAMILIES]
+# Seeds are those for which no greedy choice and no routing of the 32 prompts is near a tie.
+MAIN_SEEDS = {"qwen2_moe": 1, "qwen3_moe": 1, "deepseek_v2": 1}
+MAIN_CASES = [Case(family, family, seed=MAIN_SEEDS.get(family, 0)) for family in FAMILIES]
 
 ODD_CASES = [
     Case(
@@ -157,13 +159,14 @@ ODD_CASES = [
         "mixtral",
         {"num_local_experts": 5, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
-    Case("mixtral_sliding_window", "mixtral", {"sliding_window": 24}, old_config=True),
+    Case("mixtral_sliding_window", "mixtral", {"sliding_window": 24}, seed=1, old_config=True),
     Case("mixtral_top_1", "mixtral", {"num_experts_per_tok": 1, "num_local_experts": 7}),
     Case("mixtral_all_experts", "mixtral", {"num_experts_per_tok": 4, "num_local_experts": 4}),
     Case(
         "mixtral_wide_heads_linear_rope",
         "mixtral",
         {"head_dim": 32, "rope_parameters": scaled("linear")},
+        seed=1,
         sharded=True,
     ),
     Case(
@@ -197,9 +200,16 @@ ODD_CASES = [
             "max_window_layers": 2,
         },
     ),
-    Case("qwen2_moe_yarn", "qwen2_moe", {"rope_parameters": yarn()}, old_config=True, sharded=True),
     Case(
-        "qwen3_moe_partly_dense_top_1_bias_tied",
+        "qwen2_moe_yarn",
+        "qwen2_moe",
+        {"rope_parameters": yarn()},
+        seed=1,
+        old_config=True,
+        sharded=True,
+    ),
+    Case(
+        "qwen3_moe_partly_dense_top_1_bias",
         "qwen3_moe",
         {
             "num_experts": 7,
@@ -207,7 +217,6 @@ ODD_CASES = [
             "norm_topk_prob": False,
             "mlp_only_layers": [1],
             "attention_bias": True,
-            "tie_word_embeddings": True,
         },
         old_config=True,
     ),
@@ -215,14 +224,20 @@ ODD_CASES = [
         "qwen3_moe_sliding_window",
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 17, "norm_topk_prob": False},
+        seed=2,
     ),
     Case(
         "qwen3_moe_llama3_rope_one_kv_head",
         "qwen3_moe",
         {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "num_experts": 5},
+        seed=1,
         sharded=True,
     ),
-    Case("qwen3_moe_dynamic_rope", "qwen3_moe", {"rope_parameters": scaled("dynamic")}),
+    Case(
+        "qwen3_moe_dynamic_rope_tied",
+        "qwen3_moe",
+        {"rope_parameters": scaled("dynamic"), "tie_word_embeddings": True},
+    ),
     Case(
         "deepseek_v2_lite",
         "deepseek_v2",
@@ -277,6 +292,7 @@ ODD_CASES = [
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
+        seed=3,
     ),
     Case("deepseek_v2_no_shared_expert", "deepseek_v2", {"n_shared_experts": 0}),
     Case(
@@ -303,6 +319,7 @@ ODD_CASES = [
             "attention_bias": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
+        seed=4,
     ),
 ]
 
@@ -384,7 +401,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     ).eval()
 
 
-def make_prompts(vocab_size: int, seed: int = 0, lengths: list[int] | None = None) -> list[list[int]]:
+def make_prompts(
+    vocab_size: int, seed: int = 0, lengths: list[int] | None = None
+) -> list[list[int]]:
     """Random prompts; every second one that is long enough starts with one shared prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(3, vocab_size) for _ in range(SHARED_PREFIX)]
@@ -435,7 +454,9 @@ class Oracle:
         """Teacher forcing: output is greedy iff each token is the argmax given those before it."""
         logits = self.logits(prompt + output)[len(prompt) - 1 : -1]
         top = logits.topk(2)
-        for index, (got, expected) in enumerate(zip(output, top.indices[:, 0].tolist(), strict=True)):
+        for index, (got, expected) in enumerate(
+            zip(output, top.indices[:, 0].tolist(), strict=True)
+        ):
             if got != expected:
                 margin = top.values[index, 0] - top.values[index, 1]
                 return Divergence(index, expected, got, float(margin))

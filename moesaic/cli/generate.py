@@ -41,11 +41,11 @@ def run(argv: Sequence[str]) -> int:
     prompts = () if talk else asked.prompt or _piped_prompts()
     set_up_logging(args.log_level)
     with _start(args) as engine:
-        session = Session(engine, asked)
+        conversation = Conversation(engine, asked)
         if talk:
-            session.talk()
+            conversation.talk()
         else:
-            session.answer(prompts)
+            conversation.answer(prompts)
     return 0
 
 
@@ -63,7 +63,7 @@ def _start(args: ServerArgs) -> Engine:
 
 
 @dataclass(frozen=True)
-class Session:
+class Conversation:
     """An engine and what was asked of it."""
 
     engine: Engine

@@ -162,14 +162,15 @@ def sample(logits_BV: Tensor, rows: Sequence[SampleRow]) -> Sampled:
 def token_logprobs(
     logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0
 ) -> tuple[list[float], list[TopLogprobs]]:
-    """Logprob of each row's target, and the row's `top_n` most likely tokens."""
+    """Logprob of each row's target, and the row's `top_n` most likely tokens; NaN for rows that
+    hold NaN or +inf, or nothing but -inf."""
     assert logits_TV.shape[0] == len(target_ids), (logits_TV.shape, len(target_ids))
     logprobs: list[float] = []
     top: list[TopLogprobs] = []
     for piece in _pieces(logits_TV):
         raw_RV = logits_TV[piece].float()
         targets = target_ids[piece]
-        some, some_top = _logprobs(raw_RV, targets, [top_n] * len(targets), piece.start)
+        some, some_top = _logprobs(raw_RV, targets, [top_n] * len(targets))
         logprobs += some
         top += some_top
     return logprobs, top
@@ -451,7 +452,7 @@ def _extend(out: Sampled, raw_RV: Tensor, tokens: list[int], rows: Sequence[Samp
     if asked:
         some_RV = raw_RV if len(asked) == len(rows) else raw_RV[asked]
         counts = [rows[i].top_logprobs_num for i in asked]
-        found, found_top = _logprobs(some_RV, [tokens[i] for i in asked], counts, 0)
+        found, found_top = _logprobs(some_RV, [tokens[i] for i in asked], counts)
         for i, logprob, best in zip(asked, found, found_top, strict=True):
             logprobs[i], top[i] = logprob, best
     out.token_ids.extend(tokens)
@@ -460,7 +461,7 @@ def _extend(out: Sampled, raw_RV: Tensor, tokens: list[int], rows: Sequence[Samp
 
 
 def _logprobs(
-    raw_RV: Tensor, targets: Sequence[int], counts: Sequence[int], first_row: int
+    raw_RV: Tensor, targets: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[float], list[TopLogprobs]]:
     scores = Scores.of(raw_RV)
     share = (scores.blocks_RNW - scores.best_R1[:, :, None]).exp_()
@@ -468,8 +469,6 @@ def _logprobs(
     target_R1 = torch.tensor(targets, device=raw_RV.device)[:, None]
     table = [raw_RV.gather(1, target_R1)[:, 0], scores.best_R1[:, 0], total_R]
     picked, best, totals = torch.stack([column.double() for column in table]).tolist()
-    if bad := [first_row + i for i, b in enumerate(best) if not math.isfinite(b)]:
-        raise NonFiniteLogits(bad)
     norms = [b + math.log(t / scores.scale) for b, t in zip(best, totals, strict=True)]
     top = _most_likely(raw_RV, norms, counts)
     return [p - norm for p, norm in zip(picked, norms, strict=True)], top

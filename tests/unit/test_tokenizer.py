@@ -38,7 +38,7 @@ QWEN = """{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>' }}{% endif %}
 {%- endif %}"""
 DEEPSEEK = """{% set ns = namespace(system='', first=true) %}
 {%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}
@@ -115,9 +115,9 @@ KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def write(folder, backend, config=None, **files):
+def write(folder, backend, settings=None, **files):
     backend.save(str(folder / "tokenizer.json"))
-    contents = {"tokenizer_config": NAMED if config is None else config, **files}
+    contents = {"tokenizer_config": NAMED if settings is None else settings, **files}
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
@@ -182,7 +182,7 @@ def test_added_tokens_decoder(tmp_path):
     assert ours.id_to_token(size) == "<plain>"
     assert (
         ours.decode(ours.encode(text))
-        == "a<plain> bc"
+        == "a<plain> b c"
         == theirs.decode(ours.encode(text), skip_special_tokens=True)
     )
 
