@@ -1,6 +1,7 @@
 """Attention layers: grouped-query attention, and multi-head latent attention (MLA).
 
-T tokens · H hidden · N query heads · M key/value heads · D head size · R latent rank.
+T tokens · H hidden · N query heads · M key/value heads · D head size · V value size ·
+R latent rank · C = R + rope channels.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(Module):
-    """MLA in its absorbed form: queries are mapped into the latent space, so that the cache holds
-    one latent of R + rope channels a token, shared by all heads, instead of keys and values."""
+    """MLA: the cache holds one latent of R + rope channels a token, shared by all heads, instead of
+    keys and values. How queries meet it is up to the backend (`LatentMaps`)."""
 
     def __init__(
         self, config: LatentAttentionConfig, layer: int, rope: RotaryTable, dtype: torch.dtype
@@ -105,15 +106,42 @@ class LatentAttention(Module):
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         cfg = self.config
-        up = self.kv_b_proj.weight.view(cfg.num_heads, cfg.nope_dim + cfg.value_dim, cfg.kv_rank)
-        key_up_NDR, value_up_NDR = up.split([cfg.nope_dim, cfg.value_dim], dim=1)
         q_nope, q_rope = self._queries(x_TH).split([cfg.nope_dim, cfg.rope_dim], dim=-1)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), key_up_NDR).transpose(0, 1)
-        q_TNC = torch.cat((q_latent, self.rope.rotate(q_rope, ctx.cos, ctx.sin)), dim=-1)
-        mixed_TNC = ctx.attention.attend(self.spec, q_TNC, self._latents(x_TH, ctx), None)
-        mixed_NTR = mixed_TNC[..., : cfg.kv_rank].transpose(0, 1)
-        values_TND = torch.bmm(mixed_NTR, value_up_NDR.transpose(1, 2)).transpose(0, 1)
-        return self.o_proj(values_TND.flatten(1))
+        q_TND = torch.cat((q_nope, self.rope.rotate(q_rope, ctx.cos, ctx.sin)), dim=-1)
+        latents_TC = self._latents(x_TH, ctx)
+        values_TNV = ctx.attention.attend_latent(self.spec, q_TND, latents_TC, self)
+        return self.o_proj(values_TNV.flatten(1))
+
+    def absorbs(self, queries: int, kv_len: int) -> bool:
+        cfg = self.config
+        up = cfg.kv_rank * (cfg.nope_dim + cfg.value_dim)
+        absorbed = queries * (kv_len * (2 * cfg.kv_rank + cfg.rope_dim) + up)
+        expanded = kv_len * (queries * (cfg.nope_dim + cfg.rope_dim + cfg.value_dim) + up)
+        return absorbed < expanded
+
+    def absorb(self, q_TND: Tensor) -> Tensor:
+        q_nope, q_rope = q_TND.split([self.config.nope_dim, self.config.rope_dim], dim=-1)
+        q_latent_NTR = torch.bmm(q_nope.transpose(0, 1), self._up_projections()[0])
+        return torch.cat((q_latent_NTR.transpose(0, 1), q_rope), dim=-1)
+
+    def release(self, mixed_TNC: Tensor) -> Tensor:
+        mixed_NTR = mixed_TNC[..., : self.config.kv_rank].transpose(0, 1)
+        return torch.bmm(mixed_NTR, self._up_projections()[1].transpose(1, 2)).transpose(0, 1)
+
+    def expand(self, latents_LC: Tensor) -> tuple[Tensor, Tensor]:
+        cfg = self.config
+        latents_LR, k_rope = latents_LC.split([cfg.kv_rank, cfg.rope_dim], dim=-1)
+        both = self.kv_b_proj(latents_LR).unflatten(-1, (cfg.num_heads, -1))
+        k_nope, values_LNV = both.split([cfg.nope_dim, cfg.value_dim], dim=-1)
+        k_rope = k_rope.unsqueeze(1).expand(-1, cfg.num_heads, -1)
+        return torch.cat((k_nope, k_rope), dim=-1), values_LNV
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """From the latent to each head's keys [N, nope, R] and values [N, V, R]."""
+        cfg = self.config
+        both = self.kv_b_proj.weight.view(cfg.num_heads, -1, cfg.kv_rank)
+        keys, values = both.split([cfg.nope_dim, cfg.value_dim], dim=1)
+        return keys, values
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if self.config.q_rank is None:
@@ -125,5 +153,5 @@ class LatentAttention(Module):
     def _latents(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         compressed = self.kv_a_proj_with_mqa(x_TH)
         latent, k_rope = compressed.split([self.config.kv_rank, self.config.rope_dim], dim=-1)
-        k_rope = self.rope.rotate(k_rope.unsqueeze(1), ctx.cos, ctx.sin)
-        return torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), k_rope), dim=-1)
+        k_rope = self.rope.rotate(k_rope.unsqueeze(1), ctx.cos, ctx.sin).squeeze(1)
+        return torch.cat((self.kv_a_layernorm(latent), k_rope), dim=-1)

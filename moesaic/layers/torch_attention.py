@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
+from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, LatentMaps
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -73,19 +74,35 @@ class TorchAttention(AttentionStep):
         self.slots_T = self._slots()
         self._groups: dict[int | None, list[Group]] = {}
 
-    def attend(
-        self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor | None
-    ) -> Tensor:
-        keys = self.cache.keys[spec.layer]
+    def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
-        values = keys
-        if v_TMD is not None:
-            values = self.cache.values[spec.layer]
-            values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
+        values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
         out_TND = torch.empty_like(q_TND)
         for group in self.groups(spec.window):
-            out_TND[group.rows] = _attend_group(group, spec, q_TND[group.rows], keys, values)
+            k_BLMD, v_BLMD = _gather(keys, group), _gather(values, group)
+            out_TND[group.rows] = _attend(group, spec, q_TND[group.rows], k_BLMD, v_BLMD)
         return out_TND
+
+    def attend_latent(
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+    ) -> Tensor:
+        latents = self.cache.keys[spec.layer]
+        latents.flatten(0, 1).index_copy_(0, self.slots_T, latents_TC.unsqueeze(1))
+        outputs: list[Tensor] = []
+        for group in self.groups(spec.window):
+            gathered_BL1C, q_RND = _gather(latents, group), q_TND[group.rows]
+            if group.queries == 1 or maps.absorbs(group.queries, group.kv_len):
+                q_RNC = maps.absorb(q_RND)
+                mixed_RNC = _attend(group, spec, q_RNC, gathered_BL1C, gathered_BL1C)
+                outputs.append(maps.release(mixed_RNC))
+            else:
+                k_LND, v_LNV = maps.expand(gathered_BL1C[0, :, 0])
+                outputs.append(_attend_padded(group, spec, q_RND, k_LND, v_LNV))
+        out_TNV = q_TND.new_empty(*q_TND.shape[:2], outputs[0].shape[-1])
+        for group, output in zip(self.groups(spec.window), outputs, strict=True):
+            out_TNV[group.rows] = output
+        return out_TNV
 
     def groups(self, window: int | None) -> list[Group]:
         """The same for all layers with that window: computed once a step."""
@@ -168,13 +185,11 @@ def _mask(last_BQ: Tensor, window: int | None) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).unsqueeze(1)
 
 
-def _attend_group(
-    group: Group, spec: AttentionSpec, q_RND: Tensor, keys: Tensor, values: Tensor
+def _attend(
+    group: Group, spec: AttentionSpec, q_RND: Tensor, k_BLMD: Tensor, v_BLMD: Tensor
 ) -> Tensor:
-    heads = keys.shape[-2]
-    k_BMLD = _gather(keys, group)
-    v_BMLD = k_BMLD if values is keys else _gather(values, group)
-    q_RMGD = q_RND.unflatten(1, (heads, -1))
+    k_BMLD, v_BMLD = k_BLMD.transpose(1, 2), v_BLMD.transpose(1, 2)
+    q_RMGD = q_RND.unflatten(1, (k_BMLD.shape[1], -1))
     if group.queries == 1:
         # All heads that share keys are rows of one product, so that each key is read once.
         q = q_RMGD
@@ -194,8 +209,18 @@ def _attend_group(
     return (out_RND.float() * kept_RN.unsqueeze(-1)).to(out_RND.dtype)
 
 
+def _attend_padded(
+    group: Group, spec: AttentionSpec, q_RND: Tensor, k_LND: Tensor, v_LNV: Tensor
+) -> Tensor:
+    """The kernel wants keys and values of one size: fills up the smaller with zeros."""
+    size = max(k_LND.shape[-1], v_LNV.shape[-1])
+    q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q_RND, k_LND, v_LNV))
+    out_RND = _attend(group, spec, q, k.unsqueeze(0), v.unsqueeze(0))
+    return out_RND[..., : v_LNV.shape[-1]]
+
+
 def _gather(cache: Tensor, group: Group) -> Tensor:
-    """[B, M, L, D] of one layer's pages [P, page, M, D]."""
+    """[B, L, M, D] of one layer's pages [P, page, M, D]."""
     pages = cache.flatten(1).index_select(0, group.table_BP.flatten())
     gathered = pages.view(group.table_BP.shape[0], -1, *cache.shape[-2:])
-    return gathered[:, : group.kv_len].transpose(1, 2)
+    return gathered[:, : group.kv_len]

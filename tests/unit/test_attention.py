@@ -30,13 +30,34 @@ def attend_slowly(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, first: i
     return out
 
 
-@pytest.mark.parametrize("latent", [False, True])
+class Identity:
+    """Latents that already are every head's keys and values: both forms must agree."""
+
+    def __init__(self, absorbed: bool) -> None:
+        self.absorbed = absorbed
+
+    def absorbs(self, queries: int, kv_len: int) -> bool:
+        return self.absorbed
+
+    def absorb(self, q: Tensor) -> Tensor:
+        return q
+
+    def release(self, mixed: Tensor) -> Tensor:
+        return mixed[..., : D - 2]
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        heads = latents.unsqueeze(1).expand(-1, N, -1)
+        return heads, heads[..., : D - 2]
+
+
+@pytest.mark.parametrize(("latent", "absorbed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 32, 500])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 def test_attention_equals_the_oracle(
     latent: bool,
+    absorbed: bool,
     sinks: bool,
     window: int | None,
     page_size: int,
@@ -69,9 +90,14 @@ def test_attention_equals_the_oracle(
     q = torch.randn(start, N, D).to(dtype)
     new_k = torch.cat([k[-s.length :] for s, k in zip(spans, history, strict=True)])
     new_v = torch.cat([v[-s.length :] for s, v in zip(spans, values, strict=True)])
-    out = TorchAttention(cache, spans).attend(spec, q, new_k, None if latent else new_v)
+    step = TorchAttention(cache, spans)
+    if latent:
+        out = step.attend_latent(spec, q, new_k.squeeze(1), Identity(absorbed))
+    else:
+        out = step.attend(spec, q, new_k, new_v)
     for span, k, v in zip(spans, history, values, strict=True):
         rows = slice(span.start, span.start + span.length)
         expected = attend_slowly(q[rows], k, v, spec, span.kv_len - span.length)
+        expected = expected[..., : D - 2] if latent else expected
         torch.testing.assert_close(out[rows].double(), expected, atol=bound, rtol=0)
     assert cache.keys[0].isnan().any(), "the other layer's pages were touched"

@@ -160,7 +160,7 @@ class Serving(RuleBasedStateMachine):
         prompt_tokens = sum(w.length for w in work if not w.request.is_decoding)
         assert prompt_tokens <= 5 and len(work) <= 4
         for item in work:
-            assert 1 <= item.length and item.stop <= len(item.request.token_ids)
+            assert item.length >= 1 and item.stop <= len(item.request.token_ids)
             assert len(item.request.pages) == self.kv.pages_for(item.stop)
             samples = item.samples
             item.request.num_computed = item.stop

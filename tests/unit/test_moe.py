@@ -16,7 +16,7 @@ from moesaic.moe.experts import (
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.topk import TopK, TopKConfig
 
-E, H, I = 7, 24, 10
+E, H, INNER = 7, 24, 10
 
 
 def oracle(x: Tensor, topk: TopKOutput, weights: ExpertWeights, clamped: bool) -> Tensor:
@@ -25,7 +25,7 @@ def oracle(x: Tensor, topk: TopKOutput, weights: ExpertWeights, clamped: bool) -
     gate_up = torch.einsum("th,ejh->tej", x, weights.w13_EJH.double())
     if weights.b13_EJ is not None:
         gate_up = gate_up + weights.b13_EJ.double()
-    gate, up = gate_up[..., :I], gate_up[..., I:]
+    gate, up = gate_up[..., :INNER], gate_up[..., INNER:]
     if clamped:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         hidden = gate * torch.sigmoid(1.702 * gate) * up
@@ -44,9 +44,9 @@ def make_weights(dtype: torch.dtype, clamped: bool) -> ExpertWeights:
         return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
     return ExpertWeights(
-        noise(E, 2 * I, H) * H**-0.5,
-        noise(E, H, I) * I**-0.5,
-        noise(E, 2 * I) * 4 if clamped else None,
+        noise(E, 2 * INNER, H) * H**-0.5,
+        noise(E, H, INNER) * INNER**-0.5,
+        noise(E, 2 * INNER) * 4 if clamped else None,
         noise(E, H) if clamped else None,
         clamped_swiglu(1.702, 7.0) if clamped else silu_and_mul,
     )
@@ -107,7 +107,7 @@ def test_plan_of_the_docstring() -> None:
     plan = make_plan(TopKOutput(torch.tensor([[0, 2], [0, 1]]), torch.ones(2, 2)), 3)
     assert plan.small_tokens.tolist() == [0, 1, 1, 0, 0, 0]
     assert plan.rows_R.tolist() == [0, 4, 1, 2]
-    assert (plan.padded, plan.runs, plan.large) == (2, [range(0, 3)], [])
+    assert (plan.padded, plan.runs, plan.large) == (2, [range(3)], [])
 
 
 def softmax_topk(logits: Tensor, cfg: TopKConfig) -> tuple[list[list[int]], Tensor]:
