@@ -210,7 +210,7 @@ class ScheduleArgs:
         ),
     ] = None
     enable_mixed_chunk: Annotated[
-        bool, Flag("Put prefill chunks and decodes in one batch.", built=ONLY_DEFAULT)
+        bool, Flag("Put prefill chunks and decodes in one batch (they always are).")
     ] = False
     page_size: Annotated[int, Flag("Tokens in one page of the KV cache.", at_least=1)] = 16
     schedule_policy: Annotated[

@@ -41,6 +41,11 @@ class Engine:
 
     def __init__(self, **kwargs: Any) -> None:
         self.args = resolve(ServerArgs.from_kwargs(**kwargs))
+        if not Path(self.args.model_path).is_dir():
+            raise ValueError(
+                f"--model-path {self.args.model_path} is not a folder: give a Hugging Face folder "
+                "with config.json, safetensors and tokenizer.json"
+            )
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = _load_tokenizer(self.args)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.config import ServerArgs
 from moesaic.core.request import Request, TopLogprobs
-from moesaic.engine.memory import GIB, cache_tokens
+from moesaic.engine.memory import GIB, cache_tokens, total_memory
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
 from moesaic.engine.scheduler import Scheduled
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
@@ -57,13 +57,14 @@ class ModelRunner:
         self.context_length = _context_length(args, raw)
         started = time.monotonic()
         self.model = build_model(raw, self.dtype, self.context_length)
+        weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        _check_weights_fit(folder, weight_bytes)
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size
         if args.load_format == "dummy":
             fill_randomly(self.model, args.random_seed or 0)
         else:
             load_weights(self.model, folder)
-        weight_bytes = sum(p.nbytes for p in self.model.parameters())
         wanted = self.max_running * self.context_length
         tokens = cache_tokens(args, self.model.cache, self.dtype.itemsize, weight_bytes, wanted)
         self.num_pages = tokens // args.page_size
@@ -157,6 +158,15 @@ def _sample_row(request: Request) -> SampleRow:
         return_logprob=request.return_logprob,
         top_logprobs_num=request.top_logprobs_num,
     )
+
+
+def _check_weights_fit(folder: Path, weight_bytes: int) -> None:
+    """Memory is only taken when weights are written: without this the kernel kills the process."""
+    if weight_bytes > total_memory():
+        raise ValueError(
+            f"the weights of {folder} take {weight_bytes / GIB:.1f} GiB and this machine has "
+            f"{total_memory() / GIB:.1f} GiB: use a smaller model or --dtype bfloat16"
+        )
 
 
 def _context_length(args: ServerArgs, raw: RawConfig) -> int:
