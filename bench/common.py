@@ -119,23 +119,25 @@ def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     # Unit-variance activations at every depth, so that routing spreads over the experts.
-    scale = shape[-1] ** -0.5
-    return torch.randn(shape, dtype=torch.bfloat16, generator=generator) * scale
+    noise = torch.randn(shape, dtype=torch.bfloat16, generator=generator)
+    return noise.mul_(shape[-1] ** -0.5)
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int = 0) -> Path:
     """Write a random Qwen3-MoE in bfloat16, one shard a layer, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    ends = [("model.embed_tokens.weight", (size.vocab, size.hidden))]
-    ends += [("lm_head.weight", (size.vocab, size.hidden)), ("model.norm.weight", (size.hidden,))]
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [list(ends)]
-    shards += [list(layer_shapes(size, layer)) for layer in range(size.layers)]
+    table = (size.vocab, size.hidden)
+    shards: list[dict[str, tuple[int, ...]]] = [
+        {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    ]
+    shards[0]["model.norm.weight"] = (size.hidden,)
+    shards += [dict(layer_shapes(size, layer)) for layer in range(size.layers)]
     weight_map: dict[str, str] = {}
     total = 0
     for index, shapes in enumerate(tqdm(shards, desc="random checkpoint", unit="shard")):
         name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: random_tensor(shape, generator) for key, shape in shapes}
+        tensors = {key: random_tensor(shape, generator) for key, shape in shapes.items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(t.nbytes for t in tensors.values())

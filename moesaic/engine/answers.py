@@ -28,7 +28,8 @@ class Answers:
         if progress.finished:
             self.pending.discard(number)
             reason = request.finish_reason
-            if reason is not None and reason.failed:
+            # In a list the others' answers must not be lost: there the failure is an entry.
+            if self.single and reason is not None and reason.failed:
                 raise RuntimeError(f"request {request.rid} failed: {reason.message}")
         elif progress.num_output == self._shown[number]:
             return None

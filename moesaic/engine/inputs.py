@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class GenerateInput:
     def is_single(self) -> bool:
         if self.prompt is not None:
             return isinstance(self.prompt, str)
-        return not (self.input_ids and isinstance(self.input_ids[0], Sequence))
+        ids = self._ids()
+        return not (ids and isinstance(ids[0], Sequence))
 
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
         """One a sample: `n` of each prompt, next to each other."""
@@ -94,12 +96,17 @@ class GenerateInput:
                 raise ValueError(f"{where}{error}") from error
         return found
 
+    def _ids(self) -> list[Any]:
+        """`input_ids` as lists, also if they came as an array or a tensor."""
+        ids: Any = self.input_ids
+        return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+
     def _prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         if (self.prompt is None) == (self.input_ids is None):
             raise ValueError("give either prompt or input_ids, and not both")
         if self.input_ids is not None:
-            given: Any = [self.input_ids] if self.is_single else self.input_ids
-            return [list(ids) for ids in given]
+            given = [self._ids()] if self.is_single else self._ids()
+            return [[_token_id(token) for token in ids] for ids in given]
         if tokenizer is None:
             raise ValueError(
                 "prompt needs a tokenizer and skip_tokenizer_init is set: give input_ids instead"
@@ -110,6 +117,12 @@ class GenerateInput:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"prompt {number} must be a text that is not empty, not {text!r}")
         return [tokenizer.encode(text) for text in texts]
+
+
+def _token_id(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"input_ids must be integers, not {value!r}")
+    return operator.index(value)
 
 
 def _spread(name: str, value: Any, number: int) -> list[Any]:
@@ -164,8 +177,6 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(f"input_ids must be integers, not {token!r}")
         if not 0 <= token < limits.vocab_size:
             raise ValueError(
                 f"token id {token} is out of range: this model has ids 0 to {limits.vocab_size - 1}"

@@ -38,15 +38,15 @@ def cache_tokens(
     args: ServerArgs, spec: CacheSpec, element_size: int, weight_bytes: int, wanted: int
 ) -> int:
     """Tokens that fit, in whole pages: as told, or by memory, but never more than `wanted`."""
-    page = args.page_size
+    page, per_token = args.page_size, spec.bytes_per_token(element_size)
     if args.max_total_tokens is not None:
         if args.max_total_tokens < page:
             raise ValueError(
                 f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} "
                 "tokens: raise it or lower --page-size"
             )
+        _check_fits(args.max_total_tokens, per_token, weight_bytes)
         return args.max_total_tokens // page * page
-    per_token = spec.bytes_per_token(element_size)
     if args.mem_fraction_static is None:
         budget = int(DEFAULT_FREE_SHARE * free_memory())
     else:
@@ -60,3 +60,13 @@ def cache_tokens(
             )
     tokens = min(budget // per_token, -(-wanted // page) * page)
     return max(1, tokens // page) * page
+
+
+def _check_fits(tokens: int, per_token: int, weight_bytes: int) -> None:
+    most = (total_memory() - weight_bytes) // per_token
+    if tokens > most:
+        raise ValueError(
+            f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB beside "
+            f"{weight_bytes / GIB:.1f} GiB of weights, and this machine has "
+            f"{total_memory() / GIB:.1f} GiB: give at most {most}"
+        )

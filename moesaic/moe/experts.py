@@ -1,14 +1,14 @@
 """The experts' feed-forward networks as grouped matrix products.
 
 T tokens · H hidden · I intermediate · J = 2 * I · E experts · K chosen · R = T * K pairs ·
-C rows of an expert.
+C rows of an expert · Y rows of all experts.
 Weights stand on the left of the products and activations are transposed ([H, C]): in that order
 oneDNN reads the weights as they lie, without repacking them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,24 +50,24 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the R = T * K pairs of token and expert are computed.
+    """Where the R = T * K pairs of token and expert are computed, as Y rows grouped by expert.
 
-    Experts with few rows ("small", at most SMALL_ROWS) go together, padded to C rows each: n * C
-    rows, of which `small_tokens` says the token. Experts with many rows follow one by one. A run is
-    a stretch of neighbouring small experts: one batched product, as their weights lie together.
-    `rows_R` finds each pair's result, in the order of the pairs.
+    First come the experts with few rows ("small", at most SMALL_ROWS), padded to `padded` rows
+    each; a run is a stretch of neighbours among them, one batched product, as their weights lie
+    together. Then the others, one by one, with their number of rows. `tokens_Y` is each row's token
+    (0 for padding, which nobody reads), `rows_R` where each pair is computed.
     """
 
-    small_tokens: Tensor
+    tokens_Y: Tensor
+    rows_R: Tensor
     padded: int
     runs: list[range]
-    large: list[tuple[int, Tensor]]
-    rows_R: Tensor
+    large: list[tuple[int, int]]
 
 
 def make_plan(topk: TopKOutput, num_experts: int) -> Plan:
     """Example: ids [[0, 2], [0, 1]] of three experts: order [0, 2, 3, 1], counts [2, 1, 1]; all are
-    small, so C = 2, one run 0..2, small_tokens [0, 1, 1, 0, 0, 0] (row 3 and 5 are padding) and
+    small, so padded 2, one run 0..2, tokens_Y [0, 1, 1, 0, 0, 0] (rows 3 and 5 are padding) and
     rows_R [0, 4, 1, 2]."""
     top_k = topk.ids_TK.shape[1]
     flat_R = topk.ids_TK.flatten()
@@ -88,13 +88,13 @@ def make_plan(topk: TopKOutput, num_experts: int) -> Plan:
     starts_E = counts_E.cumsum(0) - counts_E
     sorted_R = flat_R[order_R]
     slots_R = torch.arange(len(flat_R)) + (torch.tensor(bases) - starts_E)[sorted_R]
-    tokens = torch.zeros(following, dtype=torch.int64).index_copy_(0, slots_R, order_R // top_k)
+    tokens_Y = torch.zeros(following, dtype=torch.int64).index_copy_(0, slots_R, order_R // top_k)
     return Plan(
-        small_tokens=tokens[: len(small) * padded],
+        tokens_Y=tokens_Y,
+        rows_R=torch.empty_like(slots_R).index_copy_(0, order_R, slots_R),
         padded=padded,
         runs=_runs(small),
-        large=[(e, tokens[bases[e] : bases[e] + counts[e]]) for e in large],
-        rows_R=torch.empty_like(slots_R).index_copy_(0, order_R, slots_R),
+        large=[(expert, counts[expert]) for expert in large],
     )
 
 
@@ -111,29 +111,36 @@ def _runs(experts: list[int]) -> list[range]:
 
 def run_experts(x_TH: Tensor, topk: TopKOutput, weights: ExpertWeights) -> Tensor:
     """sum over k of weight * expert(x), in float32, in top-k order."""
-    num_tokens, top_k = topk.ids_TK.shape
-    if num_tokens == 0:
+    if len(x_TH) == 0:
         return torch.empty_like(x_TH)
     plan = make_plan(topk, weights.w13_EJH.shape[0])
-    results = [*_run_small(x_TH, plan, weights), *_run_large(x_TH, plan, weights)]
-    y_RH = torch.cat(results).index_select(0, plan.rows_R)
-    y_TKH = y_RH.view(num_tokens, top_k, -1).float()
-    return torch.bmm(topk.weights_TK.unsqueeze(1), y_TKH).squeeze(1).to(x_TH.dtype)
-
-
-def _run_small(x_TH: Tensor, plan: Plan, weights: ExpertWeights) -> Iterator[Tensor]:
-    x_nCH = x_TH.index_select(0, plan.small_tokens).view(-1, plan.padded or 1, x_TH.shape[1])
+    x_YH = x_TH.index_select(0, plan.tokens_Y)
+    y_YH = torch.empty_like(x_YH)
     start = 0
     for run in plan.runs:
-        experts = slice(run.start, run.stop)
-        x_eHC = x_nCH[start : start + len(run)].transpose(1, 2)
-        yield _mlp(torch.bmm, experts, x_eHC, weights).transpose(1, 2).flatten(0, 1)
-        start += len(run)
+        stop = start + len(run) * plan.padded
+        x_eHC, y_eCH = (z[start:stop].unflatten(0, (len(run), -1)) for z in (x_YH, y_YH))
+        out_eHC = _mlp(torch.bmm, slice(run.start, run.stop), x_eHC.transpose(1, 2), weights)
+        y_eCH.copy_(out_eHC.transpose(1, 2))
+        start = stop
+    for expert, count in plan.large:
+        rows = slice(start, start + count)
+        y_YH[rows] = _mlp(torch.mm, expert, x_YH[rows].t(), weights).t()
+        start = rows.stop
+    return weighted_sum(y_YH, plan.rows_R.view_as(topk.ids_TK), topk.weights_TK)
 
 
-def _run_large(x_TH: Tensor, plan: Plan, weights: ExpertWeights) -> Iterator[Tensor]:
-    for expert, tokens in plan.large:
-        yield _mlp(torch.mm, expert, x_TH.index_select(0, tokens).t(), weights).t()
+def weighted_sum(y_YH: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """out[t] = sum over k of weights[t, k] * y[rows[t, k]], added up in float32.
+
+    The kernel wants weights in the type of y: what rounding takes from them is added as a second
+    term each, so that they keep the precision of 16 bits more.
+    """
+    high_TK = weights_TK.to(y_YH.dtype)
+    if high_TK.dtype != weights_TK.dtype:
+        low_TK = (weights_TK - high_TK).to(y_YH.dtype)
+        rows_TK, high_TK = torch.cat((rows_TK, rows_TK), 1), torch.cat((high_TK, low_TK), 1)
+    return F.embedding_bag(rows_TK, y_YH, per_sample_weights=high_TK, mode="sum")
 
 
 def _mlp(

@@ -105,7 +105,7 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
 
 def test_plan_of_the_docstring() -> None:
     plan = make_plan(TopKOutput(torch.tensor([[0, 2], [0, 1]]), torch.ones(2, 2)), 3)
-    assert plan.small_tokens.tolist() == [0, 1, 1, 0, 0, 0]
+    assert plan.tokens_Y.tolist() == [0, 1, 1, 0, 0, 0]
     assert plan.rows_R.tolist() == [0, 4, 1, 2]
     assert (plan.padded, plan.runs, plan.large) == (2, [range(3)], [])
 
