@@ -1,11 +1,16 @@
 """Moesaic: expert-parallel inference for Mixture-of-Experts language models."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesaic.core.sampling import SamplingParams
     from moesaic.engine.engine import Engine
+
+# Read by OpenMP when torch is loaded, hence here. Threads that spin at the end of every parallel loop
+# take the core from the one they wait for as soon as anything else runs on the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "SamplingParams", "__version__"]
