@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from moesaic.core.sampling import SamplingParams
     from moesaic.engine.engine import Engine
 
-# Read by OpenMP when torch is loaded, hence here. Threads that spin at the end of every parallel loop
+# Read by OpenMP when torch is loaded, hence here. Threads that spin at the end of a parallel loop
 # take the core from the one they wait for as soon as anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
