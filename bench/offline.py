@@ -273,7 +273,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--prompt", type=int, nargs=2, default=[16, 256], metavar=("MIN", "MAX"))
     parser.add_argument("--output", type=int, nargs=2, default=[16, 128], metavar=("MIN", "MAX"))
-    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens in a step")
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)

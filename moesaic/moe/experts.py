@@ -56,6 +56,9 @@ class Plan:
     each; a run is a stretch of neighbours among them, one batched product, as their weights lie
     together. Then the others, one by one, with their number of rows. `tokens_Y` is each row's token
     (0 for padding, which nobody reads), `rows_R` where each pair is computed.
+
+    Numbers of rows and lengths of runs are rounded so that few shapes occur: oneDNN compiles a
+    kernel for every new one, which takes longer than the product itself.
     """
 
     tokens_Y: Tensor
@@ -67,7 +70,7 @@ class Plan:
 
 def make_plan(topk: TopKOutput, num_experts: int) -> Plan:
     """Example: ids [[0, 2], [0, 1]] of three experts: order [0, 2, 3, 1], counts [2, 1, 1]; all are
-    small, so padded 2, one run 0..2, tokens_Y [0, 1, 1, 0, 0, 0] (rows 3 and 5 are padding) and
+    small, so padded 2, runs 0..1 and 2, tokens_Y [0, 1, 1, 0, 0, 0] (rows 3 and 5 are padding) and
     rows_R [0, 4, 1, 2]."""
     top_k = topk.ids_TK.shape[1]
     flat_R = topk.ids_TK.flatten()
@@ -75,37 +78,44 @@ def make_plan(topk: TopKOutput, num_experts: int) -> Plan:
     counts_E = torch.bincount(flat_R, minlength=num_experts)
     counts: list[int] = counts_E.tolist()
     small = [expert for expert, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
-    large = [expert for expert, count in enumerate(counts) if count > SMALL_ROWS]
-    padded = max((counts[expert] for expert in small), default=0)
+    large = [(e, _round_up(count)) for e, count in enumerate(counts) if count > SMALL_ROWS]
+    padded = _round_up(max((counts[expert] for expert in small), default=0))
 
     bases = [0] * num_experts
-    for number, expert in enumerate(small):
-        bases[expert] = number * padded
-    following = len(small) * padded
-    for expert in large:
-        bases[expert] = following
-        following += counts[expert]
+    total = 0
+    for expert, rows in [*((expert, padded) for expert in small), *large]:
+        bases[expert] = total
+        total += rows
     starts_E = counts_E.cumsum(0) - counts_E
     sorted_R = flat_R[order_R]
     slots_R = torch.arange(len(flat_R)) + (torch.tensor(bases) - starts_E)[sorted_R]
-    tokens_Y = torch.zeros(following, dtype=torch.int64).index_copy_(0, slots_R, order_R // top_k)
     return Plan(
-        tokens_Y=tokens_Y,
+        tokens_Y=torch.zeros(total, dtype=torch.int64).index_copy_(0, slots_R, order_R // top_k),
         rows_R=torch.empty_like(slots_R).index_copy_(0, order_R, slots_R),
         padded=padded,
         runs=_runs(small),
-        large=[(expert, counts[expert]) for expert in large],
+        large=large,
     )
 
 
+def _round_up(rows: int) -> int:
+    """To a power of two, or from SMALL_ROWS on to a multiple of it."""
+    if rows > SMALL_ROWS:
+        return -(-rows // SMALL_ROWS) * SMALL_ROWS
+    return 1 << (rows - 1).bit_length() if rows else 0
+
+
 def _runs(experts: list[int]) -> list[range]:
-    """[1, 2, 3, 7, 8] -> [range(1, 4), range(7, 9)]"""
+    """Neighbours together, in powers of two: [1, 2, 3, 7, 8] -> [1..2, 3..3, 7..8]."""
     runs: list[range] = []
-    for expert in experts:
-        if runs and runs[-1].stop == expert:
-            runs[-1] = range(runs[-1].start, expert + 1)
-        else:
-            runs.append(range(expert, expert + 1))
+    start = 0
+    for stop in range(1, len(experts) + 1):
+        if stop < len(experts) and experts[stop] == experts[stop - 1] + 1:
+            continue
+        while start < stop:
+            length = 1 << ((stop - start).bit_length() - 1)
+            runs.append(range(experts[start], experts[start] + length))
+            start += length
     return runs
 
 

@@ -107,7 +107,25 @@ def test_plan_of_the_docstring() -> None:
     plan = make_plan(TopKOutput(torch.tensor([[0, 2], [0, 1]]), torch.ones(2, 2)), 3)
     assert plan.tokens_Y.tolist() == [0, 1, 1, 0, 0, 0]
     assert plan.rows_R.tolist() == [0, 4, 1, 2]
-    assert (plan.padded, plan.runs, plan.large) == (2, [range(3)], [])
+    assert (plan.padded, plan.runs, plan.large) == (2, [range(2), range(2, 3)], [])
+
+
+def test_few_shapes_occur() -> None:
+    """Whatever the routing: runs and rows are powers of two, or multiples of 32."""
+    torch.manual_seed(0)
+    shapes, rows = set(), set()
+    for tokens in range(1, 400, 3):
+        ids = torch.rand(tokens, 64).topk(4).indices
+        plan = make_plan(TopKOutput(ids, torch.ones(tokens, 4)), 64)
+        shapes |= {(len(run), plan.padded) for run in plan.runs}
+        rows |= {count for _, count in plan.large}
+        assert (
+            plan.tokens_Y[plan.rows_R].tolist()
+            == torch.arange(tokens).repeat_interleave(4).tolist()
+        )
+        assert len(set(plan.rows_R.tolist())) == tokens * 4
+    assert {n & (n - 1) for shape in shapes for n in shape} == {0} and len(shapes) <= 7 * 6
+    assert rows == {64}
 
 
 def softmax_topk(logits: Tensor, cfg: TopKConfig) -> tuple[list[list[int]], Tensor]:
