@@ -30,6 +30,15 @@ class AttentionConfig:
     sinks: bool = False
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+
 
 class Attention(Module):
     def __init__(

@@ -55,6 +55,7 @@ class SparseBlock(Module):
 
     def __init__(self, gate: Router, topk: TopK, experts: FusedMoE) -> None:
         super().__init__()
+        topk.config.check(experts.config.num_experts)
         self.gate, self.topk, self.experts = gate, topk, experts
 
     def route(self, x_TH: Tensor) -> TopKOutput:

@@ -44,8 +44,7 @@ class DeepseekSparseBlock(SparseBlock):
             FusedMoE(moe, config.dtype),
         )
         self.shared_experts: GatedMLP | None = None
-        if raw.has("n_shared_experts"):
-            shared = inner * raw.integer("n_shared_experts")
+        if shared := inner * raw.integer("n_shared_experts", 0, minimum=0):
             self.shared_experts = GatedMLP(
                 config.hidden_size, shared, config.dtype, variant.mlp_bias
             )

@@ -61,6 +61,10 @@ class Checkpoint:
                 raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
         return self._files[file]
 
+    def is_empty(self, name: str) -> bool:
+        """A tensor of no elements, as transformers writes for parts of size zero."""
+        return 0 in self._open(self.location[name]).get_slice(name).get_shape()
+
     def check(self, slot: TensorSlot) -> None:
         """Shape and type of a slot's tensor, without reading it."""
         piece = self._open(self.location[slot.name]).get_slice(slot.name)
@@ -96,7 +100,9 @@ def _check_names(model: CausalLM, slots: Iterable[TensorSlot], checkpoint: Check
     wanted = {slot.name for slot in slots}
     missing = sorted(wanted - checkpoint.location.keys())
     extra = sorted(
-        name for name in checkpoint.location.keys() - wanted if not model.is_optional(name)
+        name
+        for name in checkpoint.location.keys() - wanted
+        if not model.is_optional(name) and not checkpoint.is_empty(name)
     )
     if missing or extra:
         problems = [f"missing {_some(missing)}"] * bool(missing)

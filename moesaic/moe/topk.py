@@ -30,6 +30,23 @@ class TopKConfig:
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
 
+    def check(self, num_experts: int) -> None:
+        """Refuses what cannot be chosen from so many experts."""
+        allowed = num_experts // self.num_groups * self.topk_groups
+        if num_experts % self.num_groups or self.topk_groups > self.num_groups:
+            raise ValueError(
+                f"n_group {self.num_groups} and topk_group {self.topk_groups} do not fit "
+                f"{num_experts} experts: groups must be of one size, and no more chosen than exist"
+            )
+        if self.top_k > allowed:
+            raise ValueError(
+                f"num_experts_per_tok {self.top_k} is more than the {allowed} experts on offer"
+            )
+        if self.group_score == "top2" and self.num_groups > 1 and num_experts < 2 * self.num_groups:
+            raise ValueError(
+                f"n_group {self.num_groups} leaves fewer than two of {num_experts} experts a group"
+            )
+
 
 class TopK:
     def __init__(self, config: TopKConfig) -> None:
