@@ -1,6 +1,7 @@
 # Everything runs in .venv; a bare checkout needs Python 3.11+ with pip.
 #   make setup    create .venv (again only when pyproject.toml changed)
 #   make test     format check, lint, types, tests: what CI runs
+#   make test-slow  the exhaustive comparison with transformers, about half an hour
 #   make serve    talk to a tiny random model (there is no HTTP server yet)
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
-.PHONY: setup test serve format docs bench clean
+.PHONY: setup test test-slow serve format docs bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,9 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-slow: setup
+	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 serve: setup
 	$(BIN)/moesaic generate --model-path $(MODEL) $(ARGS)

@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.common import add_model, read_args, set_up_logging
 from moesaic.cli.sampling import GenerateArgs
-from moesaic.cli.tiny import materialise
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser, merge
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     resolve(args)  # before anything slow, so that a wrong flag is answered at once
     if asked.chat and args.skip_tokenizer_init:
         raise ValueError("--chat needs a tokenizer: leave out --skip-tokenizer-init")
-    talk = not asked.prompt and sys.stdin.isatty()
+    talk = not asked.prompt and sys.stdin is not None and sys.stdin.isatty()
     prompts = () if talk else asked.prompt or _piped_prompts()
     set_up_logging(args.log_level)
     with _start(args) as engine:
@@ -50,7 +49,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _piped_prompts() -> tuple[str, ...]:
-    prompts = tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+    lines = () if sys.stdin is None else sys.stdin
+    prompts = tuple(line.rstrip("\r\n") for line in lines if line.strip())
     if not prompts:
         raise ValueError('no prompt: give --prompt "...", or one prompt a line on standard input')
     return prompts
@@ -59,7 +59,7 @@ def _piped_prompts() -> tuple[str, ...]:
 def _start(args: ServerArgs) -> Engine:
     from moesaic.engine.engine import Engine
 
-    return Engine(**asdict(replace(args, model_path=materialise(args.model_path))))
+    return Engine(**asdict(args))
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Conversation:
         for number, result in enumerate(results):
             prompt = prompts[number * len(prompts) // len(results)]
             self._print(prompt, result, several)
+        reasons = [result["meta_info"]["finish_reason"] for result in results]
+        failures = [reason["message"] for reason in reasons if reason["type"] == "abort"]
+        if failures:
+            raise RuntimeError(f"{len(failures)} of {len(results)} answers failed: {failures[0]}")
 
     def _print(self, prompt: str, result: dict[str, Any], several: bool) -> None:
         if self.asked.json:
@@ -101,7 +105,7 @@ class Conversation:
                     self.answer([prompt])
                 else:
                     history = self._turn(history, prompt)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 print(f"error: {error}", file=sys.stderr)
 
     def _turn(self, history: list[Message], prompt: str) -> list[Message]:

@@ -1,6 +1,7 @@
 """`moesaic COMMAND …`: finds the command, runs it, turns errors into one line."""
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"moesaic {moesaic.__version__}")
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an answer must not be lost to a poor locale
+            stream.reconfigure(errors="replace")
     try:
         return _run(words[0], words[1:])
     except BrokenPipeError:
@@ -77,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(name: str, argv: Sequence[str]) -> int:

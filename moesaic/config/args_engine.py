@@ -184,7 +184,7 @@ class ScheduleArgs:
         ),
     ] = None
     max_running_requests: Annotated[
-        int | None, Flag("Most requests in a batch; unset: what memory allows.", at_least=1)
+        int | None, Flag("Most requests in a batch; unset: 64 on CPU.", at_least=1)
     ] = None
     max_queued_requests: Annotated[
         int | None, Flag("Most requests that may wait; unset: no limit.", at_least=1)
@@ -195,7 +195,7 @@ class ScheduleArgs:
     chunked_prefill_size: Annotated[
         int,
         Flag(
-            "Most tokens in one step; longer prompts go in pieces; -1: no limit.",
+            "Most prompt tokens in one step; longer prompts go in pieces; -1: never in pieces.",
             at_least=1,
             also=(-1,),
         ),
@@ -242,7 +242,12 @@ class RuntimeArgs:
         "auto"
     )
     num_threads: Annotated[
-        int | None, Flag("Threads of torch on CPU; unset: all cores.", at_least=1)
+        int | None,
+        Flag(
+            "Threads of torch on CPU; unset: torch's choice, mostly all cores.",
+            at_least=1,
+            at_most=1024,
+        ),
     ] = None
     base_gpu_id: Annotated[
         int, Flag("First GPU to use on a node.", at_least=0, built=ONLY_DEFAULT)
@@ -254,7 +259,11 @@ class RuntimeArgs:
         ),
     ] = 1
     random_seed: Annotated[
-        int | None, Flag("Seed of sampling and of dummy weights; unset: a new one.", at_least=0)
+        int | None,
+        Flag(
+            "Seed of requests that bring none (unset: a new one) and of dummy weights (unset: 0).",
+            at_least=0,
+        ),
     ] = None
     attention_backend: Annotated[
         str,

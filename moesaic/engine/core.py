@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 class Progress:
     """How far a request is: what a reader in another thread may show."""
 
+    rid: str
     num_output: int
     text: str
     finished: bool
@@ -30,7 +31,7 @@ class Progress:
 @dataclass(slots=True, eq=False)
 class Job:
     """A request with its text and whoever waits for it; `listener` is called from the engine's
-    thread, every `stream_interval` tokens if that is set, and at the end."""
+    thread, at the first token and every `stream_interval` ones if that is set, and at the end."""
 
     request: Request
     detokenizer: IncrementalDetokenizer | None
@@ -40,7 +41,11 @@ class Job:
     def notify(self) -> None:
         text = "" if self.detokenizer is None else self.detokenizer.text
         finished = self.request.finish_reason is not None
-        self.listener(Progress(self.request.num_output, text, finished))
+        try:
+            request = self.request
+            self.listener(Progress(request.rid, request.num_output, text, finished))
+        except Exception:
+            logger.exception("the listener of request %s failed", self.request.rid)
 
 
 class EngineCore:
@@ -108,7 +113,11 @@ class EngineCore:
                 self._fail(item.request, f"the step failed: {error!r}")
             return
         for item in work:
-            self._advance(item, output)
+            try:
+                self._advance(item, output)
+            except Exception as error:
+                logger.exception("request %s failed", item.request.rid)
+                self._fail(item.request, f"its token could not be taken in: {error!r}")
 
     def _advance(self, item: Scheduled, output: StepOutput) -> None:
         request = item.request
@@ -117,16 +126,15 @@ class EngineCore:
             return
         done = item.samples
         request.num_computed = item.stop
+        self.kv.share(request)
         if not done:
             return
-        # Only now is it known that everything computed for this request was finite.
-        self.kv.share(request)
         job = self.jobs[request.rid]
         token = output.tokens.get(request)
         reason = FinishReason("length", length=0) if token is None else self._accept(job, token)
         if reason is not None:
             self._finish(job, reason)
-        elif job.stream_interval and request.num_output % job.stream_interval == 0:
+        elif job.stream_interval and (request.num_output - 1) % job.stream_interval == 0:
             job.notify()
 
     def _accept(self, job: Job, token: Token) -> FinishReason | None:
@@ -150,13 +158,16 @@ class EngineCore:
         return None
 
     def _fail(self, request: Request, message: str) -> None:
-        self._finish(self.jobs[request.rid], FinishReason("abort", message=message, failed=True))
+        if (job := self.jobs.get(request.rid)) is not None:
+            self._finish(job, FinishReason("abort", message=message, failed=True))
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
+        del self.jobs[job.request.rid]
         self.scheduler.finish(job.request)
-        if job.detokenizer is not None:
-            job.detokenizer.finish()
         job.request.finish_reason = reason
         job.request.finished = time.monotonic()
-        del self.jobs[job.request.rid]
-        job.notify()
+        try:
+            if job.detokenizer is not None:
+                job.detokenizer.finish()
+        finally:
+            job.notify()

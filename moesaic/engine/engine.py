@@ -8,9 +8,10 @@ import logging
 import queue
 import random
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from moesaic.engine.core import EngineCore, Job, Progress
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
 from moesaic.engine.tokenizer import Tokenizer
+from moesaic.models.tiny import materialise
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,11 @@ class Engine:
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        self.args = resolve(ServerArgs.from_kwargs(**kwargs))
+        args = resolve(ServerArgs.from_kwargs(**kwargs))
+        folder = materialise(args.model_path)
+        tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
+        self.args = replace(args, model_path=folder, tokenizer_path=tokenizer)
+        logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         if not Path(self.args.model_path).is_dir():
             raise ValueError(
                 f"--model-path {self.args.model_path} is not a folder: give a Hugging Face folder "
@@ -59,7 +65,9 @@ class Engine:
             seeds=random.Random(self.args.random_seed),
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may close an abandoned stream inside of it.
+        self._lock = threading.RLock()
+        self._in_flight: set[str] = set()
         self._arrivals = count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
@@ -82,6 +90,7 @@ class Engine:
         top_logprobs_num: int | list[int] = 0,
         stream: bool = False,
         return_text_in_logprobs: bool = False,
+        rid: str | list[str] | None = None,
     ) -> Output | list[Output] | Iterator[Output]:
         """Continues one prompt or a list of them; with `stream`, yields the growing answers."""
         call = GenerateInput(
@@ -91,16 +100,15 @@ class Engine:
             return_logprob,
             logprob_start_len,
             top_logprobs_num,
+            rid,
         )
         signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
-        answers = self._start(call, signals.put, stream, return_text_in_logprobs)
+        answers = self._prepare(call, signals.put, stream, return_text_in_logprobs)
+        pieces = self._stream(answers, signals)
         if stream:
-            return self._stream(answers, signals)
-        try:
-            while answers.pending:
-                answers.take(signals.get())
-        finally:
-            self._abort(answers)
+            return pieces
+        for _ in pieces:
+            pass
         return answers.result()
 
     async def async_generate(
@@ -113,6 +121,7 @@ class Engine:
         top_logprobs_num: int | list[int] = 0,
         stream: bool = False,
         return_text_in_logprobs: bool = False,
+        rid: str | list[str] | None = None,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """`generate` for asyncio: await the answers, or with `stream` await an async iterator."""
         call = GenerateInput(
@@ -122,26 +131,27 @@ class Engine:
             return_logprob,
             logprob_start_len,
             top_logprobs_num,
+            rid,
         )
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[Signal] = asyncio.Queue()
 
         def put(signal: Signal) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
                 loop.call_soon_threadsafe(signals.put_nowait, signal)
 
-        answers = self._start(call, put, stream, return_text_in_logprobs)
+        answers = self._prepare(call, put, stream, return_text_in_logprobs)
+        pieces = self._async_stream(answers, signals)
         if stream:
-            return self._async_stream(answers, signals)
-        try:
-            while answers.pending:
-                answers.take(await signals.get())
-        finally:
-            self._abort(answers)
+            return pieces
+        async for _ in pieces:
+            pass
         return answers.result()
 
     def abort(self, rid: str) -> None:
         """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
+        if not isinstance(rid, str):
+            raise ValueError(f"rid must be the id of one request, not {rid!r}")
         self._tell(lambda core: core.abort(rid))
 
     def flush_cache(self) -> int:
@@ -162,44 +172,60 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _start(
+    def _prepare(
         self, call: GenerateInput, put: Callable[[Signal], None], stream: bool, texts: bool
     ) -> Answers:
-        """Checks every request before the first is submitted."""
+        """Checks every request; nothing is submitted before somebody listens."""
         specs = call.specs(self.tokenizer, self._limits)
-        self._check_queue(len(specs))
         interval = self.args.stream_interval if stream else None
         jobs = [
-            self._job(spec, partial(_signal, put, number), interval)
+            self._job(spec, partial(self._signal, put, number), interval)
             for number, spec in enumerate(specs)
         ]
-
-        def add(core: EngineCore) -> None:
-            for job in jobs:
-                core.add(job)
-
-        self._tell(add)
         single = call.is_single and len(jobs) == 1
         return Answers(jobs, single, self.tokenizer if texts else None)
 
+    def _submit(self, answers: Answers) -> None:
+        rids = {job.request.rid for job in answers.jobs}
+        with self._lock:
+            if taken := rids & self._in_flight:
+                raise ValueError(f"rid {sorted(taken)} is in use: give each request its own")
+            self._check_queue(len(rids))
+
+            def add(core: EngineCore) -> None:
+                for job in answers.jobs:
+                    core.add(job)
+
+            self._tell(add)
+            self._in_flight |= rids
+
     def _check_queue(self, number: int) -> None:
-        limit, waiting = self.args.max_queued_requests, len(self._core.scheduler.waiting)
-        if limit is not None and waiting + number > limit:
+        """More than can run may wait, up to --max-queued-requests."""
+        limit, running = self.args.max_queued_requests, self._core.runner.max_running
+        if limit is not None and len(self._in_flight) + number > running + limit:
             raise QueueFull(
-                f"{waiting} requests wait and {number} more would pass --max-queued-requests "
-                f"{limit}: try again later"
+                f"{len(self._in_flight)} requests are open and {number} more would pass "
+                f"--max-running-requests {running} and --max-queued-requests {limit}: "
+                "try again later"
             )
+
+    def _signal(self, put: Callable[[Signal], None], number: int, progress: Progress) -> None:
+        if progress.finished:
+            with self._lock:
+                self._in_flight.discard(progress.rid)
+        put((number, progress))
 
     def _job(
         self, spec: RequestSpec, listener: Callable[[Progress], None], interval: int | None
     ) -> Job:
-        request = spec.to_request(uuid.uuid4().hex, next(self._arrivals))
+        request = spec.to_request(next(self._arrivals))
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
         return Job(request, detokenizer, listener, interval)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
+        self._submit(answers)
         try:
             while answers.pending:
                 if (output := answers.take(signals.get())) is not None:
@@ -210,6 +236,7 @@ class Engine:
     async def _async_stream(
         self, answers: Answers, signals: asyncio.Queue[Signal]
     ) -> AsyncIterator[Output]:
+        self._submit(answers)
         try:
             while answers.pending:
                 if (output := answers.take(await signals.get())) is not None:
@@ -231,16 +258,26 @@ class Engine:
 
     def _ask(self, question: Callable[[EngineCore], T]) -> T:
         """The answer to a question that only the engine's thread may look up."""
-        answer: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._tell(lambda core: answer.put(question(core)))
-        return answer.get()
+        future: Future[T] = Future()
+
+        def answer(core: EngineCore) -> None:
+            try:
+                future.set_result(question(core))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._tell(answer)
+        return future.result()
 
     def _run(self) -> None:
+        """An error that no single request is to blame for ends all of them, but not the engine."""
         try:
             while self._obey():
-                self._core.step()
-        except BaseException:
-            logger.exception("the engine stops")
+                try:
+                    self._core.step()
+                except Exception as error:
+                    logger.exception("the engine failed; all %d requests end", len(self._core.jobs))
+                    self._core.fail_all(f"the engine failed: {error!r}")
         finally:
             with self._lock:
                 self._closed = True
@@ -259,11 +296,7 @@ class Engine:
 
 
 class QueueFull(RuntimeError):
-    """More requests than --max-queued-requests allows."""
-
-
-def _signal(put: Callable[[Signal], None], number: int, progress: Progress) -> None:
-    put((number, progress))
+    """More requests than --max-running-requests and --max-queued-requests allow."""
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.request import Request
@@ -13,6 +14,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
+MAX_SAMPLES = 4096
 SEED_BITS = 63
 
 
@@ -42,10 +44,11 @@ class RequestSpec:
     return_logprob: bool
     logprob_start: int
     top_logprobs_num: int
+    rid: str = ""
 
-    def to_request(self, rid: str, arrival: int) -> Request:
+    def to_request(self, arrival: int) -> Request:
         return Request(
-            rid=rid,
+            rid=self.rid,
             prompt_ids=self.prompt_ids,
             params=self.params,
             seed=self.seed,
@@ -68,6 +71,7 @@ class GenerateInput:
     return_logprob: Any = False
     logprob_start_len: Any = -1
     top_logprobs_num: Any = 0
+    rid: str | list[str] | None = None
 
     @property
     def is_single(self) -> bool:
@@ -88,40 +92,73 @@ class GenerateInput:
             strict=True,
         )
         found: list[RequestSpec] = []
-        for number, column in enumerate(columns):
+        for number, (column, rid) in enumerate(zip(columns, self._rids(len(prompts)), strict=True)):
             try:
-                found += _samples(*column, tokenizer, limits)
+                samples = _samples(*column, tokenizer, limits)
+                found += [replace(spec, rid=_rid(rid, k)) for k, spec in enumerate(samples)]
             except ValueError as error:
                 where = "" if self.is_single else f"prompt {number}: "
                 raise ValueError(f"{where}{error}") from error
         return found
 
+    def _rids(self, number: int) -> list[str | None]:
+        rids: list[Any] = self.rid if isinstance(self.rid, list) else [self.rid]
+        if not all(rid is None or (isinstance(rid, str) and rid) for rid in rids):
+            raise ValueError(f"rid must be a text that is not empty, or a list, not {self.rid!r}")
+        if rids == [None]:
+            return [None] * number
+        if len(rids) != number or len(set(rids)) != number:
+            raise ValueError(f"rid must name each of the {number} prompts differently: {rids}")
+        return rids
+
     def _ids(self) -> list[Any]:
-        """`input_ids` as lists, also if they came as an array or a tensor."""
-        ids: Any = self.input_ids
-        return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        """`input_ids` as lists, also if they came as arrays or tensors."""
+        rows = _plain(self.input_ids)
+        if not isinstance(rows, list | tuple):
+            raise ValueError(f"input_ids must be a list of token ids, not {rows!r}")
+        return [_plain(row) for row in rows]
 
     def _prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         if (self.prompt is None) == (self.input_ids is None):
             raise ValueError("give either prompt or input_ids, and not both")
         if self.input_ids is not None:
-            given = [self._ids()] if self.is_single else self._ids()
-            return [[_token_id(token) for token in ids] for ids in given]
+            rows = [self._ids()] if self.is_single else self._ids()
+            return [_token_ids(row) for row in rows]
         if tokenizer is None:
             raise ValueError(
                 "prompt needs a tokenizer and skip_tokenizer_init is set: give input_ids instead"
             )
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        assert texts is not None
+        if not isinstance(texts, list | tuple):
+            raise ValueError(f"prompt must be a text or a list of texts, not {texts!r}")
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 raise ValueError(f"prompt {number} must be a text that is not empty, not {text!r}")
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise ValueError(f"prompt {number} is not valid Unicode: it holds lone surrogates")
         return [tokenizer.encode(text) for text in texts]
 
 
-def _token_id(value: Any) -> int:
+def _rid(given: str | None, sample: int) -> str:
+    """The caller's name for a request; further samples of one prompt get a number."""
+    if given is None:
+        return uuid.uuid4().hex
+    return f"{given}-{sample}" if sample else given
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _token_ids(row: Any) -> list[int]:
+    if not isinstance(row, list | tuple):
+        raise ValueError(f"input_ids mixes token ids and lists of them: {row!r}")
+    return [_integer("input_ids", _plain(token)) for token in row]
+
+
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"input_ids must be integers, not {value!r}")
+        raise ValueError(f"{name} must be made of integers, not {value!r}")
     return operator.index(value)
 
 
@@ -136,20 +173,15 @@ def _spread(name: str, value: Any, number: int) -> list[Any]:
 def _samples(
     prompt_ids: list[int],
     sampling: Any,
-    return_logprob: bool,
-    logprob_start_len: int,
-    top_logprobs_num: int,
+    return_logprob: Any,
+    logprob_start_len: Any,
+    top_logprobs_num: Any,
     tokenizer: Tokenizer | None,
     limits: Limits,
 ) -> Iterator[RequestSpec]:
     _check_prompt(prompt_ids, limits)
-    params = (
-        sampling if isinstance(sampling, SamplingParams) else SamplingParams.from_dict(sampling)
-    )
-    params.check_vocab(limits.vocab_size)
-    if params.stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
-    _check_logprobs(logprob_start_len, top_logprobs_num, len(prompt_ids), limits)
+    params = _params(sampling, tokenizer, limits)
+    start, top = _logprob_range(logprob_start_len, top_logprobs_num, len(prompt_ids), limits)
     room = limits.max_sequence - len(prompt_ids)
     wanted = room if params.max_new_tokens is None else params.max_new_tokens
     seed = params.sampling_seed
@@ -162,10 +194,22 @@ def _samples(
             seed=seed_of_sample(seed, sample),
             max_new_tokens=min(wanted, room),
             eos_ids=limits.eos_ids,
-            return_logprob=return_logprob,
-            logprob_start=logprob_start_len if logprob_start_len >= 0 else len(prompt_ids) - 1,
-            top_logprobs_num=top_logprobs_num if return_logprob else 0,
+            return_logprob=bool(return_logprob),
+            logprob_start=start,
+            top_logprobs_num=top if return_logprob else 0,
         )
+
+
+def _params(given: Any, tokenizer: Tokenizer | None, limits: Limits) -> SamplingParams:
+    if given is not None and not isinstance(given, SamplingParams | Mapping):
+        raise ValueError(f"sampling_params must be a dict, not {given!r}")
+    params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given)
+    params.check_vocab(limits.vocab_size)
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
+    if params.n > MAX_SAMPLES:
+        raise ValueError(f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
+    return params
 
 
 def seed_of_sample(seed: int, sample: int) -> int:
@@ -193,7 +237,10 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
         )
 
 
-def _check_logprobs(start: int, top: int, prompt_len: int, limits: Limits) -> None:
+def _logprob_range(start: Any, top: Any, prompt_len: int, limits: Limits) -> tuple[int, int]:
+    """First prompt position to report, and how many alternatives; None means the default."""
+    start = -1 if start is None else _integer("logprob_start_len", start)
+    top = 0 if top is None else _integer("top_logprobs_num", top)
     if not -1 <= start < prompt_len:
         raise ValueError(
             f"logprob_start_len {start} must be -1 or a position in the prompt, which has "
@@ -202,3 +249,4 @@ def _check_logprobs(start: int, top: int, prompt_len: int, limits: Limits) -> No
     most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
     if not 0 <= top <= most:
         raise ValueError(f"top_logprobs_num {top} must be between 0 and {most}")
+    return start if start >= 0 else prompt_len - 1, top

@@ -59,6 +59,7 @@ class PrefixTree:
         self.num_nodes = 0
         self.num_evictable = 0
         self._clock = count(1)
+        self._idle: list[tuple[int, int, Node]] = []
 
     def key(self, token_ids: Sequence[int], page: int) -> tuple[int, ...]:
         """The tokens of one page of a sequence."""
@@ -90,6 +91,7 @@ class PrefixTree:
             step.readers -= 1
             self.num_evictable += step.readers == 0
             step.last_used = now
+        self._note_idle(node)
 
     def extend(self, node: Node, key: tuple[int, ...], page: int) -> Node:
         """Puts a reader's private page under `node`, where the reader stands, and moves the reader
@@ -107,21 +109,30 @@ class PrefixTree:
 
     def evict(self, number: int) -> int:
         """Frees up to `number` pages and says how many."""
-        leaves = [(n.last_used, id(n), n) for n in self.nodes() if not n.children and not n.readers]
-        heapq.heapify(leaves)
         freed = 0
-        while leaves and freed < number:
-            _, _, node = heapq.heappop(leaves)
-            parent = node.parent
-            assert parent is not None
+        while self._idle and freed < number:
+            last_used, _, node = heapq.heappop(self._idle)
+            # An entry is out of date if the node was used since, has children, or is gone.
+            if last_used != node.last_used or node.readers or node.children or not node.parent:
+                continue
+            parent, node.parent = node.parent, None
             del parent.children[node.key]
             self.allocator.give_back([node.page])
             freed += 1
-            if parent.parent is not None and not parent.children and not parent.readers:
-                heapq.heappush(leaves, (parent.last_used, id(parent), parent))
+            self._note_idle(parent)
         self.num_nodes -= freed
         self.num_evictable -= freed
         return freed
+
+    def _note_idle(self, node: Node) -> None:
+        """Queues a node for eviction if it is a leaf that nobody reads."""
+        if node is self.root or node.readers or node.children:
+            return
+        heapq.heappush(self._idle, (node.last_used, next(self._clock), node))
+        if len(self._idle) > 2 * self.num_nodes + 64:
+            leaves = (n for n in self.nodes() if not n.readers and not n.children)
+            self._idle = [(n.last_used, next(self._clock), n) for n in leaves]
+            heapq.heapify(self._idle)
 
     def num_idle(self, node: Node) -> int:
         """How many nodes on the way to this one nobody reads: evictable until it is acquired."""

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from moesaic.config import ServerArgs
 from moesaic.layers.context import CacheSpec
-
-logger = logging.getLogger(__name__)
 
 # On CPU, memory belongs to others too: unless asked for more, take half of what is free at start.
 DEFAULT_FREE_SHARE = 0.5
 GIB = 2**30
 
 
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
 def total_memory() -> int:
     """Bytes this process may use: the machine's, or its control group's if that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(name)
-        if path.is_file() and (text := path.read_text().strip()).isdecimal():
-            return min(physical, int(text))
-    return physical
+    return min([physical, *(limit for limit, _ in _group_limits())])
 
 
 def free_memory() -> int:
     """Bytes that can be taken without pushing anything out."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, total_memory())
-    return total_memory()
+    free = [limit - used for limit, used in _group_limits()]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    return max(0, min(free, default=total_memory() // 2))
+
+
+def _group_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of the control group, if there is one with a limit."""
+    for limit_file, used_file in CGROUPS:
+        limit, used = Path(limit_file), Path(used_file)
+        if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdecimal():
+            yield int(text), int(used.read_text())
 
 
 def cache_tokens(
@@ -56,10 +70,15 @@ def cache_tokens(
             raise ValueError(
                 f"--mem-fraction-static {args.mem_fraction_static} leaves no room for a KV cache: "
                 f"the weights take {weight_bytes / GIB:.2f} GiB of {total_memory() / GIB:.2f} GiB; "
-                f"give more than {least:.3f}"
+                f"give more than {least:.3g}"
             )
-    tokens = min(budget // per_token, -(-wanted // page) * page)
-    return max(1, tokens // page) * page
+    tokens = min(budget // per_token, -(-wanted // page) * page) // page * page
+    if tokens == 0:
+        raise ValueError(
+            f"one page of {page} tokens takes {page * per_token / GIB:.2f} GiB and the KV cache "
+            f"may have {budget / GIB:.2f} GiB: lower --page-size"
+        )
+    return tokens
 
 
 def _check_fits(tokens: int, per_token: int, weight_bytes: int) -> None:

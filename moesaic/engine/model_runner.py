@@ -81,11 +81,6 @@ class ModelRunner:
             self.context_length,
         )
 
-    @property
-    def max_sequence(self) -> int:
-        """Tokens of the longest sequence that can be served."""
-        return min(self.context_length, self.num_pages * self.cache.page_size)
-
     @torch.inference_mode()
     def step(self, work: Sequence[Scheduled]) -> StepOutput:
         hidden_TH, starts = self._forward(work)

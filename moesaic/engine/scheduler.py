@@ -52,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: set[Request] = set()
         self.num_retractions = 0
+        self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
 
     @property
@@ -71,7 +72,7 @@ class Scheduler:
         for request in (r for r in by_age if not r.is_decoding):
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
         self._admit(budget, planned)
-        self._reserve = max(RESERVE_MIN, self._reserve - RESERVE_DECAY)
+        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
         return [Scheduled(request, length) for request, length in planned.items()]
 
     def finish(self, request: Request) -> None:

@@ -71,7 +71,6 @@ class AttentionStep(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    positions_T: Tensor
     cos: Tensor
     sin: Tensor
     attention: AttentionStep

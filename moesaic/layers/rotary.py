@@ -20,7 +20,6 @@ class RopeConfig:
     type: str = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0

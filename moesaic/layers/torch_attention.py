@@ -124,8 +124,9 @@ class TorchAttention(AttentionStep):
         decoding = sorted((v for v in views if v.span.length == 1), key=lambda v: v.kv_len)
         for view in views:
             if view.span.length > 1:
-                yield _prefill_group(view, window)
-        yield from (_decode_group(batch, window) for batch in _batches(decoding))
+                yield _prefill_group(view, window, self.cache.keys.dtype)
+        for batch in _batches(decoding):
+            yield _decode_group(batch, window, self.cache.keys.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +160,31 @@ def _batches(views: list[_View]) -> Iterator[list[_View]]:
         yield batch
 
 
-def _decode_group(batch: list[_View], window: int | None) -> Group:
+def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) -> Group:
     width = len(batch[-1].pages)
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
     lens_B = torch.tensor([v.kv_len for v in batch])
-    return Group(rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window))
+    return Group(rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window, dtype))
 
 
-def _prefill_group(view: _View, window: int | None) -> Group:
+def _prefill_group(view: _View, window: int | None, dtype: torch.dtype) -> Group:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):
         return Group(rows, span.length, view.kv_len, table_BP, None, causal=True)
     last_Q = torch.arange(view.kv_len - span.length, view.kv_len)
-    return Group(rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window))
+    return Group(rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window, dtype))
 
 
-def _mask(last_BQ: Tensor, window: int | None) -> Tensor:
+def _mask(last_BQ: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """[B, 1, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest it sees."""
     keys_L = torch.arange(int(last_BQ.max()) + 1)
     visible = keys_L <= last_BQ[..., None]
     if window is not None:
         visible &= keys_L > last_BQ[..., None] - window
-    return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).unsqueeze(1)
+    mask = torch.zeros(visible.shape, dtype=dtype)
+    return mask.masked_fill_(~visible, -math.inf).unsqueeze(1)
 
 
 def _attend(
@@ -197,8 +199,7 @@ def _attend(
         q = q_RMGD.permute(2, 1, 0, 3)
         k_BMLD = k_BMLD.expand(q.shape[0], -1, -1, -1)
         v_BMLD = v_BMLD.expand(q.shape[0], -1, -1, -1)
-    mask = None if group.mask is None else group.mask.to(q.dtype)
-    out, lse = _flash(q, k_BMLD, v_BMLD, 0.0, group.causal, attn_mask=mask, scale=spec.scale)
+    out, lse = _flash(q, k_BMLD, v_BMLD, 0.0, group.causal, attn_mask=group.mask, scale=spec.scale)
     if group.queries > 1:
         out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
     out_RND = out.flatten(1, 2)

@@ -119,7 +119,7 @@ class CausalLM(Module):
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attention: AttentionStep) -> Tensor:
         cos, sin = self.rope.at(positions_T)
-        return self.model(ids_T, ForwardContext(positions_T, cos, sin, attention))
+        return self.model(ids_T, ForwardContext(cos, sin, attention))
 
     def logits(self, x_RH: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -135,7 +135,6 @@ class CausalLM(Module):
             return True
         if name == "lm_head.weight":
             return self.lm_head is None
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        return name.startswith("model.layers.") and (
-            layer.isdecimal() and int(layer) >= self.config.num_layers
-        )
+        first = self.config.num_layers
+        behind = range(first, first + self.config.num_nextn_layers)
+        return any(name.startswith(f"model.layers.{layer}.") for layer in behind)

@@ -58,10 +58,25 @@ class RawConfig:
             raise ValueError(f"{self.source}: {key} must be true or false, not {value!r}")
         return value
 
-    def items(self, key: str) -> list[Any]:
+    def items(self, key: str, length: int | None = None) -> list[Any]:
         value = self._get(key, [])
         if not isinstance(value, list):
             raise ValueError(f"{self.source}: {key} must be a list, not {value!r}")
+        if length is not None and value and len(value) < length:
+            raise ValueError(f"{self.source}: {key} has {len(value)} entries, {length} are needed")
+        return value
+
+    def only(self, key: str, served: str) -> None:
+        """Refuses a value that changes the model in a way which is not served."""
+        if self.data.get(key, served) not in (served, None):
+            raise ValueError(
+                f"{self.source}: {key} {self.data[key]!r} is not served, only {served!r}"
+            )
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.source}: {key} must be an object, not {value!r}")
         return value
 
     def optional_int(self, key: str) -> int | None:
@@ -83,10 +98,11 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    max_positions: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
+    num_nextn_layers: int
+    """Layers for multi-token prediction behind the last one, which are not served."""
     positions: int
     """Length of the rotary tables: the context that will be served."""
 
@@ -107,10 +123,10 @@ def common_config(raw: RawConfig, dtype: torch.dtype, positions: int, eps: float
         vocab_size=raw.integer("vocab_size"),
         hidden_size=raw.integer("hidden_size"),
         num_layers=raw.integer("num_hidden_layers"),
-        max_positions=raw.integer("max_position_embeddings"),
         rms_norm_eps=raw.number("rms_norm_eps", eps),
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=dtype,
+        num_nextn_layers=raw.integer("num_nextn_predict_layers", 0, minimum=0),
         positions=positions,
     )
 
@@ -123,8 +139,8 @@ def rope_config(
     default: Mapping[str, Any] | None = None,
 ) -> RopeConfig:
     """Both generations: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    given = raw.data.get("rope_scaling") or raw.data.get("rope_parameters") or default or {}
-    rope = RawConfig(dict(given), f"{raw.source}: rope")
+    given = raw.mapping("rope_scaling") or raw.mapping("rope_parameters") or dict(default or {})
+    rope = RawConfig(given, f"{raw.source}: rope")
     kind = str(given.get("rope_type") or given.get("type") or "default")
     # Up to max_position_embeddings, which is as far as we serve, dynamic scaling changes nothing.
     kind = "default" if kind == "dynamic" else kind
@@ -143,7 +159,6 @@ def rope_config(
         type=kind,
         factor=factor,
         original_max_positions=original,
-        max_positions=max_positions,
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         mscale=rope.number("mscale", 0.0),

@@ -11,6 +11,8 @@ from moesaic.moe.topk import TopKConfig
 
 
 def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+    raw.only("scoring_func", "sigmoid")
+    raw.only("topk_method", "noaux_tc")
     topk = TopKConfig(
         top_k=raw.integer("num_experts_per_tok"),
         scoring="sigmoid",

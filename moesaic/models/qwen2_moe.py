@@ -56,7 +56,7 @@ def is_sparse(raw: RawConfig, layer: int) -> bool:
 def _window(raw: RawConfig, layer: int) -> int | None:
     if not raw.flag("use_sliding_window", False):
         return None
-    types = raw.items("layer_types")
+    types = raw.items("layer_types", raw.integer("num_hidden_layers"))
     slides = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
     if types:
         slides = types[layer] == "sliding_attention"

@@ -29,7 +29,7 @@ def build_model(raw: RawConfig, dtype: torch.dtype, positions: int) -> CausalLM:
             f"{', '.join(ARCHITECTURES)}"
         )
     if raw.has("quantization_config"):
-        method = raw.data["quantization_config"].get("quant_method", "?")
+        method = raw.mapping("quantization_config").get("quant_method", "?")
         raise ValueError(
             f"{raw.source}: quantization_config (quant_method {method!r}) is not built yet; "
             "use a checkpoint in bfloat16, float16 or float32"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moesaic.models.config import RawConfig
 from moesaic.models.registry import build_model
 
+logger = logging.getLogger(__name__)
+
+PREFIX = "tiny:"
 EOS, TURN = "<|end|>", "<|turn|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}" + TURN + "{{ m.role }}\n{{ m.content }}" + EOS + "{% endfor %}"
@@ -108,3 +116,34 @@ def _save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def materialise(model_path: str) -> str:
+    """The folder of a `tiny:FAMILY` checkpoint; any other path as it is."""
+    if not model_path.startswith(PREFIX):
+        return model_path
+    family = model_path.removeprefix(PREFIX)
+    if not family.isidentifier():
+        raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
+    folder = _cached(family)
+    logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
+    return str(folder)
+
+
+def _cached(family: str) -> Path:
+    # The key covers the maker's source: a changed maker must not find an old checkpoint.
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
+    folder = root / f"tiny-{family}-{key}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    # Made aside and renamed, so that nobody ever sees half a checkpoint.
+    work = Path(tempfile.mkdtemp(dir=root))
+    try:
+        make_tiny_checkpoint(family, work / "model")
+        if not folder.is_dir():
+            (work / "model").rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moesaic import Engine
+from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
+from moesaic.engine.core import Job
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 
@@ -51,6 +52,8 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(engine: Engine) ->
         streams = [
             engine.generate(input_ids=p, sampling_params=GREEDY, stream=True) for p in prompts()
         ]
+        started = [next(stream) for stream in streams]
+        assert len(started) == len(streams)
         with pytest.raises(RuntimeError, match="not finite"):
             engine.generate(input_ids=bad, sampling_params=GREEDY)
         with pytest.raises(RuntimeError, match="not finite"):
@@ -61,9 +64,12 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(engine: Engine) ->
         assert ids([list(stream)[-1] for stream in streams]) == ids(alone)
     info = engine.get_server_info()
     assert info["pages_used"] == 0 and info["running"] == info["waiting"] == 0
-    # The clean first page of the bad prompt must not have been shared, nor any page after it.
-    again = engine.generate(input_ids=[*bad[:4], 20, 21], sampling_params=GREEDY)
-    assert again["meta_info"]["cached_tokens"] == 0
+    # Pages before the bad token are as good as any; the pages after it are of use to nobody.
+    prompt = [*bad[:4], 20, 21]
+    shared = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    engine.flush_cache()
+    fresh = engine.generate(input_ids=prompt, sampling_params=GREEDY)
+    assert shared["output_ids"] == fresh["output_ids"]
 
 
 def test_a_step_that_raises_ends_its_requests_and_no_others(
@@ -123,3 +129,121 @@ def test_request_properties() -> None:
     request.num_computed = 3
     request.token_ids.append(9)
     assert request.is_decoding and request.output_ids == [9] and request.remaining_tokens == 3
+
+
+def running(engine: Engine) -> int:
+    info = engine.get_server_info()
+    return int(info["running"]) + int(info["waiting"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"logprob_start_len": 1.0},
+        {"logprob_start_len": "1"},
+        {"top_logprobs_num": 2.5},
+        {"top_logprobs_num": True},
+        {"input_ids": [[1], 2]},
+        {"input_ids": 3},
+        {"input_ids": [1.5]},
+        {"sampling_params": "x"},
+        {"sampling_params": {"n": 10**9}},
+        {"rid": ""},
+        {"prompt": 5, "input_ids": None},
+        {"prompt": {"a": 1}, "input_ids": None},
+        {"prompt": "a\ud800b", "input_ids": None},
+    ],
+    ids=str,
+)
+def test_wrong_types_are_refused_before_submission(engine: Engine, arguments: Any) -> None:
+    call = {"input_ids": [1, 2, 3], "return_logprob": True, **arguments}
+    with pytest.raises(ValueError, match=r"must|mixes|more than|surrogates"):
+        engine.generate(**call)
+    assert running(engine) == 0
+    assert engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})["output_ids"]
+
+
+def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
+    expected = ids(engine.generate(input_ids=[[7, 8, 9], [20, 21]], sampling_params=GREEDY))
+    for rows in ([torch.tensor([7, 8, 9]), torch.tensor([20, 21])], [(7, 8, 9), [20, 21]]):
+        assert ids(engine.generate(input_ids=rows, sampling_params=GREEDY)) == expected
+    one = engine.generate(input_ids=torch.tensor([7, 8, 9]), sampling_params=GREEDY)
+    assert one["output_ids"] == expected[0]
+
+
+def test_an_error_in_the_engine_itself_ends_requests_but_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(engine._core.scheduler, "schedule", fail)
+    with pytest.raises(RuntimeError, match="made up"):
+        engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
+    monkeypatch.undo()
+    assert len(engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"]) == 12
+    assert engine.get_server_info()["pages_used"] == 0
+
+
+def test_a_listener_that_raises_harms_nobody(engine: Engine) -> None:
+    calls = []
+
+    def listen(progress: Any) -> None:
+        calls.append(progress)
+        raise ZeroDivisionError("made up")
+
+    params = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
+    request = Request("listener", [1, 2, 3], params, 0, 3, -1)
+    engine._tell(lambda core: core.add(Job(request, None, listen, 1)))
+    other = engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
+    assert len(other["output_ids"]) == 12 and calls[-1].finished and running(engine) == 0
+
+
+def test_a_stream_that_nobody_reads_costs_nothing(engine: Engine) -> None:
+    stream = engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True)
+    assert running(engine) == 0
+    del stream
+    stream = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 200}, stream=True)
+    next(stream)
+    stream.close()
+    assert running(engine) == 0
+
+
+def test_requests_are_aborted_by_the_name_they_were_given(engine: Engine) -> None:
+    long = {"max_new_tokens": 240, "ignore_eos": True, "temperature": 0}
+    stream = engine.generate(input_ids=[1, 2], sampling_params=long, stream=True, rid="mine")
+    assert next(stream)["meta_info"]["id"] == "mine"
+    with pytest.raises(ValueError, match="in use"):
+        engine.generate(input_ids=[1, 2], rid="mine")
+    engine.abort("mine")
+    last = list(stream)[-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["meta_info"]["completion_tokens"] < 240
+    with pytest.raises(ValueError, match="one request"):
+        engine.abort(["mine"])  # type: ignore[arg-type]
+
+
+def test_queue_limit_counts_what_cannot_run(poisoned: Path) -> None:
+    with Engine(model_path=str(poisoned), max_running_requests=2, max_queued_requests=1) as engine:
+        fits = engine.generate(input_ids=[[1], [2], [3]], sampling_params=GREEDY)
+        assert [len(answer["output_ids"]) for answer in fits] == [12] * 3
+        with pytest.raises(RuntimeError, match="--max-queued-requests 1"):
+            engine.generate(input_ids=[[1], [2], [3], [4]], sampling_params=GREEDY)
+        assert engine.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
+
+
+def test_a_config_that_cuts_layers_off_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("mixtral", tmp_path)
+    config = folder / "config.json"
+    config.write_text(
+        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1')
+    )
+    with pytest.raises(ValueError, match=r"not in the model model\.layers\.1\."):
+        Engine(model_path=str(folder))
+
+
+def test_tiny_models_by_name() -> None:
+    with Engine(model_path="tiny:mixtral") as engine:
+        assert (
+            engine.generate("hello", {"max_new_tokens": 3})["meta_info"]["completion_tokens"] >= 1
+        )

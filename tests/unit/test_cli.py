@@ -7,13 +7,11 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moesaic.cli.main import COMMANDS, main
-from moesaic.cli.tiny import materialise
 
 SMALL = "--tp-size 8|--ep-size 8|--moe-a2a-backend deepep"
 LARGE = SMALL.replace("8", "16")
@@ -263,7 +261,7 @@ class WordEngine:
             return self._stream(prompt)
         n = sampling_params.get("n", 1)
         return [
-            {"text": p.upper(), "output_ids": [7], "meta_info": {}}
+            {"text": p.upper(), "output_ids": [7], "meta_info": {"finish_reason": {"type": "stop"}}}
             for p in prompt
             for _ in range(n)
         ]
@@ -314,7 +312,12 @@ def test_generate_several_prompts(engines: list[WordEngine], capsys: pytest.Capt
 def test_generate_json(engines: list[WordEngine], capsys: pytest.CaptureFixture[str]):
     assert main("generate M --prompt ä --json".split()) == 0
     line = capsys.readouterr().out
-    assert json.loads(line) == {"prompt": "ä", "text": "Ä", "output_ids": [7], "meta_info": {}}
+    assert json.loads(line) == {
+        "prompt": "ä",
+        "text": "Ä",
+        "output_ids": [7],
+        "meta_info": {"finish_reason": {"type": "stop"}},
+    }
 
 
 def test_generate_chat_applies_the_template(
@@ -371,58 +374,3 @@ def test_generate_reports_a_missing_folder(
     monkeypatch.setattr(WordEngine, "__init__", missing)
     assert main("generate gone --prompt x".split()) == 2
     assert capsys.readouterr().err == "error: no folder gone\n"
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A stand-in for the maker of tiny checkpoints, with a cache of its own."""
-    families: list[str] = []
-
-    def make_tiny_checkpoint(family: str, folder: Path) -> Path:
-        if family == "nonesuch":
-            raise ValueError("family 'nonesuch' is unknown: choose qwen3_moe")
-        families.append(family)
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
-        return folder
-
-    module = types.ModuleType("moesaic.models.tiny")
-    module.make_tiny_checkpoint = make_tiny_checkpoint  # type: ignore[attr-defined]
-    module.__file__ = __file__
-    monkeypatch.setitem(sys.modules, "moesaic.models.tiny", module)
-    package = importlib.import_module("moesaic.models")
-    monkeypatch.setattr(package, "tiny", module, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return families
-
-
-def test_tiny_is_made_once(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    first = materialise("tiny:qwen3_moe")
-    assert materialise("tiny:qwen3_moe") == first
-    assert tiny == ["qwen3_moe"]
-    assert (Path(first) / "config.json").read_text() == "{}"
-    assert [path.name for path in (tmp_path / "moesaic").iterdir()] == [Path(first).name]
-    assert "tiny:qwen3_moe: random weights, so the text is noise" in capsys.readouterr().err
-    assert materialise("plain/path") == "plain/path"
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("tiny:../up", "is not tiny:FAMILY"),
-        ("tiny:", "is not tiny:FAMILY"),
-        ("tiny:nonesuch", "choose"),
-    ],
-)
-def test_wrong_tiny(path: str, message: str, tiny: list[str], tmp_path: Path):
-    with pytest.raises(ValueError, match=message):
-        materialise(path)
-    assert list(tmp_path.glob("moesaic/*")) == []
-
-
-def test_generate_with_tiny(
-    engines: list[WordEngine], tiny: list[str], capsys: pytest.CaptureFixture[str]
-):
-    assert main("generate --model-path tiny:mixtral --prompt x".split()) == 0
-    assert tiny == ["mixtral"]
-    assert "tiny-mixtral-" in engines[0].kwargs["model_path"]
