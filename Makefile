@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 # Installed first, and alone, so that the choice of build is yours and not the resolver's:
-#   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   make setup TORCH="torch==2.13.0 --index-url YOUR_INDEX_OF_CPU_BUILDS"
 TORCH ?= torch==2.13.0
 MODEL ?= tiny:qwen3_moe
 BENCH ?=

@@ -107,6 +107,9 @@ class Conversation:
                     history = self._turn(history, prompt)
             except (ValueError, RuntimeError) as error:
                 print(f"error: {error}", file=sys.stderr)
+                if history:
+                    history = []
+                    print("The conversation starts over.", file=sys.stderr)
 
     def _turn(self, history: list[Message], prompt: str) -> list[Message]:
         messages = [*history, _user(prompt)]

@@ -69,7 +69,8 @@ class SamplingParams:
                 _check_foreign(given, value, known)
             elif value is not None or name == "max_new_tokens":
                 if name in chosen:
-                    raise ValueError(f"{given} and {name} name the same thing: give one of them")
+                    names = [key for key in values or {} if ALIASES.get(key, key) == name]
+                    raise ValueError(f"{' and '.join(names)} are the same: give one of them")
                 chosen[name] = value
         return cls(**chosen)
 

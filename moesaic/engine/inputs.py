@@ -228,7 +228,8 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
     if len(ids) >= limits.context_length:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
-            "of them for the answer: shorten the prompt or raise --context-length"
+            "of them for the answer: shorten the prompt, or raise --context-length if the model "
+            "allows it"
         )
     if len(ids) >= limits.cache_tokens:
         raise ValueError(

@@ -56,9 +56,9 @@ class ModelRunner:
         self.dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
         self.context_length = _context_length(args, raw)
         started = time.monotonic()
-        self.model = build_model(raw, self.dtype, self.context_length)
-        weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        weight_bytes = _weight_bytes(raw, self.dtype)
         _check_weights_fit(folder, weight_bytes)
+        self.model = build_model(raw, self.dtype, self.context_length)
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size
         if args.load_format == "dummy":
@@ -153,6 +153,12 @@ def _sample_row(request: Request) -> SampleRow:
         return_logprob=request.return_logprob,
         top_logprobs_num=request.top_logprobs_num,
     )
+
+
+def _weight_bytes(raw: RawConfig, dtype: torch.dtype) -> int:
+    """Counted on a model without memory."""
+    with torch.device("meta"):
+        return sum(p.nbytes for p in build_model(raw, dtype, positions=1).parameters())
 
 
 def _check_weights_fit(folder: Path, weight_bytes: int) -> None:
