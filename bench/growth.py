@@ -96,7 +96,7 @@ def report(title: str, sizes: list[int], points: list[Point]) -> dict[str, Any]:
     half = len(points) // 2
     growth = {
         "exponent": exponent(sizes, best),
-        "exponent_of_upper_half": exponent(sizes[half - 1 :], best[half - 1 :]),
+        "exponent_of_upper_half": exponent(sizes[half:], best[half:]),
     }
     print(
         f"step time grows as size^{growth['exponent']:.2f}, "

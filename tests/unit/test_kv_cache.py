@@ -243,3 +243,37 @@ def test_a_prompt_that_another_computes_is_waited_for() -> None:
     same[0].token_ids.append(7)
     work = {w.request: w.length for w in scheduler.schedule()}
     assert work[same[1]] == 2 and same[1].cached_tokens == 4
+
+
+def test_only_the_common_part_is_waited_for() -> None:
+    kv = KVManager(32, 2, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=4), kv)
+    long, short = make_request(list(range(20)), 2, 0), make_request([0, 1, 2, 3, 99, 98], 2, 1)
+    scheduler.add(long)
+    scheduler.add(short)
+    assert {w.request: w.length for w in scheduler.schedule()} == {long: 4}
+    long.num_computed = 4
+    kv.share(long)
+    # The whole budget goes to the older one, but the younger one no longer waits for its pages.
+    assert kv.lookup(short)[1] == long.pages[:2]
+    scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=6)
+    assert {w.request: w.length for w in scheduler.schedule()} == {long: 6}
+    scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=20)
+    long.num_computed = 10
+    kv.share(long)
+    assert {w.request: w.length for w in scheduler.schedule()} == {long: 10, short: 2}
+
+
+def test_eviction_does_not_walk_the_tree() -> None:
+    """Freeing one page touches the idle leaves' heap only, however large the tree."""
+    kv = KVManager(4000, 1, True, lambda pages: None)
+    for number in range(40):
+        request = make_request([number, *range(100)], 1, number)
+        kv.admit(request, *kv.lookup(request))
+        kv.grow(request, 100)
+        request.num_computed = 100
+        kv.share(request)
+        kv.release(request)
+    assert kv.allocator.num_free == 0 and len(kv.tree._idle) == 40
+    kv.tree.nodes = None  # type: ignore[method-assign,assignment]
+    assert kv.tree.evict(250) == 250 and kv.allocator.num_free == 250
