@@ -97,9 +97,15 @@ class Conversation:
 
     def talk(self) -> None:
         """Prompts from the terminal until its end (Ctrl-D); Ctrl-C cuts an answer short."""
-        print("Type a prompt; Ctrl-C cuts an answer short, Ctrl-D ends.", file=sys.stderr)
+        print(
+            "Type a prompt; /new starts over, Ctrl-C cuts an answer short, Ctrl-D ends.",
+            file=sys.stderr,
+        )
         history: list[Message] = []
         for prompt in _typed_prompts():
+            if prompt.strip() == "/new":
+                history = []
+                continue
             try:
                 if self.asked.json or self.asked.n not in (None, 1):
                     self.answer([prompt])
@@ -107,9 +113,6 @@ class Conversation:
                     history = self._turn(history, prompt)
             except (ValueError, RuntimeError) as error:
                 print(f"error: {error}", file=sys.stderr)
-                if history:
-                    history = []
-                    print("The conversation starts over.", file=sys.stderr)
 
     def _turn(self, history: list[Message], prompt: str) -> list[Message]:
         messages = [*history, _user(prompt)]

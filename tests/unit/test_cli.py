@@ -352,6 +352,14 @@ def test_generate_talks(
     assert engines[0].closed
 
 
+def test_a_conversation_starts_over(
+    engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    talk(monkeypatch, ["hi", "/new", "you"])
+    assert main(["generate", "M", "--chat"]) == 0
+    assert [call[0] for call in engines[0].calls] == ["<user>hi", "<user>you"]
+
+
 def test_generate_cut_short(
     engines: list[WordEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

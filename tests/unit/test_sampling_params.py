@@ -93,7 +93,7 @@ def test_accepted(given, name, value):
         ({"seed": -1}, "sampling_seed=-1"),
         ({"seed": 2**63}, "sampling_seed=9223372036854775808"),
         ({"seed": 1.5}, "sampling_seed=1.5"),
-        ({"seed": 1, "sampling_seed": 1}, "name the same thing"),
+        ({"seed": 1, "sampling_seed": 1}, "are the same"),
     ],
 )
 def test_refused(given, words):
