@@ -1,0 +1,1 @@
+"""How ranks reach each other: collective groups, one-sided memory, and ranks on this machine."""

@@ -1,0 +1,62 @@
+"""What goes wrong between ranks, said so that the rank at fault can be found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class PeerTimeout(RuntimeError):
+    """Some ranks did not take part in an operation.
+
+    `missing` is empty where every rank came and the connection broke all the same: then the cause
+    tells more, or another rank gave up before this one came.
+    """
+
+    def __init__(
+        self,
+        missing: tuple[int, ...],
+        operation: str,
+        seconds: float,
+        last_seen: Mapping[int, str] | None = None,
+    ) -> None:
+        # All of them in args, so that the error survives a pipe between processes.
+        super().__init__(missing, operation, seconds, last_seen)
+        self.missing = missing
+        self.operation = operation
+        self.seconds = seconds
+        self.last_seen = dict(last_seen or {})
+
+    def __str__(self) -> str:
+        if not self.missing:
+            return (
+                f"{self.operation!r} failed after {self.seconds:.1f} s although every rank reached "
+                "it: a peer gave up earlier, or a connection broke"
+            )
+        return "; ".join(self._describe(rank) for rank in self.missing)
+
+    def _describe(self, rank: int) -> str:
+        seen = self.last_seen.get(rank)
+        where = f"last seen: {seen!r}" if seen else "not seen before"
+        return f"rank {rank} did not reach {self.operation!r} within {self.seconds:.1f} s ({where})"
+
+
+class WindowAborted(RuntimeError):
+    """Somebody called `abort` on the window: the step in progress is to be abandoned."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RankFailed(RuntimeError):
+    """A function run on local ranks raised, died or gave no answer on some of them.
+
+    `failures` says why for each such rank, in the order in which they were noticed: the first is
+    most likely the cause of the others. `results` holds what the other ranks returned.
+    """
+
+    def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        self.failures = dict(failures)
+        self.results = dict(results)
