@@ -25,6 +25,7 @@ COMMANDS = (
         "serve", "start the HTTP server (not built yet: checks the flags)", "moesaic.cli.serve"
     ),
     Command("generate", "answer prompts on the command line", "moesaic.cli.generate"),
+    Command("quantize", "write a checkpoint anew with fewer bits", "moesaic.cli.quantize"),
 )
 EXAMPLES = """\
 Try it without a checkpoint; the weights are random, so the text is noise:

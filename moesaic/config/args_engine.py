@@ -73,9 +73,10 @@ class ModelArgs:
     quantization: Annotated[
         str | None,
         Flag(
-            "Weight quantization; unset: what the checkpoint declares.",
+            "Weight quantization; unset: what the checkpoint declares. An unquantised checkpoint's "
+            "experts are quantised while loading (fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_*).",
             choices=QUANTIZATIONS,
-            built=ONLY_DEFAULT,
+            built=tuple(name for name in QUANTIZATIONS if name not in ("w4afp8", "modelslim")),
         ),
     ] = None
     kv_cache_dtype: Annotated[

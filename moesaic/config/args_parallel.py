@@ -119,17 +119,20 @@ class MoeArgs:
 
     moe_a2a_backend: Annotated[
         str,
-        Flag("How tokens travel to their experts.", choices=A2A_BACKENDS, built=("none",)),
+        Flag("How tokens travel to their experts.", choices=A2A_BACKENDS, open=True),
     ] = "none"
     moe_runner_backend: Annotated[
-        str, Flag("How experts compute.", choices=RUNNER_BACKENDS, built=("auto",))
+        str, Flag("How experts compute.", choices=RUNNER_BACKENDS, open=True)
     ] = "auto"
+    moe_backend_module: Annotated[
+        str | None,
+        Flag("Python module that registers other backends for the two flags above.", metavar="M"),
+    ] = None
     deepep_mode: Annotated[
         str,
         Flag(
             "normal for prefill, low_latency for decode, auto: the one that fits each step.",
             choices=("auto", "normal", "low_latency"),
-            built=ONLY_DEFAULT,
         ),
     ] = "auto"
     deepep_config: Annotated[
@@ -141,8 +144,7 @@ class MoeArgs:
         Flag(
             "What is sent to the experts; auto: what the runner and the weights consume.",
             aliases=("--deepep-dispatcher-output-dtype",),
-            choices=("auto", "bf16", "fp8", "int8", "nvfp4"),
-            built=ONLY_DEFAULT,
+            choices=("auto", "bf16", "fp8", "int8", "nvfp4", "mxfp4"),
         ),
     ] = "auto"
     fuseep_mode: Annotated[

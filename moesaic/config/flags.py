@@ -38,6 +38,7 @@ class Flag:
     help: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
+    open: bool = False  # other values than the choices may come from outside the package
     built: Built | tuple[str | int, ...] = ALL
     instead: str = ""  # what to do until it is built, where the built values do not say it
     at_least: float | None = None
@@ -184,7 +185,7 @@ def check(spec: Spec, value: Any) -> None:
     if value is None and spec.optional:
         return
     for item in value if spec.many else (value,):
-        if spec.flag.choices and item not in spec.flag.choices:
+        if spec.flag.choices and item not in spec.flag.choices and not spec.flag.open:
             hint = nearest(str(item), map(str, spec.flag.choices))
             known = ", ".join(map(str, spec.flag.choices))
             raise ValueError(f"{spec.name} is {item!r}: choose one of {known}{hint}")

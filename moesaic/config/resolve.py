@@ -7,13 +7,16 @@ other, then what is not built yet. A contradiction stays wrong in every version,
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 from moesaic.config.args import ServerArgs
-from moesaic.config.flags import check, convert, refuse_unbuilt, specs
+from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
 
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
+# Installed packages that bring MoE backends name them here; moe/backends.py imports them.
+BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
 
 
 def resolve(args: ServerArgs) -> ServerArgs:
@@ -101,6 +104,7 @@ def _dp_attention(args: ServerArgs) -> Iterator[str]:
 
 
 def _moe(args: ServerArgs) -> Iterator[str]:
+    yield from _backend_names(args)
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
         yield (
             f"--moe-dense-tp-size is {args.moe_dense_tp_size}: "
@@ -120,6 +124,20 @@ def _moe(args: ServerArgs) -> Iterator[str]:
         )
     if args.enable_waterfill and expert_ranks(args) == 1:
         yield "--enable-waterfill needs several expert ranks: give --ep-size 2 or more"
+
+
+def _backend_names(args: ServerArgs) -> Iterator[str]:
+    """Names that nobody can bring. Where a module or an installed package may bring one, the
+    registry has the last word once they are imported."""
+    for field in ("moe_a2a_backend", "moe_runner_backend"):
+        spec, name = specs(ServerArgs)[field], getattr(args, field)
+        known = [str(choice) for choice in spec.flag.choices]
+        if name in known or args.moe_backend_module or entry_points(group=BACKEND_ENTRY_POINTS):
+            continue
+        yield (
+            f"{spec.name} is {name!r}: choose one of {', '.join(known)}, or name the module that "
+            f"brings it with --moe-backend-module{nearest(name, known)}"
+        )
 
 
 def _balance(args: ServerArgs) -> Iterator[str]:

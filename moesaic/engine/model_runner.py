@@ -16,14 +16,26 @@ import torch
 from torch import Tensor
 
 from moesaic.config import ServerArgs
+from moesaic.core.process import keep_freed_memory
 from moesaic.core.request import Request, TopLogprobs
+from moesaic.core.step import DECODE, PREFILL
 from moesaic.engine.memory import GIB, cache_tokens, total_memory
+from moesaic.engine.moe_setup import (
+    StepLimits,
+    moe_context,
+    report_buffers,
+    weight_format,
+)
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
 from moesaic.engine.scheduler import Scheduled
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
-from moesaic.models.config import DTYPES, RawConfig, checkpoint_dtype
+from moesaic.models.blocks import CausalLM
+from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.registry import build_model
+from moesaic.models.schemes import detect_scheme
 from moesaic.models.weights import fill_randomly, load_weights
+from moesaic.moe.context import MoeContext
+from moesaic.moe.quant.weights import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +62,28 @@ class StepOutput:
 
 class ModelRunner:
     def __init__(self, args: ServerArgs) -> None:
+        keep_freed_memory()
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = args.max_running_requests or DEFAULT_MAX_RUNNING
         self.dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
         self.context_length = _context_length(args, raw)
         started = time.monotonic()
-        weight_bytes = _weight_bytes(raw, self.dtype)
+        scheme = detect_scheme(raw, folder)
+        weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
+        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else self.context_length
+        limits = StepLimits(chunk + self.max_running, self.max_running)
+        self.moe = moe_context(args, self.dtype, weights, limits)
+        outline = _outline(raw, self.dtype, weights)
+        weight_bytes = outline.nbytes + report_buffers(self.moe, outline)
         _check_weights_fit(folder, weight_bytes)
-        self.model = build_model(raw, self.dtype, self.context_length)
+        self.model = build_model(raw, BuildContext(self.context_length, self.moe))
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size
         if args.load_format == "dummy":
             fill_randomly(self.model, args.random_seed or 0)
         else:
-            load_weights(self.model, folder)
+            load_weights(self.model, folder, scheme)
         wanted = self.max_running * self.context_length
         tokens = cache_tokens(args, self.model.cache, self.dtype.itemsize, weight_bytes, wanted)
         self.num_pages = tokens // args.page_size
@@ -108,7 +127,10 @@ class ModelRunner:
             ids += item.request.token_ids[first:stop]
             positions += range(first, stop)
         attention = TorchAttention(self.cache, spans)
-        hidden_TH = self.model(torch.tensor(ids), torch.tensor(positions), attention)
+        prefill = any(not item.request.is_decoding for item in work)
+        hidden_TH = self.model(
+            torch.tensor(ids), torch.tensor(positions), attention, PREFILL if prefill else DECODE
+        )
         return hidden_TH, [span.start for span in spans]
 
     def _score(self, item: Scheduled, hidden_TH: Tensor, start: int) -> bool:
@@ -155,10 +177,11 @@ def _sample_row(request: Request) -> SampleRow:
     )
 
 
-def _weight_bytes(raw: RawConfig, dtype: torch.dtype) -> int:
-    """Counted on a model without memory."""
+def _outline(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
+    """The model without memory and on one rank, to count on."""
     with torch.device("meta"):
-        return sum(p.nbytes for p in build_model(raw, dtype, positions=1).parameters())
+        moe = MoeContext.single(dtype, weights)
+        return build_model(raw, BuildContext(positions=1, moe=moe))
 
 
 def _check_weights_fit(folder: Path, weight_bytes: int) -> None:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moesaic.core.step import PREFILL, Step
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
@@ -74,3 +76,4 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     attention: AttentionStep
+    step: Step = PREFILL

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.core.step import Step
 from moesaic.layers.linear import Linear, MergedLinear
 from moesaic.layers.module import Module
 
@@ -19,6 +20,7 @@ class GatedMLP(Module):
         self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, bias)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, step: Step | None = None) -> Tensor:
+        """The step changes nothing here; sparse blocks, which stand in the same place, need it."""
         gate, up = self.gate_up_proj.split(x_TH)
         return self.down_proj(F.silu(gate) * up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,36 @@ class TensorSlot:
     arrange: Callable[[Tensor], Tensor] | None = None
 
 
+class MatrixFormat(Protocol):
+    """How a matrix is stored, as named planes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]: ...
+
+    def decode(self, planes: Mapping[str, Tensor], out: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSlot:
+    """A matrix [N, K] to fill that may be quantised, as its format says: `into` holds its planes.
+
+    `shape` is that of the whole matrix, of which this rank holds `rows` and `cols`. A stacked
+    checkpoint holds it as entry `index` of [E, N, K]; `interleaved`: its rows are every second one
+    of the stacked ones, from this one on.
+    """
+
+    name: str
+    into: Mapping[str, Tensor]
+    format: MatrixFormat
+    shape: tuple[int, int]
+    rows: slice
+    cols: slice
+    index: int | None = None
+    interleaved: int | None = None
+
+
 def slot(name: str, into: Tensor) -> TensorSlot:
     return TensorSlot(name, into, tuple(into.shape))
 
@@ -39,7 +70,7 @@ class Module(nn.Module):
 
     renamed: Mapping[str, str] = MappingProxyType({})
 
-    def slots(self, prefix: str) -> Iterator[TensorSlot]:
+    def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         for name, tensor in self.named_parameters(recurse=False):
             yield slot(prefix + name, tensor)
         for name, child in self.named_children():

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.core.step import PREFILL, Step
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding
 from moesaic.layers.linear import Linear
-from moesaic.layers.module import Module, ModuleList, TensorSlot, parameter
+from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot, parameter
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.config import ModelConfig
@@ -59,10 +60,10 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
 
     def route(self, x_TH: Tensor) -> TopKOutput:
-        return self.topk(self.gate(x_TH), self.gate.e_score_correction_bias)
+        return self.topk(self.gate(x_TH), self.gate.e_score_correction_bias, self.experts.slot_map)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return self.experts(x_TH, self.route(x_TH))
+    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
+        return self.experts(x_TH, self.route(x_TH), step)
 
 
 class DecoderLayer(Module):
@@ -83,7 +84,7 @@ class DecoderLayer(Module):
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), ctx)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH), ctx.step)
 
 
 class Backbone(Module):
@@ -117,15 +118,25 @@ class CausalLM(Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, config.dtype)
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attention: AttentionStep) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attention: AttentionStep, step: Step = PREFILL
+    ) -> Tensor:
         cos, sin = self.rope.at(positions_T)
-        return self.model(ids_T, ForwardContext(cos, sin, attention))
+        return self.model(ids_T, ForwardContext(cos, sin, attention, step))
 
     def logits(self, x_RH: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(x_RH, head.weight).float()
 
-    def checkpoint_slots(self) -> Iterator[TensorSlot]:
+    @property
+    def nbytes(self) -> int:
+        """Of all weights."""
+        experts = (module.weights for module in self.modules() if isinstance(module, FusedMoE))
+        return sum(parameter.nbytes for parameter in self.parameters()) + sum(
+            weights.w13_eJH.nbytes + weights.w2_eHI.nbytes for weights in experts
+        )
+
+    def checkpoint_slots(self) -> Iterator[TensorSlot | MatrixSlot]:
         return self.slots("")
 
     def is_optional(self, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
+from moesaic.moe.context import MoeContext
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -105,6 +106,24 @@ class ModelConfig:
     """Layers for multi-token prediction behind the last one, which are not served."""
     positions: int
     """Length of the rotary tables: the context that will be served."""
+    moe: MoeContext
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What a model is built for, beside its config.json."""
+
+    positions: int
+    moe: MoeContext
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.moe.dtype
+
+    @classmethod
+    def single(cls, dtype: torch.dtype, positions: int) -> BuildContext:
+        """One rank, unquantised."""
+        return cls(positions, MoeContext.single(dtype))
 
 
 def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
@@ -115,7 +134,7 @@ def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
     return DTYPES[name]
 
 
-def common_config(raw: RawConfig, dtype: torch.dtype, positions: int, eps: float) -> ModelConfig:
+def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelConfig:
     activation = raw.data.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{raw.source}: hidden_act {activation!r} is not served, only 'silu'")
@@ -125,9 +144,10 @@ def common_config(raw: RawConfig, dtype: torch.dtype, positions: int, eps: float
         num_layers=raw.integer("num_hidden_layers"),
         rms_norm_eps=raw.number("rms_norm_eps", eps),
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
-        dtype=dtype,
+        dtype=context.dtype,
         num_nextn_layers=raw.integer("num_nextn_predict_layers", 0, minimum=0),
-        positions=positions,
+        positions=context.positions,
+        moe=context.moe,
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch import dtype as Dtype
 
+from moesaic.core.step import Step
 from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
-from moesaic.models.config import ModelConfig, RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -29,9 +29,14 @@ class Variant:
 
 
 class DeepseekSparseBlock(SparseBlock):
-    def __init__(self, raw: RawConfig, config: ModelConfig, variant: Variant) -> None:
+    def __init__(self, raw: RawConfig, config: ModelConfig, variant: Variant, layer: int) -> None:
         inner = raw.integer("moe_intermediate_size")
-        moe = MoeConfig(raw.integer("n_routed_experts"), config.hidden_size, inner)
+        moe = MoeConfig(
+            num_experts=raw.integer("n_routed_experts"),
+            hidden_size=config.hidden_size,
+            intermediate_size=inner,
+            top_k=variant.topk.top_k,
+        )
         super().__init__(
             Router(
                 config.hidden_size,
@@ -41,7 +46,7 @@ class DeepseekSparseBlock(SparseBlock):
                 correction_bias=variant.correction_bias,
             ),
             TopK(variant.topk),
-            FusedMoE(moe, config.dtype),
+            FusedMoE(moe, config.moe, layer),
         )
         self.shared_experts: GatedMLP | None = None
         if shared := inner * raw.integer("n_shared_experts", 0, minimum=0):
@@ -49,8 +54,8 @@ class DeepseekSparseBlock(SparseBlock):
                 config.hidden_size, shared, config.dtype, variant.mlp_bias
             )
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        routed_TH = super().forward(x_TH)
+    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
+        routed_TH = super().forward(x_TH, step)
         return routed_TH if self.shared_experts is None else routed_TH + self.shared_experts(x_TH)
 
 
@@ -80,7 +85,7 @@ def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> Caus
     def make_layer(layer: int) -> DecoderLayer:
         mlp: Module
         if layer >= num_dense:
-            mlp = DeepseekSparseBlock(raw, config, variant)
+            mlp = DeepseekSparseBlock(raw, config, variant, layer)
         else:
             inner = raw.integer("intermediate_size")
             mlp = GatedMLP(config.hidden_size, inner, config.dtype, variant.mlp_bias)
@@ -107,7 +112,7 @@ def _topk(raw: RawConfig) -> TopKConfig:
     )
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=True)
     variant = Variant(_topk(raw), False, rope, raw.flag("mlp_bias", False))
-    return build_variant(raw, common_config(raw, dtype, positions, eps=1e-6), variant)
+    return build_variant(raw, common_config(raw, context, eps=1e-6), variant)

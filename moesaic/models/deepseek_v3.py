@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch import dtype as Dtype
-
 from moesaic.models.blocks import CausalLM
-from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.models.deepseek_v2 import Variant, build_variant
 from moesaic.moe.topk import TopKConfig
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     raw.only("scoring_func", "sigmoid")
     raw.only("topk_method", "noaux_tc")
     topk = TopKConfig(
@@ -25,4 +23,4 @@ def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
     interleaved = raw.flag("rope_interleave", True)
     rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=interleaved)
     variant = Variant(topk, True, rope, mlp_bias=False)
-    return build_variant(raw, common_config(raw, dtype, positions, eps=1e-6), variant)
+    return build_variant(raw, common_config(raw, context, eps=1e-6), variant)

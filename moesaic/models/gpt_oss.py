@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from torch import dtype as Dtype
-
 from moesaic.layers.attention import Attention, AttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
-from moesaic.models.config import RawConfig, common_config, rope_config
-from moesaic.moe.experts import clamped_swiglu
+from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
+from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.layer import MoeConfig, StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -35,8 +33,8 @@ def _window(raw: RawConfig, layer: int) -> int | None:
     return raw.integer("sliding_window", 128) if slides else None
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
-    config = common_config(raw, dtype, positions, eps=1e-5)
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+    config = common_config(raw, context, eps=1e-5)
     bias = raw.flag("attention_bias", True)
     attention = AttentionConfig(
         hidden_size=config.hidden_size,
@@ -51,21 +49,22 @@ def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
         num_experts=raw.integer("num_local_experts"),
         hidden_size=config.hidden_size,
         intermediate_size=raw.integer("intermediate_size"),
+        top_k=raw.integer("num_experts_per_tok"),
         bias=True,
         activation=clamped_swiglu(
             raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0)
         ),
     )
     # A softmax over the chosen logits equals a softmax over all of them, renormalised.
-    topk = TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=True))
+    topk = TopK(TopKConfig(moe.top_k, renormalize=True))
     rotary = rope_config(raw, attention.head_dim, theta=150000.0, default=DEFAULT_ROPE)
-    rope = RotaryTable(rotary, positions)
+    rope = RotaryTable(rotary, context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
-        gate = Router(config.hidden_size, moe.num_experts, dtype, bias=True)
+        gate = Router(config.hidden_size, moe.num_experts, config.dtype, bias=True)
         spec = replace(attention, window=_window(raw, layer))
-        block = GptOssBlock(gate, topk, StackedMoE(moe, dtype))
-        return DecoderLayer(config, Attention(spec, layer, rope, dtype), block)
+        block = GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer))
+        return DecoderLayer(config, Attention(spec, layer, rope, config.dtype), block)
 
     cache = CacheSpec(
         config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim

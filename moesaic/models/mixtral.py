@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from torch import dtype as Dtype
-
 from moesaic.layers.attention import Attention, AttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
-from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
-    config = common_config(raw, dtype, positions, eps=1e-5)
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+    config = common_config(raw, context, eps=1e-5)
     heads = raw.integer("num_attention_heads")
     attention = AttentionConfig(
         hidden_size=config.hidden_size,
@@ -27,17 +25,18 @@ def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
         num_experts=raw.integer("num_local_experts"),
         hidden_size=config.hidden_size,
         intermediate_size=raw.integer("intermediate_size"),
+        top_k=raw.integer("num_experts_per_tok"),
         names=("w1", "w3", "w2"),
     )
-    topk = TopK(TopKConfig(raw.integer("num_experts_per_tok"), renormalize=True))
-    rope = RotaryTable(rope_config(raw, attention.head_dim, theta=1e6), positions)
+    topk = TopK(TopKConfig(moe.top_k, renormalize=True))
+    rope = RotaryTable(rope_config(raw, attention.head_dim, theta=1e6), context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
-        gate = Router(config.hidden_size, moe.num_experts, dtype)
+        gate = Router(config.hidden_size, moe.num_experts, config.dtype)
         return DecoderLayer(
             config,
-            Attention(attention, layer, rope, dtype),
-            SparseBlock(gate, topk, FusedMoE(moe, dtype)),
+            Attention(attention, layer, rope, config.dtype),
+            SparseBlock(gate, topk, FusedMoE(moe, config.moe, layer)),
             mlp_name="block_sparse_moe",
         )
 

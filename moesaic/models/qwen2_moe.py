@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch import dtype as Dtype
 
+from moesaic.core.step import Step
 from moesaic.layers.attention import Attention, AttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.linear import Linear
@@ -15,31 +15,36 @@ from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
-from moesaic.models.config import ModelConfig, RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
 
 class Qwen2SparseBlock(SparseBlock):
-    def __init__(self, raw: RawConfig, config: ModelConfig) -> None:
+    def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
         moe = moe_config(raw, config)
         super().__init__(
             Router(config.hidden_size, moe.num_experts, config.dtype),
             topk_of(raw),
-            FusedMoE(moe, config.dtype),
+            FusedMoE(moe, config.moe, layer),
         )
         shared = raw.integer("shared_expert_intermediate_size")
         self.shared_expert = GatedMLP(config.hidden_size, shared, config.dtype)
         self.shared_expert_gate = Linear(config.hidden_size, 1, config.dtype)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
         share_T1 = torch.sigmoid(self.shared_expert_gate(x_TH))
-        return super().forward(x_TH) + share_T1 * self.shared_expert(x_TH)
+        return super().forward(x_TH, step) + share_T1 * self.shared_expert(x_TH)
 
 
 def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
     experts = raw.integer("num_experts" if raw.has("num_experts") else "num_local_experts")
-    return MoeConfig(experts, config.hidden_size, raw.integer("moe_intermediate_size"))
+    return MoeConfig(
+        num_experts=experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=raw.integer("moe_intermediate_size"),
+        top_k=raw.integer("num_experts_per_tok"),
+    )
 
 
 def topk_of(raw: RawConfig) -> TopK:
@@ -63,8 +68,8 @@ def _window(raw: RawConfig, layer: int) -> int | None:
     return raw.integer("sliding_window", 4096) if slides else None
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
-    config = common_config(raw, dtype, positions, eps=1e-6)
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+    config = common_config(raw, context, eps=1e-6)
     heads = raw.integer("num_attention_heads")
     attention = AttentionConfig(
         hidden_size=config.hidden_size,
@@ -73,16 +78,16 @@ def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
         head_dim=raw.integer("head_dim", config.hidden_size // heads),
         qkv_bias=raw.flag("qkv_bias", True),
     )
-    rope = RotaryTable(rope_config(raw, attention.head_dim), positions)
+    rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
         mlp: Module = (
-            Qwen2SparseBlock(raw, config)
+            Qwen2SparseBlock(raw, config, layer)
             if is_sparse(raw, layer)
-            else GatedMLP(config.hidden_size, raw.integer("intermediate_size"), dtype)
+            else GatedMLP(config.hidden_size, raw.integer("intermediate_size"), config.dtype)
         )
         spec = replace(attention, window=_window(raw, layer))
-        return DecoderLayer(config, Attention(spec, layer, rope, dtype), mlp)
+        return DecoderLayer(config, Attention(spec, layer, rope, config.dtype), mlp)
 
     cache = CacheSpec(
         config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from torch import dtype as Dtype
-
 from moesaic.layers.attention import Attention, AttentionConfig
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
-from moesaic.models.config import RawConfig, common_config, rope_config
+from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.models.qwen2_moe import is_sparse, moe_config, topk_of
 from moesaic.moe.layer import FusedMoE
 
 
-def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
-    config = common_config(raw, dtype, positions, eps=1e-6)
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+    config = common_config(raw, context, eps=1e-6)
     heads = raw.integer("num_attention_heads")
     bias = raw.flag("attention_bias", False)
     slides = raw.flag("use_sliding_window", False)
@@ -31,16 +29,16 @@ def build(raw: RawConfig, dtype: Dtype, positions: int) -> CausalLM:
         window=raw.integer("sliding_window", 4096) if slides else None,
     )
     moe, topk = moe_config(raw, config), topk_of(raw)
-    rope = RotaryTable(rope_config(raw, attention.head_dim), positions)
+    rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
         mlp: Module
         if is_sparse(raw, layer):
-            gate = Router(config.hidden_size, moe.num_experts, dtype)
-            mlp = SparseBlock(gate, topk, FusedMoE(moe, dtype))
+            gate = Router(config.hidden_size, moe.num_experts, config.dtype)
+            mlp = SparseBlock(gate, topk, FusedMoE(moe, config.moe, layer))
         else:
-            mlp = GatedMLP(config.hidden_size, raw.integer("intermediate_size"), dtype)
-        return DecoderLayer(config, Attention(attention, layer, rope, dtype), mlp)
+            mlp = GatedMLP(config.hidden_size, raw.integer("intermediate_size"), config.dtype)
+        return DecoderLayer(config, Attention(attention, layer, rope, config.dtype), mlp)
 
     cache = CacheSpec(
         config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import torch
-
 from moesaic.models.blocks import CausalLM
-from moesaic.models.config import RawConfig
+from moesaic.models.config import BuildContext, RawConfig
 
 ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
@@ -19,7 +17,7 @@ ARCHITECTURES = {
 }
 
 
-def build_model(raw: RawConfig, dtype: torch.dtype, positions: int) -> CausalLM:
+def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
     """The model with its weights still unset."""
     names = raw.items("architectures")
     known = [name for name in names if name in ARCHITECTURES]
@@ -28,12 +26,6 @@ def build_model(raw: RawConfig, dtype: torch.dtype, positions: int) -> CausalLM:
             f"{raw.source}: architectures {names} are not served; known are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if raw.has("quantization_config"):
-        method = raw.mapping("quantization_config").get("quant_method", "?")
-        raise ValueError(
-            f"{raw.source}: quantization_config (quant_method {method!r}) is not built yet; "
-            "use a checkpoint in bfloat16, float16 or float32"
-        )
     family = import_module(f"moesaic.models.{ARCHITECTURES[known[0]]}")
-    model: CausalLM = family.build(raw, dtype, positions)
+    model: CausalLM = family.build(raw, context)
     return model.eval()

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from moesaic.models.config import RawConfig
+from moesaic.layers.module import MatrixSlot, TensorSlot
+from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 
 logger = logging.getLogger(__name__)
@@ -88,14 +89,22 @@ def make_tiny_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = {**_COMMON, **FAMILIES[family], "model_type": family}
     with torch.device("meta"):
-        model = build_model(RawConfig(config, family), torch.float32, positions=1)
-    shapes = {slot.name: slot.shape for slot in model.checkpoint_slots()}
+        model = build_model(RawConfig(config, family), BuildContext.single(torch.float32, 1))
+    shapes = {slot.name: _stored_shape(slot, config) for slot in model.checkpoint_slots()}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     _save_tokenizer(folder)
     return folder
+
+
+def _stored_shape(slot: TensorSlot | MatrixSlot, config: dict[str, Any]) -> tuple[int, ...]:
+    """Stacked matrices have inputs first."""
+    if isinstance(slot, TensorSlot) or slot.index is None:
+        return slot.shape
+    rows, cols = slot.shape
+    return config["num_local_experts"], cols, rows * (1 if slot.interleaved is None else 2)
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -2,107 +2,95 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from contextlib import ExitStack
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from tqdm import tqdm
 
-from moesaic.layers.module import TensorSlot
+from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.blocks import CausalLM
+from moesaic.models.checkpoint import Checkpoint, Spec
+from moesaic.models.config import RawConfig
+from moesaic.models.schemes import Matrix, Scheme, detect_scheme
+from moesaic.moe.quant.weights import WeightFormat
 
-INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
+Slot = TensorSlot | MatrixSlot
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
-class Checkpoint:
-    """The tensors of a folder by name; files are opened when first needed."""
+@dataclass(frozen=True)
+class Loader:
+    checkpoint: Checkpoint
+    scheme: Scheme
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self.location = self._locate()
+    def matrix(self, slot: Slot) -> Matrix | None:
+        """What may be quantised: experts, and all other matrices that are whole tensors."""
+        if isinstance(slot, MatrixSlot):
+            experts = self.scheme.num_experts
+            return Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
+        if slot.index is not None or len(slot.shape) != 2 or not slot.name.endswith(".weight"):
+            return None
+        return Matrix(slot.name, (slot.shape[0], slot.shape[1]))
 
-    def __enter__(self) -> Checkpoint:
-        return self
+    def tensors(self, slot: Slot) -> dict[str, Spec]:
+        matrix = self.matrix(slot)
+        if matrix is not None:
+            return self.scheme.tensors(self.checkpoint, matrix)
+        return {slot.name: Spec((slot.shape,))}
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _locate(self) -> dict[str, str]:
-        """Which file holds which tensor."""
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                files = sorted({Path(str(name)).name for name in weight_map.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index} is not a valid safetensors index: {error!r}") from error
-        else:
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(
-                f"{self.folder} holds no *.safetensors file: convert the checkpoint to safetensors"
-            )
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.folder / file
-            try:
-                handle = safe_open(path, framework="pt")
-                self._files[file] = self._stack.enter_context(handle)
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
-        return self._files[file]
-
-    def is_empty(self, name: str) -> bool:
-        """A tensor of no elements, as transformers writes for parts of size zero."""
-        return 0 in self._open(self.location[name]).get_slice(name).get_shape()
-
-    def check(self, slot: TensorSlot) -> None:
-        """Shape and type of a slot's tensor, without reading it."""
-        piece = self._open(self.location[slot.name]).get_slice(slot.name)
-        shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
-        if shape != slot.shape:
-            raise ValueError(
-                f"tensor {slot.name} in {self.folder} has shape {list(shape)} where config.json "
-                f"asks for {list(slot.shape)}"
-            )
-        if dtype not in FLOATS:
-            raise ValueError(
-                f"tensor {slot.name} in {self.folder} has type {dtype}; quantised weights are not "
-                f"built yet, only {', '.join(FLOATS)}"
-            )
-
-    def fill(self, slot: TensorSlot) -> None:
-        piece = self._open(self.location[slot.name]).get_slice(slot.name)
-        tensor = piece[:] if slot.index is None else piece[slot.index]
+    def fill(self, slot: Slot) -> None:
+        if isinstance(slot, MatrixSlot):
+            self._fill_planes(slot)
+            return
+        tensor = self._read(slot)
         slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
 
+    def _read(self, slot: TensorSlot) -> Tensor:
+        matrix = self.matrix(slot)
+        if matrix is not None:
+            return self.scheme.dense(self.checkpoint, matrix)
+        if slot.index is not None:
+            return self.checkpoint.read(slot.name, slot.index)
+        return self.checkpoint.read(slot.name)
 
-def load_weights(model: CausalLM, folder: Path) -> None:
+    def _fill_planes(self, slot: MatrixSlot) -> None:
+        matrix = self.matrix(slot)
+        assert matrix is not None and isinstance(slot.format, WeightFormat)
+        planes = self.scheme.read(self.checkpoint, matrix, slot.format, slot.rows, slot.cols)
+        _copy(planes, slot)
+
+
+def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) -> None:
     slots = list(model.checkpoint_slots())
+    scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
     with Checkpoint(folder) as checkpoint:
-        _check_names(model, slots, checkpoint)
-        for slot in slots:
-            checkpoint.check(slot)
+        loader = Loader(checkpoint, scheme)
+        specs = [loader.tensors(slot) for slot in slots]
+        _check_names(model, slots, loader, {name for spec in specs for name in spec})
+        for spec in specs:
+            for name, wanted in spec.items():
+                checkpoint.check(name, wanted)
         for slot in tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False):
-            checkpoint.fill(slot)
+            loader.fill(slot)
 
 
-def _check_names(model: CausalLM, slots: Iterable[TensorSlot], checkpoint: Checkpoint) -> None:
-    wanted = {slot.name for slot in slots}
+def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted: set[str]) -> None:
+    checkpoint, scheme = loader.checkpoint, loader.scheme
     missing = sorted(wanted - checkpoint.location.keys())
+    matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
+    known = {name for matrix in matrices for name in scheme.may_have(matrix)}
+    known.update(_other_experts(matrices, loader))
     extra = sorted(
         name
-        for name in checkpoint.location.keys() - wanted
-        if not model.is_optional(name) and not checkpoint.is_empty(name)
+        for name in checkpoint.location.keys() - wanted - known
+        if not model.is_optional(name)
+        and not scheme.is_optional(name)
+        and not checkpoint.is_empty(name)
     )
     if missing or extra:
         problems = [f"missing {_some(missing)}"] * bool(missing)
@@ -112,16 +100,54 @@ def _check_names(model: CausalLM, slots: Iterable[TensorSlot], checkpoint: Check
         )
 
 
+def _other_experts(matrices: Iterable[Matrix], loader: Loader) -> Iterator[str]:
+    """Tensors of experts that are not this rank's, in the layers and forms of those that are."""
+    scheme = loader.scheme
+    here = {name for matrix in matrices for name in (matrix.name, *scheme.may_have(matrix))}
+    if scheme.storage is not None:
+        here.update(name for matrix in matrices for name in scheme.storage.tensors(matrix))
+    ours: dict[str, str] = {}
+    for name in here:
+        if found := EXPERT.fullmatch(name):
+            ours[found[1]] = found[2]
+    for name in loader.checkpoint.location:
+        found = EXPERT.fullmatch(name)
+        if found is None or found[1] not in ours or int(found[2]) >= scheme.num_experts:
+            continue
+        if found[2] != ours[found[1]] and f"{found[1]}{ours[found[1]]}{found[3]}" in here:
+            yield name
+
+
 def _some(names: list[str], limit: int = 5) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
+def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
+    for name, plane in planes.items():
+        into = slot.into[name]
+        assert into.shape == plane.shape, f"{slot.name}: {name} {into.shape}, {plane.shape}"
+        into.copy_(plane)
+
+
 def fill_randomly(model: CausalLM, seed: int) -> None:
-    """`--load-format dummy`: random weights of a sensible size, to measure without a checkpoint."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.named_parameters():
-        if tensor.dim() == 1:
-            tensor.fill_(0.0 if "bias" in name else 1.0)
+    """`--load-format dummy`: random weights of a sensible size, to measure without a checkpoint.
+
+    They follow from the seed and the name, so that ranks agree whatever each of them holds.
+    """
+    for slot in model.checkpoint_slots():
+        if isinstance(slot, MatrixSlot):
+            assert isinstance(slot.format, WeightFormat)
+            planes = slot.format.encode(_random(slot, slot.shape, seed))
+            _copy(slot.format.slice(planes, slot.rows, slot.cols), slot)
+        elif slot.into.dim() == 1:
+            slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
         else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+            slot.into.copy_(_random(slot, tuple(slot.into.shape), seed))
+
+
+def _random(slot: Slot, shape: tuple[int, ...], seed: int) -> Tensor:
+    part = slot.interleaved if isinstance(slot, MatrixSlot) else None
+    key = zlib.crc32(f"{seed} {slot.name} {slot.index} {part}".encode())
+    generator = torch.Generator().manual_seed(key)
+    return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)

@@ -1,15 +1,120 @@
-"""What travels between the stages of a MoE layer. T tokens, K chosen experts of each."""
+"""What travels between the stages of a MoE layer.
+
+T tokens of this rank · H hidden · K experts of a token · E physical slots · e local slots ·
+R rows received · M = P * C rows at most for one local slot · P ranks · C token cap of a rank.
+
+A format is a pair of frozen dataclasses with one name: what dispatch gives and what combine takes.
+Rows and ids that nobody owns are -1; their contents are garbage and must not be read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+
+from moesaic.moe.quant.payload import Payload
 
 
 @dataclass(frozen=True, slots=True)
 class TopKOutput:
-    """The experts of each token and their weights (float32, applied exactly once, downstream)."""
+    """The slots of each token, -1 for none, and their weights (float32, applied exactly once,
+    downstream)."""
 
     ids_TK: Tensor
     weights_TK: Tensor
+
+
+@dataclass(frozen=True)
+class DispatchOutput:
+    """`handle` is the dispatcher's own: it goes back to it with the results."""
+
+    format: ClassVar[str]
+    handle: Any
+
+
+@dataclass(frozen=True)
+class CombineInput:
+    format: ClassVar[str]
+    handle: Any
+
+
+DISPATCH_FORMATS: dict[str, type[DispatchOutput]] = {}
+Output = TypeVar("Output", bound=type[DispatchOutput])
+
+
+def dispatch_format(cls: Output) -> Output:
+    """Makes a format known by its name, so that runners can be registered for it."""
+    if cls.format in DISPATCH_FORMATS:
+        raise ValueError(f"dispatch format {cls.format!r} is registered twice")
+    DISPATCH_FORMATS[cls.format] = cls
+    return cls
+
+
+@dispatch_format
+@dataclass(frozen=True)
+class StandardDispatchOutput(DispatchOutput):
+    """Rows with the local slots they go to; the runner applies the weights."""
+
+    format = "standard"
+    x: Payload  # [R, H]
+    ids_RK: Tensor
+    weights_RK: Tensor
+
+
+@dispatch_format
+@dataclass(frozen=True)
+class NormalDispatchOutput(StandardDispatchOutput):
+    """Each token once per rank, in the order of ranks and tokens, and how many rows each local slot
+    gets; post-permute applies the weights."""
+
+    format = "deepep_normal"
+    rows_e: list[int]
+
+
+@dispatch_format
+@dataclass(frozen=True)
+class LowLatencyDispatchOutput(DispatchOutput):
+    """A fixed block of rows for each local slot of which the first `masked_m` are filled.
+
+    Results may be written to `y_eMH`, where the ranks that wait for them can read; combine applies
+    the weights.
+    """
+
+    format = "deepep_ll"
+    x: Payload  # [e, M, H]
+    masked_m: list[int]
+    y_eMH: Tensor
+
+
+@dispatch_format
+@dataclass(frozen=True)
+class FusedDispatchOutput(DispatchOutput):
+    """Nothing has moved: a fused function does all the rest."""
+
+    format = "fused"
+    x_TH: Tensor
+    topk: TopKOutput
+
+
+@dataclass(frozen=True)
+class RowsCombineInput(CombineInput):
+    """One weighted row for each row received; or, as `pairs`, one unweighted row for each valid
+    (row, k) in that order, for whoever sums them in a fixed order."""
+
+    format = "rows"
+    y_RH: Tensor
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
+class LowLatencyCombineInput(CombineInput):
+    format = "deepep_ll"
+    y_eMH: Tensor
+
+
+@dataclass(frozen=True)
+class FusedCombineInput(CombineInput):
+    format = "fused"
+    y_TH: Tensor

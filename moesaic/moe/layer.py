@@ -1,4 +1,4 @@
-"""The MoE layer. T tokens, H hidden, I expert intermediate, E experts."""
+"""The MoE layer. T tokens · H hidden · I expert intermediate · e local slots · J = 2 * I."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moesaic.layers.module import Module, TensorSlot, parameter, slot
-from moesaic.moe.experts import Activation, ExpertWeights, run_experts, silu_and_mul
+from moesaic.core.step import PREFILL, Step
+from moesaic.layers.module import MatrixSlot, Module, TensorSlot, parameter
+from moesaic.moe.activations import Activation, silu_and_mul
+from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.formats import TopKOutput
+from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.quant.weights import ExpertMatrix
+from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,7 @@ class MoeConfig:
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    top_k: int
     bias: bool = False
     activation: Activation = silu_and_mul
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -26,49 +33,116 @@ class MoeConfig:
 
 
 class FusedMoE(Module):
-    """All routed experts of one layer."""
+    """The routed experts of one layer, or this rank's share of them."""
 
-    def __init__(self, config: MoeConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: MoeConfig,
+        context: MoeContext,
+        layer: int = 0,
+        placement: Placement | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
-        experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
-        self.w13 = parameter(experts, 2 * inner, hidden, dtype=dtype)
-        self.w2 = parameter(experts, hidden, inner, dtype=dtype)
-        self.b13 = parameter(experts, 2 * inner, dtype=dtype) if config.bias else None
-        self.b2 = parameter(experts, hidden, dtype=dtype) if config.bias else None
-        self.weights = ExpertWeights(self.w13, self.w2, self.b13, self.b2, config.activation)
+        self.config, self.context = config, context
+        self.placement = placement or context.placement(config.num_experts)
+        self.slot_map = SlotMap(self.placement)
+        self.layout = context.layout(len(self.placement.slots))
+        self.inner = config.intermediate_size // self.layout.moe_tp_size
+        self._make_weights()
+        self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
+        self.runner = MoeRunner(
+            context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
+        )
 
-    def forward(self, x_TH: Tensor, topk: TopKOutput) -> Tensor:
-        return run_experts(x_TH, topk, self.weights)
+    def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
+        rows = self.dispatcher.dispatch(x_TH, topk, step)
+        results = self.runner.run(rows, self.weights, self.context.workspace)
+        return self.dispatcher.combine(results)
 
-    def slots(self, prefix: str) -> Iterator[TensorSlot]:
-        inner = self.config.intermediate_size
+    def _make_weights(self) -> None:
+        """The bias of the down projection is added once: by the first of those who share it."""
+        slots, hidden, inner = self.layout.slots_per_rank, self.config.hidden_size, self.inner
+        format, dtype = self.context.weight_format, self.context.dtype
+        w13 = ExpertMatrix(format, slots, 2, inner, hidden, dtype)
+        w2 = ExpertMatrix(format, slots, 1, hidden, inner, dtype)
+        first, bias = self.layout.moe_tp_rank == 0, self.config.bias
+        self.b13 = parameter(slots, 2 * inner, dtype=dtype) if bias else None
+        self.b2 = parameter(slots, hidden, dtype=dtype) if bias and first else None
+        self.weights = ExpertWeights(w13, w2, self.b13, self.b2)
+
+    def _dispatch_config(self, layer: int) -> DispatchConfig:
+        return self.context.dispatch_config(
+            self.layout, self.config.top_k, self.config.hidden_size, layer
+        )
+
+    def _runner_config(self) -> MoeRunnerConfig:
+        return MoeRunnerConfig(
+            num_experts=self.layout.slots_per_rank,
+            hidden_size=self.config.hidden_size,
+            intermediate_size=self.inner,
+            top_k=self.config.top_k,
+            dtype=self.context.dtype,
+            activation=self.config.activation,
+            deterministic=self.context.deterministic,
+        )
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The logical expert of each local slot."""
+        first = self.layout.first_slot
+        return self.placement.slots[first : first + self.layout.slots_per_rank]
+
+    @property
+    def share(self) -> slice:
+        """This rank's part of the intermediate dimension."""
+        start = self.layout.moe_tp_rank * self.inner
+        return slice(start, start + self.inner)
+
+    def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         gate, up, down = self.config.names
-        for expert in range(self.config.num_experts):
+        for local, expert in enumerate(self.local_experts):
             stem = f"{prefix}{expert}."
-            yield slot(f"{stem}{gate}.weight", self.w13[expert, :inner])
-            yield slot(f"{stem}{up}.weight", self.w13[expert, inner:])
-            yield slot(f"{stem}{down}.weight", self.w2[expert])
+            yield self._inward(f"{stem}{gate}.weight", local, 0)
+            yield self._inward(f"{stem}{up}.weight", local, 1)
+            yield self._outward(f"{stem}{down}.weight", local)
+
+    def _inward(
+        self, name: str, local: int, part: int, index: int | None = None, every: int | None = None
+    ) -> MatrixSlot:
+        w13 = self.weights.w13_eJH
+        shape = (self.config.intermediate_size, self.config.hidden_size)
+        into = w13.part(local, part)
+        return MatrixSlot(
+            name, into, w13.format, shape, self.share, slice(None), index, interleaved=every
+        )
+
+    def _outward(self, name: str, local: int, index: int | None = None) -> MatrixSlot:
+        w2 = self.weights.w2_eHI
+        shape = (self.config.hidden_size, self.config.intermediate_size)
+        return MatrixSlot(name, w2.part(local, 0), w2.format, shape, slice(None), self.share, index)
 
 
 class StackedMoE(FusedMoE):
-    """Experts stored as stacked tensors with gate and up interleaved and inputs first (gpt-oss)."""
+    """Experts stored as stacked tensors with gate and up interleaved (gpt-oss)."""
 
-    def slots(self, prefix: str) -> Iterator[TensorSlot]:
-        assert self.b13 is not None and self.b2 is not None
-        arranged: list[tuple[str, Tensor, Callable[[Tensor], Tensor]]] = [
-            ("gate_up_proj", self.w13, _deinterleave),
-            ("gate_up_proj_bias", self.b13, _deinterleave),
-            ("down_proj", self.w2, partial(torch.transpose, dim0=0, dim1=1)),
-            ("down_proj_bias", self.b2, torch.clone),
-        ]
-        for name, stacked, arrange in arranged:
-            shape = (stacked.shape[0], *reversed(stacked.shape[1:]))
-            for expert in range(self.config.num_experts):
-                yield TensorSlot(prefix + name, stacked[expert], shape, expert, arrange)
+    def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
+        for local, expert in enumerate(self.local_experts):
+            yield self._inward(f"{prefix}gate_up_proj", local, 0, expert, every=0)
+            yield self._inward(f"{prefix}gate_up_proj", local, 1, expert, every=1)
+            yield self._outward(f"{prefix}down_proj", local, expert)
+            yield from self._biases(prefix, local, expert)
+
+    def _biases(self, prefix: str, local: int, expert: int) -> Iterator[TensorSlot]:
+        count, hidden = self.config.num_experts, self.config.hidden_size
+        inner = self.config.intermediate_size
+        assert self.b13 is not None
+        arrange: Callable[[Tensor], Tensor] = partial(_halves, share=self.share)
+        name = f"{prefix}gate_up_proj_bias"
+        yield TensorSlot(name, self.b13[local], (count, 2 * inner), expert, arrange)
+        if self.b2 is not None:
+            yield TensorSlot(f"{prefix}down_proj_bias", self.b2[local], (count, hidden), expert)
 
 
-def _deinterleave(gate_up: Tensor) -> Tensor:
-    """[H, 2I] or [2I] with gate and up alternating -> [2I, H] or [2I], gate first."""
-    halves = (gate_up[..., 0::2], gate_up[..., 1::2])
-    return torch.cat([half.t() for half in halves], dim=0)
+def _halves(gate_up_J: Tensor, share: slice) -> Tensor:
+    """[2I] with gate and up alternating -> this rank's part of each, gate first."""
+    return torch.cat((gate_up_J[0::2][share], gate_up_J[1::2][share]))

@@ -5,6 +5,7 @@ T tokens · E experts · K chosen · Z groups of experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.moe.formats import TopKOutput
+from moesaic.moe.placement import SlotMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class TopKConfig:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
+    custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
+    """Takes the place of all of the above but scaling: logits and K to ids and weights, [T, K]."""
 
     def check(self, num_experts: int) -> None:
         """Refuses what cannot be chosen from so many experts."""
@@ -52,10 +56,28 @@ class TopK:
     def __init__(self, config: TopKConfig) -> None:
         self.config = config
 
-    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> TopKOutput:
-        """`bias_E` shifts which experts are chosen, not their weights."""
+    def __call__(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None = None,
+        slot_map: SlotMap | None = None,
+        num_tokens: int | None = None,
+    ) -> TopKOutput:
+        """`bias_E` shifts which experts are chosen, not their weights. `slot_map` turns experts
+        into the slots that hold them. Rows from `num_tokens` on are padding: they choose nothing.
+        """
+        ids_TK, weights_TK = self._choose(logits_TE.float(), bias_E)
+        weights_TK = weights_TK * self.config.routed_scaling_factor
+        if num_tokens is not None and num_tokens < len(ids_TK):
+            padding_T1 = (torch.arange(len(ids_TK)) >= num_tokens).unsqueeze(1)
+            ids_TK = ids_TK.masked_fill(padding_T1, -1)
+            weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
+        return TopKOutput(ids_TK if slot_map is None else slot_map(ids_TK), weights_TK)
+
+    def _choose(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         cfg = self.config
-        logits_TE = logits_TE.float()
+        if cfg.custom is not None:
+            return cfg.custom(logits_TE, cfg.top_k)
         scores_TE = logits_TE.sigmoid() if cfg.scoring == "sigmoid" else logits_TE.softmax(-1)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if cfg.topk_groups < cfg.num_groups:
@@ -64,7 +86,7 @@ class TopK:
         weights_TK = scores_TE.gather(1, ids_TK)
         if cfg.renormalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return TopKOutput(ids_TK, weights_TK * cfg.routed_scaling_factor)
+        return ids_TK, weights_TK
 
     def _limit_to_groups(self, choice_TE: Tensor) -> Tensor:
         cfg = self.config

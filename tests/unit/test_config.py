@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.docs import markdown
 from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, merge, read_config
-from moesaic.config.resolve import expert_ranks, largest_divisor, resolve
+from moesaic.config.resolve import (
+    BACKEND_ENTRY_POINTS,
+    expert_ranks,
+    largest_divisor,
+    resolve,
+)
+from moesaic.moe.backends import ENTRY_POINTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -278,6 +285,51 @@ def test_contradiction_is_reported_before_what_is_not_built(line: str, message: 
     assert "not built" not in str(caught.value)
 
 
+KNOWN = {
+    "--moe-a2a-backend": "none, deepep, mooncake, mori, flashinfer, ascend_fuseep",
+    "--moe-runner-backend": "auto, triton, triton_kernel, deep_gemm, cutlass, flashinfer_trtllm, "
+    "flashinfer_cutlass, flashinfer_mxfp4, flashinfer_cutedsl",
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "hint"),
+    [
+        ("--moe-a2a-backend", "ring", ""),
+        ("--moe-a2a-backend", "deepeep", "; did you mean deepep?"),
+        ("--moe-a2a-backend", "auto", ""),
+        ("--moe-runner-backend", "deepgemm", "; did you mean deep_gemm?"),
+        ("--moe-runner-backend", "none", ""),
+    ],
+)
+def test_backend_that_nobody_can_bring_is_refused(
+    flag: str, name: str, hint: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(import_module("moesaic.config.resolve"), "entry_points", lambda group: ())
+    with pytest.raises(ValueError) as caught:
+        resolve(parse(f"--model-path m {flag} {name}"))
+    assert str(caught.value) == (
+        f"{flag} is {name!r}: choose one of {KNOWN[flag]}, or name the module that brings it with "
+        f"--moe-backend-module{hint}"
+    )
+
+
+def test_backend_of_an_installed_package_is_left_to_the_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    info = tmp_path / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{BACKEND_ENTRY_POINTS}]\nothers = others\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    args = resolve(parse("--model-path m --moe-a2a-backend ring --moe-runner-backend loop"))
+    assert (args.moe_a2a_backend, args.moe_runner_backend) == ("ring", "loop")
+
+
+def test_entry_points_are_those_that_are_imported():
+    assert BACKEND_ENTRY_POINTS == ENTRY_POINTS
+
+
 def test_missing_model_is_named():
     with pytest.raises(ValueError, match="--model-path is missing: name a model folder"):
         resolve(ServerArgs())
@@ -291,6 +343,9 @@ ACCEPTED = (
     "--disable-radix-cache --stream-interval 5 --random-seed 7 --log-level debug --num-threads 2",
     "--attention-backend torch_native --sampling-backend pytorch --moe-runner-backend auto",
     "--moe-a2a-backend none --deepep-mode auto --tp 1 --ep 1 --dp 1 --pp 1 --nnodes 1",
+    "--moe-a2a-backend deepep --deepep-mode low_latency --moe-runner-backend deep_gemm",
+    "--moe-a2a-backend none --deepep-mode normal --deepep-dispatch-output-dtype mxfp4",
+    "--moe-backend-module m --moe-a2a-backend ring --moe-runner-backend loop",
     "--disable-cuda-graph --disable-overlap-schedule --chat-template c.jinja",
 )
 
@@ -322,7 +377,12 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
     [
         ("--device cuda", "not built yet: --device cuda (works now: auto, cpu)"),
         ("--tp 2", "not built yet: --tp-size 2 (works now: 1)"),
-        ("--quantization fp8", "not built yet: --quantization fp8 (leave it out)"),
+        (
+            "--quantization modelslim",
+            "not built yet: --quantization modelslim (works now: fp8, w8a8_fp8, w8a8_int8, mxfp4, "
+            "modelopt_fp8, modelopt_fp4, awq, gptq, compressed-tensors)",
+        ),
+        ("--deepep-config f", "not built yet: --deepep-config f (leave it out)"),
         (
             "--enable-two-batch-overlap",
             "not built yet: --enable-two-batch-overlap (leave it out)",
@@ -395,7 +455,7 @@ def test_declarations_are_consistent():
         assert "|" not in spec.flag.help, spec.name
         assert not choices or spec.default is None or spec.default in choices, spec.name
         if isinstance(spec.flag.built, tuple):
-            assert spec.default in spec.flag.built, spec.name
+            assert spec.default is None or spec.default in spec.flag.built, spec.name
             assert set(spec.flag.built) <= set(choices), spec.name
 
 

@@ -1,0 +1,71 @@
+"""`moesaic quantize SRC DST --format F`: writes a checkpoint anew with fewer bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from moesaic.cli.common import set_up_logging
+from moesaic.config.flags import Flag
+from moesaic.config.parser import FlagParser, merge, read_config
+
+DESCRIPTION = """\
+Write a checkpoint anew with its matrices rounded to fewer bits, in a standard form on disk.
+SRC is a Hugging Face folder in bfloat16, float16 or float32 (or tiny:FAMILY), DST a new folder.
+Rounds to nearest, without calibration: awq and gptq name the form on disk, not those methods."""
+FORMATS = (
+    "fp8",
+    "fp8_channel",
+    "fp8_tensor",
+    "int8_w8a8",
+    "int8_w8a16",
+    "int4_w4a16",
+    "awq",
+    "gptq",
+    "gptq_int8",
+    "nvfp4",
+    "mxfp4",
+)
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class QuantizeArgs:
+    GROUP: ClassVar[str] = "Quantisation"
+
+    format: Annotated[str | None, Flag("What to write.", choices=FORMATS)] = None
+    group_size: Annotated[
+        int | None,
+        Flag("Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8),
+    ] = None
+    experts_only: Annotated[
+        bool, Flag("Quantise the routed experts and leave all other matrices as they are.")
+    ] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    usage = "moesaic quantize SRC DST --format FORMAT [flags]"
+    parser = FlagParser("moesaic quantize", usage, DESCRIPTION)
+    parser.add_argument("source", metavar="SRC", help="folder to read")
+    parser.add_argument("target", metavar="DST", help="folder to write; must not hold anything")
+    parser.add_flags(QuantizeArgs)
+    given = parser.parse(argv)
+    file = read_config(QuantizeArgs, given["config"]) if given["config"] is not None else {}
+    args = merge(QuantizeArgs, given, file)
+    if args.format is None:
+        raise ValueError(f"--format is missing: choose one of {', '.join(FORMATS)}")
+    set_up_logging("warning")
+    _quantize(given["source"], Path(given["target"]), args, args.format)
+    return 0
+
+
+def _quantize(source: str, target: Path, args: QuantizeArgs, format: str) -> None:
+    from moesaic.models.quantize import Job, quantize
+    from moesaic.models.tiny import materialise
+
+    job = Job(format, args.group_size, args.experts_only)
+    written = quantize(Path(materialise(source)), target, job)
+    print(
+        f"wrote {target}: {written.matrices} matrices as {format}, "
+        f"{written.bytes_before / MIB:.2f} MiB -> {written.bytes_after / MIB:.2f} MiB"
+    )

@@ -1,0 +1,134 @@
+"""From flags and a checkpoint's declarations to how the MoE layers run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from moesaic.config import ServerArgs
+from moesaic.models.blocks import CausalLM
+from moesaic.moe.backends import load_backends
+from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.dispatch.long_sequences import MIB, describe
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
+from moesaic.moe.registry import PHASES, Problem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most tokens that the scheduler puts into one step."""
+
+    tokens: int
+    decode_tokens: int
+
+
+# What `--quantization` makes of an unquantised checkpoint's experts while loading it.
+ONLINE = {
+    "fp8": "fp8_block",
+    "w8a8_fp8": "fp8_channel",
+    "modelopt_fp8": "fp8_tensor",
+    "w8a8_int8": "int8_w8a8",
+    "modelopt_fp4": "nvfp4",
+    "mxfp4": "mxfp4",
+}
+# And what a quantised checkpoint may call itself under each of its values.
+METHODS = {"modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt", "w8a8_fp8": "fp8"}
+
+
+def weight_format(
+    asked: str | None, method: str, declared: WeightFormat | None
+) -> WeightFormat | None:
+    """The format of the experts: what the checkpoint has (`method`, `declared`), or what
+    `--quantization` asks to make of an unquantised one; None: unquantised."""
+    if asked is None:
+        return declared
+    if method == "none":
+        if asked not in ONLINE:
+            raise ValueError(
+                f"--quantization {asked}: the checkpoint is not quantised, and experts can only be "
+                f"quantised while loading as {', '.join(ONLINE)}; for other formats make a "
+                f"checkpoint with moesaic quantize"
+            )
+        return WEIGHT_FORMATS[ONLINE[asked]]
+    if method not in (asked, METHODS.get(asked)):
+        raise ValueError(
+            f"--quantization {asked}: the checkpoint is quantised as {method}; leave the flag out"
+        )
+    return declared
+
+
+def moe_problem(args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None) -> Problem:
+    name = DTYPE_NAMES[dtype]
+    role = args.disaggregation_mode
+    return Problem(
+        a2a=args.moe_a2a_backend,
+        mode=args.deepep_mode,
+        runner=args.moe_runner_backend,
+        payload=args.deepep_dispatch_output_dtype,
+        weights=name if weights is None else weights.name,
+        dtype=name,
+        ep=args.ep_size,
+        tp=args.tp_size,
+        phases=(role,) if role in PHASES else PHASES,
+    )
+
+
+def moe_context(
+    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, limits: StepLimits
+) -> MoeContext:
+    """`weights` is None for unquantised experts."""
+    load_backends([args.moe_backend_module] if args.moe_backend_module else [])
+    problem = moe_problem(args, dtype, weights)
+    context = MoeContext.make(
+        problem,
+        dtype,
+        weight_format=weights or WEIGHT_FORMATS[problem.weights],
+        max_tokens=limits.tokens,
+        max_decode_tokens=limits.decode_tokens,
+    )
+    choice = context.choice
+    for reason in context.reasons:
+        logger.info("moe: %s", reason)
+    logger.info(
+        "moe: a2a %s (%s), runner %s, provider native on %s, %s weights, %s sent",
+        choice.a2a,
+        choice.mode,
+        choice.runner,
+        choice.device,
+        choice.weights,
+        choice.payload,
+    )
+    return context
+
+
+def report_buffers(context: MoeContext, model: CausalLM) -> int:
+    """Says what the dispatchers' buffers will take, from a model without memory; their bytes."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    configs = [
+        context.dispatch_config(
+            context.layout(len(layer.placement.slots)),
+            layer.config.top_k,
+            layer.config.hidden_size,
+            layer.dispatcher.config.layer,
+        )
+        for layer in layers
+    ]
+    report = context.buffers(configs)
+    for number, layer_buffers in report.layers.items():
+        logger.debug("moe: layer %d: %s", number, layer_buffers)
+    if report.total:
+        rows = sorted({f"{b.payload} ({b.row_bytes} bytes)" for b in report.layers.values()})
+        logger.info(
+            "moe: buffers of %.1f MiB a rank for %d layers, rows sent as %s",
+            report.total / MIB,
+            len(report.layers),
+            ", ".join(rows),
+        )
+    if configs and (note := describe(configs[0])):
+        logger.info("moe: %s", note)
+    return report.total

@@ -1,0 +1,111 @@
+"""The safetensors of a folder: which tensors there are, and pieces of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor must look like: one of the shapes, one of the types."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...] = FLOATS
+
+
+class Checkpoint:
+    """The tensors of a folder by name; files are opened when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.location = self._locate()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.location
+
+    def _locate(self) -> dict[str, str]:
+        """Which file holds which tensor, by the files themselves: some producers change tensors and
+        leave the index as it was."""
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = sorted({Path(str(name)).name for name in weight_map.values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index} is not a valid safetensors index: {error!r}") from error
+        else:
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{self.folder} holds no *.safetensors file: convert the checkpoint to safetensors"
+            )
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            try:
+                handle = safe_open(path, framework="pt")
+                self._files[file] = self._stack.enter_context(handle)
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
+        return self._files[file]
+
+    def _piece(self, name: str) -> Any:
+        return self._open(self.location[name]).get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._piece(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it: BF16, F8_E4M3, …"""
+        return str(self._piece(name).get_dtype())
+
+    def read(self, name: str, *cut: int | slice | range) -> Tensor:
+        """A tensor, or a part of it: only the bytes of that part are read."""
+        where = tuple(
+            slice(at.start, at.stop, at.step) if isinstance(at, range) else at for at in cut
+        )
+        tensor: Tensor = self._piece(name)[where or ...]
+        return tensor
+
+    def is_empty(self, name: str) -> bool:
+        """A tensor of no elements, as transformers writes for parts of size zero."""
+        return 0 in self.shape(name)
+
+    def check(self, name: str, spec: Spec) -> None:
+        """Shape and type of a tensor, without reading it."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        if shape not in spec.shapes:
+            raise ValueError(
+                f"tensor {name} in {self.folder} has shape {list(shape)} where config.json "
+                f"asks for {_either(spec.shapes)}"
+            )
+        if dtype not in spec.dtypes:
+            raise ValueError(
+                f"tensor {name} in {self.folder} has type {dtype} where config.json asks for "
+                f"{' or '.join(spec.dtypes)}"
+            )
+
+
+def _either(shapes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)

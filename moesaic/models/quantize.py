@@ -1,0 +1,300 @@
+"""Writes a checkpoint anew with quantised matrices, a shard at a time.
+
+N rows · K columns · E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from moesaic.models.checkpoint import FLOATS, INDEX, Checkpoint
+from moesaic.models.config import RawConfig
+from moesaic.models.registry import ARCHITECTURES
+from moesaic.models.schemes import detect_scheme
+from moesaic.models.schemes.forms import FORMS, NO_GROUP, Form
+from moesaic.models.schemes.storage import Matrix, Storage
+
+SHARD_BYTES = 4 << 30
+PROJECTION = re.compile(
+    r"model\.layers\.\d+\..*\."
+    r"((q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa|w[123])\.weight"
+)
+STACK = re.compile(r"model\.layers\.\d+\..*\.experts\.(gate_up|down)_proj")
+# Others run these as one matrix and take the first one's global scale for all of it.
+FUSED = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to write: `form` names it, `group_size` None is the form's own."""
+
+    form: str
+    group_size: int | None = None
+    experts_only: bool = False
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Written:
+    matrices: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass
+class ShardWriter:
+    """Tensors into files of about `limit` bytes, and the index over them."""
+
+    folder: Path
+    limit: int
+    written: int = 0
+    _shard: dict[str, Tensor] = field(default_factory=dict)
+    _pending: int = 0
+    _names: list[list[str]] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._shard and self._pending + tensor.nbytes > self.limit:
+            self._flush()
+        # A copy: views of a mapped file would keep all of it, and safetensors wants whole storages.
+        self._shard[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._pending += tensor.nbytes
+        self.written += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._shard, self._path(len(self._names)), metadata={"format": "pt"})
+        self._names.append(list(self._shard))
+        self._shard, self._pending = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number}"
+
+    def finish(self) -> None:
+        """Only now the number of files is known, which is part of their names."""
+        self._flush()
+        count = len(self._names)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._names):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            if count == 1:
+                file = "model.safetensors"
+            self._path(number).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.written}, "weight_map": weight_map}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    source: Checkpoint
+    raw: RawConfig
+    form: Form
+    storage: Storage
+    group: int
+    targets: frozenset[str]
+    """Names of the tensors that are quantised."""
+
+    def convert(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        if name not in self.targets:
+            yield name, self.source.read(name)
+        elif self.form.stacked:
+            yield from self._convert_stack(name)
+        else:
+            matrix = Matrix(name, _two(self.source.shape(name)))
+            w_NK = self._finite(name)
+            for suffix, tensor in self.storage.write(w_NK, self._amax(name, w_NK)).items():
+                yield matrix.tensor(suffix), tensor
+
+    def _convert_stack(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """[E, K, N] with inputs first; rows stay interleaved as they are."""
+        experts, size_K, size_N = self.source.shape(name)
+        matrix = Matrix(name, (size_N, size_K), index=0)
+        parts: dict[str, list[Tensor]] = {}
+        for expert in range(experts):
+            w_NK = self._finite(name, expert).t()
+            for suffix, tensor in self.storage.write(w_NK, w_NK.abs().amax()).items():
+                parts.setdefault(suffix, []).append(tensor)
+        for suffix, tensors in parts.items():
+            yield matrix.tensor(suffix), torch.stack(tensors)
+
+    def _finite(self, name: str, *cut: int) -> Tensor:
+        tensor = self.source.read(name, *cut).float()
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"tensor {name} holds NaN or infinity: there is no scale for it")
+        return tensor
+
+    def _amax(self, name: str, w_NK: Tensor) -> Tensor:
+        amax = w_NK.abs().amax()
+        if self.storage.shares_amax:
+            for other in _fused_with(name):
+                if other in self.source:
+                    amax = torch.maximum(amax, self._finite(other).abs().amax())
+        return amax
+
+    def config(self) -> dict[str, Any]:
+        return self.form.config(self.group, self._ignored())
+
+    def _ignored(self) -> list[str]:
+        """Linear modules that stay as they are; every convention understands full names."""
+        return sorted(
+            name.removesuffix(".weight")
+            for name in self.source.location
+            if name.endswith(".weight")
+            and name not in self.targets
+            and len(self.source.shape(name)) == 2
+            and "embed_tokens" not in name
+        )
+
+
+def quantize(source: Path, target: Path, job: Job) -> Written:
+    """`target` appears when all of it is written, or not at all."""
+    raw = RawConfig.read(source)
+    form = _form(raw, source, job)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder: name a new one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with Checkpoint(source) as checkpoint:
+            written = _write(_quantizer(checkpoint, raw, form, job), source, work, job)
+        if target.exists():
+            target.rmdir()
+        work.chmod(0o755)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return written
+
+
+def _form(raw: RawConfig, source: Path, job: Job) -> Form:
+    if job.form not in FORMS:
+        raise ValueError(f"unknown format {job.form!r}: choose one of {', '.join(FORMS)}")
+    form = FORMS[job.form]
+    if job.group_size is not None and form.group_size == NO_GROUP:
+        grouped = [name for name, form in FORMS.items() if form.group_size]
+        raise ValueError(
+            f"--group-size {job.group_size}: format {job.form} has no groups to choose, only "
+            f"{', '.join(grouped)} have"
+        )
+    names = raw.items("architectures")
+    if not any(name in ARCHITECTURES for name in names):
+        raise ValueError(
+            f"{raw.source}: architectures {names} are not known, only {', '.join(ARCHITECTURES)}"
+        )
+    stacked = "GptOssForCausalLM" in names
+    if stacked != form.stacked:
+        fitting = [name for name, form in FORMS.items() if form.stacked == stacked]
+        raise ValueError(
+            f"format {job.form} has no standard form for {names[0]}: choose {', '.join(fitting)}"
+        )
+    method = detect_scheme(raw, source).method
+    if method != "none":
+        raise ValueError(
+            f"{source} is quantised already ({method}): start from its bfloat16 or float32 original"
+        )
+    return form
+
+
+def _quantizer(checkpoint: Checkpoint, raw: RawConfig, form: Form, job: Job) -> Quantizer:
+    pattern = STACK if form.stacked else PROJECTION
+    targets = frozenset(
+        name
+        for name in checkpoint.location
+        if pattern.fullmatch(name)
+        and checkpoint.dtype(name) in FLOATS
+        and len(checkpoint.shape(name)) == (3 if form.stacked else 2)
+        and not checkpoint.is_empty(name)
+        and (".experts." in name or not job.experts_only)
+    )
+    if not targets:
+        raise ValueError(f"{checkpoint.folder} holds no matrices of experts or of attention")
+    group = job.group_size or form.group_size
+    storage = form.storage(group)
+    _check_fit(checkpoint, targets, storage, job, form)
+    return Quantizer(checkpoint, raw, form, storage, group, targets)
+
+
+def _check_fit(
+    checkpoint: Checkpoint, targets: frozenset[str], storage: Storage, job: Job, form: Form
+) -> None:
+    assert storage.format is not None
+    ragged = storage.format.ragged
+    rows, cols = storage.multiple
+    sizes = {name: checkpoint.shape(name)[-2:] for name in sorted(targets)}
+    if form.stacked:
+        sizes = {name: size[::-1] for name, size in sizes.items()}
+    for name, (size_N, size_K) in sizes.items():
+        if not ragged and (size_N % rows or size_K % cols):
+            advice = "quantise the experts alone with --experts-only, or choose another format"
+            common = gcd(*(size[1] for size in sizes.values()))
+            if form.group_size and common % 8 == 0:
+                advice = f"choose --group-size {gcd(common, 128)}"
+            raise ValueError(
+                f"{name} [{size_N}, {size_K}] does not fit format {job.form}: rows must be a "
+                f"multiple of {rows} and columns of {cols}; {advice}"
+            )
+
+
+def _write(quantizer: Quantizer, source: Path, work: Path, job: Job) -> Written:
+    location = quantizer.source.location
+    writer = ShardWriter(work, job.shard_bytes)
+    # In the files' order, so that each is read from front to end.
+    names = sorted(location, key=lambda name: (location[name], name))
+    for name in tqdm(names, desc="Quantising", unit="tensor", disable=None, leave=False):
+        for written, tensor in quantizer.convert(name):
+            writer.add(written, tensor)
+    writer.finish()
+    _copy_files(source, work)
+    config = quantizer.config()
+    data = {**quantizer.raw.data, "quantization_config": config}
+    (work / "config.json").write_text(json.dumps(data, indent=2))
+    if config["quant_method"] == "modelopt":
+        (work / "hf_quant_config.json").write_text(json.dumps(_modelopt_file(config), indent=2))
+    before = sum((source / file).stat().st_size for file in set(location.values()))
+    return Written(len(quantizer.targets), before, writer.written)
+
+
+def _copy_files(source: Path, work: Path) -> None:
+    """Tokenizer, templates, licence: all but weights and what is written anew."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in WEIGHT_FILES and not path.name.endswith(INDEX):
+            shutil.copy(path, work / path.name)
+
+
+def _modelopt_file(config: dict[str, Any]) -> dict[str, Any]:
+    """The file beside config.json in which older readers look."""
+    group = config["config_groups"]["group_0"]["weights"]["group_size"]
+    return {
+        "producer": config["producer"],
+        "quantization": {
+            "quant_algo": config["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": group,
+            "exclude_modules": config["ignore"],
+        },
+    }
+
+
+def _fused_with(name: str) -> list[str]:
+    stem, module = name.removesuffix(".weight").rsplit(".", 1)
+    family = next((names for names in FUSED if module in names), ())
+    return [f"{stem}.{other}.weight" for other in family if other != module]
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, cols = shape
+    return rows, cols

@@ -1,0 +1,7 @@
+"""How checkpoints store their matrices: `detect_scheme` tells which way one does."""
+
+from moesaic.models.schemes.detect import detect_scheme
+from moesaic.models.schemes.scheme import Scheme
+from moesaic.models.schemes.storage import Matrix
+
+__all__ = ["Matrix", "Scheme", "detect_scheme"]

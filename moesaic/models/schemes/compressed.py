@@ -1,0 +1,106 @@
+"""What a config of compressed-tensors says about the matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.models.config import RawConfig
+from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Nvfp4Matrix
+from moesaic.models.schemes.integers import CompressedInts
+from moesaic.models.schemes.storage import Storage
+
+FORMATS = (
+    "float-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "naive-quantized",
+    None,
+)
+HANDLED = (
+    "float 8 bit (tensor, channel, block), int 8 bit (tensor, channel, group), int 4 bit (channel, "
+    "group), float 4 bit (tensor_group of 16)"
+)
+
+
+def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
+    """`row_group`: in which whole-row scales of four bits are kept."""
+    for key, why in (
+        ("sparsity_config", "sparse weights are not handled"),
+        ("transform_config", "rotated weights are not handled"),
+    ):
+        given = config.data.get(key)
+        if given and given != {"format": "dense"}:
+            raise ValueError(f"{config.source}: {key} {given}: {why}")
+    groups = config.mapping("config_groups")
+    if not groups:
+        raise ValueError(f"{config.source}: config_groups is missing")
+    found = [
+        _group(RawConfig(group, f"{config.source}: {name}"), config.data.get("format"), row_group)
+        for name, group in groups.items()
+    ]
+    if any(storage != found[0] for storage in found):
+        raise ValueError(
+            f"{config.source}: config_groups {list(groups)} store matrices in different ways, "
+            "which is not handled: give all modules one scheme"
+        )
+    return found[0]
+
+
+def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
+    weights = RawConfig(group.mapping("weights"), f"{group.source}: weights")
+    form = group.data.get("format") or format
+    if form not in FORMATS:
+        raise ValueError(
+            f"{group.source}: format {form!r} is not handled, only "
+            f"{', '.join(repr(known) for known in FORMATS if known)}"
+        )
+    if weights.data.get("actorder") == "group":
+        raise ValueError(
+            f"{weights.source}: actorder 'group' reorders columns (weight_g_idx), which is not "
+            "handled; only 'weight', 'static' and none"
+        )
+    kind = (weights.data.get("type"), weights.data.get("num_bits"))
+    strategy = weights.data.get("strategy")
+    weight_only = not group.has("input_activations")
+    if kind == ("float", 8) and strategy in ("tensor", "channel", "block"):
+        _check_block(weights)
+        return Fp8Matrix(strategy, weight_only=weight_only)
+    if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
+        return Nvfp4Matrix(compressed=True, weight_only=weight_only)
+    if kind == ("int", 4) and strategy in ("channel", "group"):
+        return _ints(weights, 4, row_group, packed=True)
+    if kind == ("int", 8) and strategy in ("tensor", "channel", "group"):
+        packed = form == "pack-quantized" or (form is None and weight_only)
+        return _ints(weights, 8, row_group, packed, activation=not weight_only)
+    raise ValueError(
+        f"{weights.source}: {kind[0]} {kind[1]} bit with strategy {strategy!r} is not handled, "
+        f"only {HANDLED}"
+    )
+
+
+def _ints(
+    weights: RawConfig, bits: int, row_group: int, packed: bool, activation: bool = False
+) -> CompressedInts:
+    strategy = weights.data["strategy"]
+    group = weights.integer("group_size") if strategy == "group" else None
+    return CompressedInts(
+        bits,
+        group,
+        symmetric=weights.flag("symmetric", True),
+        kept=group or row_group,
+        activation=activation,
+        packed=packed,
+        per_tensor=strategy == "tensor",
+    )
+
+
+def _check_block(weights: RawConfig) -> None:
+    if weights.data["strategy"] != "block":
+        return
+    block = weights.data.get("block_structure")
+    if block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        raise ValueError(
+            f"{weights.source}: block_structure {block!r} is not handled, only {[BLOCK, BLOCK]}: "
+            "the kernels have no other"
+        )

@@ -1,0 +1,244 @@
+"""Finds out how a checkpoint stores its matrices: what the config says, checked with the tensors.
+
+A quantisation that is not handled is refused with its value and with what is handled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.config import RawConfig
+from moesaic.models.schemes.compressed import compressed_tensors
+from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Stack, Nvfp4Matrix
+from moesaic.models.schemes.integers import AwqMatrix, GptqMatrix
+from moesaic.models.schemes.scheme import Scheme
+from moesaic.models.schemes.storage import Storage
+from moesaic.moe.quant.weights import WeightFormat
+
+logger = logging.getLogger(__name__)
+
+EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The quantisation that a checkpoint declares, and what is needed to make sense of it."""
+
+    config: RawConfig
+    model: RawConfig
+    checkpoint: Checkpoint | None
+
+    def one_of(self, key: str, handled: tuple[Any, ...], default: Any) -> Any:
+        value = self.config.data.get(key, default)
+        if value not in handled:
+            raise ValueError(
+                f"{self.config.source}: {key} {value!r} is not handled, only "
+                f"{', '.join(map(repr, handled))}"
+            )
+        return value
+
+    def group(self, key: str = "group_size") -> int | None:
+        """Columns per scale; None (-1 in the file): whole rows."""
+        size = self.config.integer(key, 128, minimum=-1)
+        return None if size == -1 else size
+
+    @property
+    def row_group(self) -> int:
+        """A group size that fits into the rows of all experts, to keep whole-row scales in."""
+        return whole_row_group(self.model)
+
+    def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
+        if self.checkpoint is None:
+            return False
+        names = (name for name in self.checkpoint.location if name.endswith(suffix))
+        return any(dims is None or len(self.checkpoint.shape(name)) == dims for name in names)
+
+
+def whole_row_group(model: RawConfig) -> int:
+    keys = ("hidden_size", "moe_intermediate_size", "intermediate_size")
+    return gcd(128, *(model.integer(key) for key in keys if model.has(key)))
+
+
+def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
+    """Reads the headers of the checkpoint's files where there are any: `--load-format dummy` does
+    without."""
+    config = _declaration(raw, folder)
+    num_experts = next((raw.integer(key) for key in COUNTS if raw.has(key)), 0)
+    if config is None:
+        return Scheme(num_experts=num_experts)
+    if not any(folder.glob("*.safetensors")):
+        return _scheme(Declared(config, raw, None), num_experts)
+    with Checkpoint(folder) as checkpoint:
+        return _scheme(Declared(config, raw, checkpoint), num_experts)
+
+
+def _scheme(declared: Declared, num_experts: int) -> Scheme:
+    method = str(declared.config.data.get("quant_method", "?")).lower()
+    if method not in METHODS:
+        raise ValueError(
+            f"{declared.config.source}: quant_method {method!r} is not handled, only "
+            f"{', '.join(METHODS)}"
+        )
+    storage = METHODS[method](declared)
+    format, note = _expert_format(declared, storage)
+    if note:
+        logger.warning("%s: %s", declared.config.source, note)
+    return Scheme(method, storage, format, num_experts, note)
+
+
+def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
+    """From config.json, or from the file beside it that older producers wrote."""
+    if raw.has("quantization_config"):
+        given = raw.mapping("quantization_config")
+        return RawConfig(given, f"{raw.source}: quantization_config")
+    for name, method, key in (
+        ("hf_quant_config.json", "modelopt", "quantization"),
+        ("quantize_config.json", "gptq", None),
+    ):
+        path = folder / name
+        if path.is_file():
+            data = _json(path)
+            given = data.data if key is None else data.mapping(key)
+            return RawConfig({"quant_method": method, **given}, str(path))
+    return None
+
+
+def _json(path: Path) -> RawConfig:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")
+    return RawConfig(data, str(path))
+
+
+def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat | None, str]:
+    """Of the experts that are served; layers behind the last one are not."""
+    if storage.format is None:
+        return None, (
+            "experts are decoded to the model's type at load, since their form has no counterpart "
+            "in memory (column order of GPTQ, or eight bits with groups or zero points)"
+        )
+    if declared.checkpoint is None:
+        return storage.format, ""
+    layers = declared.model.integer("num_hidden_layers")
+    suffix = _mark(storage)
+    names = [
+        name
+        for name in declared.checkpoint.location
+        if (found := EXPERT.match(name)) and int(found[1]) < layers
+    ]
+    matrices = {_stem(name, suffix) for name in names if not name.endswith("bias")}
+    quantised = sum(1 for name in names if name.endswith(suffix))
+    if not quantised:
+        return None, ""
+    note = (
+        f"{len(matrices) - quantised} of {len(matrices)} expert matrices are unquantised in the "
+        f"checkpoint; they are encoded as {storage.format.name} at load like the others"
+    )
+    return storage.format, note if quantised < len(matrices) else ""
+
+
+def _mark(storage: Storage) -> str:
+    """The end of a name that only a quantised matrix has."""
+    if isinstance(storage, Fp8Matrix):
+        return f".{storage.scale}"
+    if isinstance(storage, Mxfp4Stack):
+        return "_scales"
+    return ".scales" if isinstance(storage, AwqMatrix | GptqMatrix) else ".weight_scale"
+
+
+def _stem(name: str, suffix: str) -> str:
+    if suffix == "_scales":
+        return name.removesuffix("_scales").removesuffix("_blocks")
+    return name.rpartition(".")[0]
+
+
+def _fp8(declared: Declared) -> Storage:
+    declared.one_of("fmt", ("e4m3", None), None)
+    config = declared.config
+    declared.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    block = config.data.get("weight_block_size")
+    if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
+        block = [BLOCK, BLOCK]  # what transformers takes an absent key to mean
+    if block is None:
+        inverse = declared.has_tensor(".weight_scale_inv")
+        return Fp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
+    if block != [BLOCK, BLOCK]:
+        raise ValueError(
+            f"{config.source}: weight_block_size {block} is not handled, only {[BLOCK, BLOCK]}: "
+            "the kernels have no other"
+        )
+    return Fp8Matrix("block", "weight_scale_inv")
+
+
+def _awq(declared: Declared) -> Storage:
+    keys = ("bits", "group_size") if declared.config.has("bits") else ("w_bit", "q_group_size")
+    declared.one_of(keys[0], (4,), 4)
+    declared.one_of("zero_point", (True,), True)
+    version = declared.config.data.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise ValueError(
+            f"{declared.config.source}: version {version!r} is not handled, only 'gemm': the "
+            "others pack their words in another order"
+        )
+    group = declared.group(keys[1])
+    return AwqMatrix(4, group, symmetric=False, kept=group or declared.row_group)
+
+
+def _gptq(declared: Declared) -> Storage:
+    bits = declared.one_of("bits", (4, 8), None)
+    form = declared.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
+    dynamic = declared.config.mapping("dynamic")
+    overrides = [rule for rule in dynamic if not rule.startswith("-:")]
+    if overrides:
+        raise ValueError(
+            f"{declared.config.source}: dynamic {overrides[0]!r} gives some modules other "
+            "parameters, which is not handled; only '-:' rules are"
+        )
+    group = declared.group()
+    return GptqMatrix(
+        bits,
+        group,
+        symmetric=declared.config.flag("sym", True),
+        kept=group or declared.row_group,
+        plus_one=form != "gptq_v2",
+        act_order=declared.config.flag("desc_act", False) and group is not None,
+    )
+
+
+def _modelopt(declared: Declared) -> Storage:
+    algorithm = declared.one_of("quant_algo", ("NVFP4", "FP8"), None)
+    if algorithm == "FP8":
+        return Fp8Matrix("tensor")
+    declared.one_of("group_size", (16, None), 16)
+    return Nvfp4Matrix()
+
+
+def _mxfp4(declared: Declared) -> Storage:
+    return Mxfp4Stack()
+
+
+def _compressed(declared: Declared) -> Storage:
+    return compressed_tensors(declared.config, declared.row_group)
+
+
+METHODS: dict[str, Callable[[Declared], Storage]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "awq": _awq,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "mxfp4": _mxfp4,
+}

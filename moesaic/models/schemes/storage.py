@@ -1,0 +1,174 @@
+"""How a matrix lies in a checkpoint.
+
+N rows (outputs) · K columns (inputs) · E experts · G groups of columns with a scale each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moesaic.models.checkpoint import Checkpoint, Spec
+from moesaic.moe.quant.weights import Planes, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix [N, K] by its name in an unquantised checkpoint, as "X.weight".
+
+    With `index` it is that entry of a stack of `experts` matrices, "X"; `interleaved`: its rows are
+    every second one of the stacked ones, from this one on.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    index: int | None = None
+    interleaved: int | None = None
+    experts: int = 0
+
+    def tensor(self, suffix: str) -> str:
+        """X.weight -> X.suffix; of a stack X -> X_suffix."""
+        if self.index is None:
+            return f"{self.name.removesuffix('.weight')}.{suffix}"
+        return f"{self.name}_{suffix}"
+
+    @property
+    def stacked_rows(self) -> int:
+        return self.shape[0] * (1 if self.interleaved is None else 2)
+
+    def in_stack(self, rows: range) -> slice:
+        if self.interleaved is None:
+            return slice(rows.start, rows.stop)
+        return slice(2 * rows.start + self.interleaved, 2 * rows.stop, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A matrix in an open checkpoint."""
+
+    checkpoint: Checkpoint
+    matrix: Matrix
+
+    def has(self, suffix: str) -> bool:
+        return self.matrix.tensor(suffix) in self.checkpoint
+
+    def read(self, suffix: str, *cut: int | slice | range) -> Tensor:
+        return self.checkpoint.read(self.matrix.tensor(suffix), *cut)
+
+
+class Storage(ABC):
+    """One way to store a matrix: to read any part of it, and to write it.
+
+    `format` is that in which its numbers can be kept as they are; None: there is none, and they
+    are decoded. `sides`: tensors that may lie beside a matrix and that are not needed.
+    """
+
+    sides: ClassVar[frozenset[str]] = frozenset()
+    shares_amax: ClassVar[bool] = False
+    """Matrices that others run as one (gate and up) must be written with the same scale."""
+
+    @property
+    @abstractmethod
+    def format(self) -> WeightFormat | None: ...
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Rows and columns that lie in one word of the file, so that they are read together."""
+        return 1, 1
+
+    @abstractmethod
+    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+        """What must be there, by full name."""
+
+    def read(self, source: Source, rows: range, cols: range) -> Planes:
+        """Planes of `format`; cuts are multiples of `multiple` or the matrix's ends."""
+        raise NotImplementedError(f"{type(self).__name__} has no format")
+
+    def decode(self, source: Source, rows: range, cols: range) -> Tensor:
+        """The numbers themselves; cuts as in `read`."""
+        assert self.format is not None
+        out = torch.empty(len(rows), len(cols))
+        return self.format.decode(self.read(source, rows, cols), out)
+
+    def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        """The tensors of a matrix by suffix; `amax`: the largest size in it and those it shares a
+        scale with."""
+        raise NotImplementedError(f"{type(self).__name__} is not written")
+
+    @property
+    def multiple(self) -> tuple[int, int]:
+        block = (1, 1) if self.format is None else self.format.block
+        return lcm(self.unit[0], block[0]), lcm(self.unit[1], block[1])
+
+    def planes(self, source: Source, rows: range, cols: range) -> Planes:
+        """Planes of any part that `format` can be cut into."""
+        assert self.format is not None
+        self._check_cut(source.matrix, rows, cols)
+        wide_N, wide_K = self._widened(source.matrix, rows, cols)
+        planes = self.read(source, wide_N, wide_K)
+        if (wide_N, wide_K) == (rows, cols):
+            return planes
+        return self.format.slice(planes, within(rows, wide_N), within(cols, wide_K))
+
+    def dense(self, source: Source, rows: range, cols: range) -> Tensor:
+        """Any part at all."""
+        wide_N, wide_K = self._widened(source.matrix, rows, cols)
+        return self.decode(source, wide_N, wide_K)[within(rows, wide_N), within(cols, wide_K)]
+
+    def _widened(self, matrix: Matrix, rows: range, cols: range) -> tuple[range, range]:
+        row_multiple, col_multiple = self.multiple
+        return widen(rows, row_multiple, matrix.shape[0]), widen(
+            cols, col_multiple, matrix.shape[1]
+        )
+
+    def _check_cut(self, matrix: Matrix, rows: range, cols: range) -> None:
+        assert self.format is not None
+        for what, cut, multiple, size in zip(
+            ("rows", "columns"), (rows, cols), self.format.block, matrix.shape, strict=True
+        ):
+            if cut.start % multiple or (cut.stop % multiple and cut.stop != size):
+                raise ValueError(
+                    f"{what} {cut.start}..{cut.stop} of {matrix.name} {list(matrix.shape)} cut "
+                    f"blocks of weight format {self.format.name}: cut at multiples of {multiple}"
+                )
+
+
+@dataclass(frozen=True)
+class Unquantised(Storage):
+    """Floats: [N, K] by name, or inputs first in a stack [E, K, N]."""
+
+    @property
+    def format(self) -> None:
+        return None
+
+    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+        if matrix.index is None:
+            return {matrix.name: Spec((matrix.shape,))}
+        return {matrix.name: Spec(((matrix.experts, matrix.shape[1], matrix.stacked_rows),))}
+
+    def decode(self, source: Source, rows: range, cols: range) -> Tensor:
+        matrix = source.matrix
+        if matrix.index is None:
+            return source.checkpoint.read(matrix.name, rows, cols)
+        stacked = source.checkpoint.read(matrix.name, matrix.index, cols, matrix.in_stack(rows))
+        return stacked.t()
+
+
+def blocks(cut: range, size: int) -> range:
+    """The blocks of `size` that a cut touches."""
+    return range(cut.start // size, -(-cut.stop // size))
+
+
+def widen(cut: range, multiple: int, size: int) -> range:
+    touched = blocks(cut, multiple)
+    return range(touched.start * multiple, min(touched.stop * multiple, size))
+
+
+def within(cut: range, wide: range) -> slice:
+    return slice(cut.start - wide.start, cut.stop - wide.start)

@@ -1,0 +1,127 @@
+"""How the MoE layers of a model run: what was resolved, the ranks, and what the layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from moesaic.comm.group import RankGroup
+from moesaic.moe.backends import load_backends
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.placement import EpLayout, Placement
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
+from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, Problem, resolve
+from moesaic.moe.runner.base import Workspace
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffers:
+    payload: str
+    row_bytes: int
+    """Of a token on its way to an expert."""
+    nbytes: int
+    """Of this rank's buffers for the layer, which other layers may share."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferReport:
+    layers: dict[int, LayerBuffers]
+    total: int
+    """Of all layers; a buffer that several share counts once."""
+
+
+@dataclass(frozen=True)
+class MoeContext:
+    """`choice` has nothing left open, for `reasons`. `max_tokens`: the most of a rank in a step,
+    `max_decode_tokens`: in a step in which nobody prefills."""
+
+    choice: Problem
+    reasons: tuple[str, ...]
+    weight_format: WeightFormat
+    dtype: torch.dtype
+    comm: CommContext
+    max_tokens: int = 8192
+    max_decode_tokens: int = 128
+    redundant_experts: int = 0
+    deterministic: bool = False
+    replicated: bool = False
+    workspace: Workspace = field(default_factory=Workspace)
+
+    @classmethod
+    def make(
+        cls,
+        problem: Problem,
+        dtype: torch.dtype,
+        group: RankGroup | None = None,
+        weight_format: WeightFormat | None = None,
+        timeout: float = 60.0,
+        **options: bool | int,
+    ) -> MoeContext:
+        """Resolves what is open; ValueError with advice for what cannot work."""
+        load_backends()
+        choice = resolve(problem)
+        format = weight_format or WEIGHT_FORMATS[choice.problem.weights]
+        comm = CommContext(group or RankGroup.alone(), timeout)
+        return cls(choice.problem, choice.reasons, format, dtype, comm, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    def single(cls, dtype: torch.dtype, weights: WeightFormat | None = None) -> MoeContext:
+        """One rank; unquantised unless a format is given."""
+        name = DTYPE_NAMES[dtype]
+        problem = Problem(weights=name if weights is None else weights.name, dtype=name)
+        return cls.make(problem, dtype, weight_format=weights)
+
+    def placement(self, num_experts: int) -> Placement:
+        return Placement.trivial(num_experts, self.redundant_experts)
+
+    def layout(self, num_slots: int) -> EpLayout:
+        return EpLayout(num_slots, self.choice.ep, self.choice.moe_tp, self.comm.group.rank)
+
+    def dispatch_config(
+        self, layout: EpLayout, top_k: int, hidden_size: int, layer: int
+    ) -> DispatchConfig:
+        """A backend without another mode for prefill takes all steps in the one it has."""
+        backend = A2A_REGISTRY[self.choice.a2a]
+        both = "normal" in backend.formats and self.choice.mode == "auto"
+        prefills = "prefill" in backend.phases and "prefill" in self.choice.phases
+        return DispatchConfig(
+            layout=layout,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            dtype=self.dtype,
+            payload=PAYLOAD_FORMATS[self.choice.payload],
+            max_tokens=self.max_tokens,
+            max_decode_tokens=(
+                self.max_tokens if prefills and not both else self.max_decode_tokens
+            ),
+            layer=layer,
+            deterministic=self.deterministic,
+            replicated=self.replicated,
+            mode=self.choice.mode,
+        )
+
+    def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
+        backend = A2A_REGISTRY[self.choice.a2a]
+        dispatcher: BaseDispatcher = backend.providers[self.choice.device](config, self.comm)
+        return dispatcher
+
+    def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
+        """What dispatchers of these layers would take, before any of it is taken."""
+        backend = A2A_REGISTRY[self.choice.a2a]
+        size = self.comm.group.size
+        specs: dict[BufferSpec, int] = {}
+        layers = {}
+        for config in configs:
+            found = backend.buffers(config)
+            specs |= {spec: spec.nbytes(size) for spec in found}
+            layers[config.layer] = LayerBuffers(
+                config.payload.name,
+                config.payload.row_bytes(config.hidden_size),
+                sum(spec.nbytes(size) for spec in found),
+            )
+        return BufferReport(layers, sum(specs.values()))

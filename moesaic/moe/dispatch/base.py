@@ -1,0 +1,168 @@
+"""The contract of a dispatcher: tokens go to their experts, results come back.
+
+Each way is split in two so that other work can be done meanwhile: `_a` starts, `_b` finishes. What
+lies between travels in handles that the caller holds: two micro-batches may be under way at once,
+each in a lane of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.group import RankGroup
+from moesaic.core.step import PREFILL, Step
+from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
+from moesaic.moe.placement import EpLayout
+from moesaic.moe.quant.payload import Payload, PayloadFormat
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """What a layer's dispatcher is built from.
+
+    `max_tokens` is the most tokens that a rank may bring in one step, `max_decode_tokens` that of a
+    step without prefill. `replicated`: all ranks bring the same tokens, and all want all results.
+    """
+
+    layout: EpLayout
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    payload: PayloadFormat
+    max_tokens: int
+    max_decode_tokens: int
+    layer: int = 0
+    global_scale: float = 1.0
+    deterministic: bool = False
+    replicated: bool = False
+    mode: str = "auto"
+
+    def encode(self, x_TH: Tensor) -> Payload:
+        return self.payload.encode(x_TH, self.global_scale)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Rows that came to this rank from others, or that it put there, and the bytes of their values
+    and scales; `metadata_bytes` are those of ids, weights and counts."""
+
+    dispatch_rows: int = 0
+    dispatch_bytes: int = 0
+    combine_rows: int = 0
+    combine_bytes: int = 0
+    metadata_bytes: int = 0
+    dispatches: int = 0
+    combines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CommContext:
+    """What the dispatchers of all layers share: the ranks, how long to wait for them, the buffers
+    in use, and the count of what moved."""
+
+    group: RankGroup
+    timeout: float = 60.0
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+
+# Of a chosen expert: its id and its weight.
+METADATA_BYTES = 8
+Hook = Callable[..., Any]
+Value = TypeVar("Value")
+
+
+class HookHandle:
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class BaseDispatcher(ABC):
+    """Subclasses give the four halves with a leading underscore.
+
+    Hooks are called in the order of registration with the dispatcher and the value that is about to
+    go in or has just come out; what a hook returns, if not None, takes the value's place. The value
+    of `pre_dispatch` is (x, topk).
+    """
+
+    name: ClassVar[str]
+    HOOKS: ClassVar[tuple[str, ...]] = (
+        "pre_dispatch",
+        "post_dispatch",
+        "pre_combine",
+        "post_combine",
+    )
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        self.config, self.comm = config, comm
+        self.traffic = comm.traffic.setdefault(self.name, Traffic())
+        self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
+
+    def register_hook(self, point: str, hook: Hook) -> HookHandle:
+        if point not in self._hooks:
+            raise ValueError(f"there is no hook {point!r}: choose one of {', '.join(self.HOOKS)}")
+        self._hooks[point].append(hook)
+        return HookHandle(self._hooks[point], hook)
+
+    def dispatch(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> DispatchOutput:
+        return self.dispatch_b(self.dispatch_a(x_TH, topk, step))
+
+    def combine(self, results: CombineInput) -> Tensor:
+        return self.combine_b(self.combine_a(results))
+
+    def dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Any:
+        x_TH, topk = self._call("pre_dispatch", (x_TH, topk))
+        self.traffic.dispatches += 1
+        return self._dispatch_a(x_TH, topk, step)
+
+    def dispatch_b(self, pending: Any) -> DispatchOutput:
+        return self._call("post_dispatch", self._dispatch_b(pending))
+
+    def combine_a(self, results: CombineInput) -> Any:
+        self.traffic.combines += 1
+        return self._combine_a(self._call("pre_combine", results))
+
+    def combine_b(self, pending: Any) -> Tensor:
+        return self._call("post_combine", self._combine_b(pending))
+
+    def _call(self, point: str, value: Value) -> Value:
+        for hook in tuple(self._hooks[point]):
+            replacement = hook(self, value)
+            value = value if replacement is None else replacement
+        return value
+
+    @abstractmethod
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Any: ...
+
+    @abstractmethod
+    def _dispatch_b(self, pending: Any) -> DispatchOutput: ...
+
+    @abstractmethod
+    def _combine_a(self, results: CombineInput) -> Any: ...
+
+    @abstractmethod
+    def _combine_b(self, pending: Any) -> Tensor: ...
+
+    def note_dispatch(self, rows: int) -> None:
+        """Counts rows that came from other ranks."""
+        self.traffic.dispatch_rows += rows
+        self.traffic.dispatch_bytes += rows * self.config.payload.row_bytes(self.config.hidden_size)
+        self.traffic.metadata_bytes += rows * self.config.top_k * METADATA_BYTES
+
+    def note_combine(self, rows: int) -> None:
+        self.traffic.combine_rows += rows
+        self.traffic.combine_bytes += rows * self.config.hidden_size * self.config.dtype.itemsize
+
+    def operation(self, phase: str) -> str:
+        """As a message names it when a rank is missing."""
+        return f"{self.name} {phase}, layer {self.config.layer}"

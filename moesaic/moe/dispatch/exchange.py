@@ -1,0 +1,284 @@
+"""Rows that ranks offer each other in shared memory.
+
+A rank writes its own tokens where all others can read them and signals; each takes the rows it
+needs, straight into the layout it wants. Results go the same way back: an expert's rank offers its
+rows, and the token's rank takes and adds them in one pass.
+
+P ranks · C tokens of a rank at most · K chosen · N tokens of all ranks · H hidden · O result rows
+of a rank at most · T tokens of this rank · S results of a token.
+
+Why nothing is overwritten too early, without a barrier: a rank offers new tokens in a lane only
+after it has all results of the lane's last step, which their owners gave after taking its tokens;
+and it offers new results only after it has seen everybody's new tokens, which they gave after
+taking its last results. Where a step has several rounds, `taken` says it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.moe.dispatch.base import CommContext
+from moesaic.moe.formats import TopKOutput
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+from moesaic.moe.runner.layouts import weighted_sum
+
+LANES = 2
+
+
+class Signal(IntEnum):
+    OFFERED = 0
+    TAKEN = 1
+    RESULTS = 2
+    COLLECTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSpec:
+    payload: str
+    hidden_size: int
+    dtype: torch.dtype
+    top_k: int
+    tokens: int
+    result_rows: int
+    told_pairs: int = 1
+    """Pairs of all ranks' tokens of which a rank tells where it put the results."""
+    inbox_rows: int = 0
+    """Rows that a rank keeps for itself to sort into."""
+
+    def planes(self) -> list[PlaneSpec]:
+        rows = (LANES, self.tokens)
+        return [
+            *(
+                PlaneSpec(plane.name, (*rows, plane.width(self.hidden_size)), wire(plane.dtype))
+                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
+            ),
+            PlaneSpec("ids", (*rows, self.top_k), torch.int32),
+            PlaneSpec("weights", (*rows, self.top_k), torch.float32),
+            PlaneSpec("counts", (LANES, 2), torch.int64),
+            PlaneSpec("results", (LANES, self.result_rows, self.hidden_size), self.dtype),
+            PlaneSpec("places", (LANES, self.told_pairs), torch.int32),
+        ]
+
+    def nbytes(self, size: int) -> int:
+        """Of one rank of so many."""
+        inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
+        return window_bytes(self.planes(), size) // size + inbox
+
+
+def wire(dtype: torch.dtype) -> torch.dtype:
+    """Types of one byte lie in shared memory as uint8: torch cannot index all of them."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The tokens of all ranks in the order of ranks and tokens.
+
+    `counts`: tokens of each rank in this round; `totals`: in the whole step. `rows_N`: where each
+    token lies among the rows of all ranks' planes.
+    """
+
+    counts: list[int]
+    totals: list[int]
+    rows_N: Tensor
+    ids_NK: Tensor
+    own: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The results that this rank's tokens wait for: the group that has each, its row there (-1:
+    none), and its weight; None: they have been applied."""
+
+    owners_TS: Tensor
+    places_TS: Tensor
+    weights_TS: Tensor | None
+
+
+class Lanes:
+    """Who is where in the steps under way: signals of a window by lane."""
+
+    def __init__(self, window: SharedWindow) -> None:
+        self.window = window
+        self.rank, self.size = window.rank, window.size
+        self.active = list(range(self.size))
+        self._busy: list[str] = [""] * LANES
+        self._epochs = [0] * (LANES * len(Signal))
+
+    def begin(self, lane: int, operation: str) -> None:
+        if not 0 <= lane < LANES:
+            raise ValueError(f"lane {lane}: there are {LANES}, numbered from 0")
+        if self._busy[lane]:
+            raise RuntimeError(
+                f"{operation}: lane {lane} is still in flight since {self._busy[lane]}: combine it "
+                f"first, or use the other lane"
+            )
+        self._busy[lane] = operation
+
+    def end(self, lane: int) -> None:
+        self._busy[lane] = ""
+
+    def restart(self, generation: int) -> None:
+        """Forgets what is in flight. All ranks that go on call it with one new number."""
+        self._busy = [""] * LANES
+        self._epochs = [generation << 32] * (LANES * len(Signal))
+
+    def signal(self, kind: Signal, lane: int, operation: str) -> None:
+        channel = lane * len(Signal) + kind
+        self._epochs[channel] += 1
+        self.window.signal(channel, self._epochs[channel], operation)
+
+    def wait(self, kind: Signal, lane: int, operation: str) -> None:
+        """Until all active ranks have signalled as often as this one."""
+        channel = lane * len(Signal) + kind
+        self.window.wait(channel, self._epochs[channel], operation, ranks=self.active)
+
+    def count(self, kind: Signal, lane: int) -> int:
+        """How often this rank has signalled."""
+        return self._epochs[lane * len(Signal) + kind]
+
+    def set_active(self, ranks: Sequence[int]) -> None:
+        self.active = sorted(ranks)
+
+
+class Exchange(Lanes):
+    """The window of one kind of payload, shared by all layers that send it."""
+
+    def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
+        channels = LANES * len(Signal)
+        super().__init__(SharedWindow.create(comm.group, spec.planes(), comm.timeout, channels))
+        self.spec = spec
+        self.payload = PAYLOAD_FORMATS[spec.payload]
+        self._inboxes: list[Payload | None] = [None] * LANES
+
+    @classmethod
+    def shared(cls, spec: ExchangeSpec, comm: CommContext) -> Exchange:
+        if spec not in comm.buffers:
+            comm.buffers[spec] = cls(spec, comm)
+        found = comm.buffers[spec]
+        assert isinstance(found, Exchange)
+        return found
+
+    def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice, operation: str) -> None:
+        """Puts these tokens where others can take them."""
+        count = len(range(*tokens.indices(len(x))))
+        window = self.window
+        for name, tensor in planes_of(x).items():
+            window.plane(name)[lane, :count] = tensor[tokens].view(wire(tensor.dtype))
+        window.plane("ids")[lane, :count] = topk.ids_TK[tokens]
+        window.plane("weights")[lane, :count] = topk.weights_TK[tokens]
+        window.plane("counts")[lane] = torch.tensor((count, len(x)))
+        self.signal(Signal.OFFERED, lane, operation)
+
+    def offers(self, lane: int, operation: str) -> Offers:
+        """What everybody offers in this lane."""
+        self.wait(Signal.OFFERED, lane, operation)
+        told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
+        active = set(self.active)
+        counts = [told[p][0] if p in active else 0 for p in range(self.size)]
+        totals = [told[p][1] if p in active else 0 for p in range(self.size)]
+        most = self.spec.tokens
+        filled_PC = torch.arange(most) < torch.tensor(counts).unsqueeze(1)
+        flat_N = filled_PC.flatten().nonzero().squeeze(1)
+        rows_N = flat_N + torch.div(flat_N, most, rounding_mode="floor") * (LANES - 1) * most
+        rows_N += lane * most
+        ids_NK = self.flat("ids").index_select(0, rows_N).long()
+        start = sum(counts[: self.rank])
+        return Offers(counts, totals, rows_N, ids_NK, slice(start, start + counts[self.rank]))
+
+    def take(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
+        """Copies offered rows behind the `start` rows that the lane's inbox holds; all of them."""
+        stop = start + len(rows_R)
+        inbox = self.inbox(lane)
+        for name, tensor in planes_of(inbox).items():
+            target = tensor[start:stop].view(wire(tensor.dtype))
+            torch.index_select(self.flat(name), 0, rows_R, out=target)
+        scales = None if inbox.scales is None else inbox.scales[:stop]
+        return Payload(inbox.values[:stop], scales, self.payload, global_scale)
+
+    def take_blocks(
+        self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
+    ) -> Payload:
+        """Copies offered rows to the front of the block of each slot in the lane's inbox, so many
+        to each."""
+        inbox = self.inbox(lane)
+        for name, tensor in planes_of(inbox).items():
+            source = self.flat(name)
+            target = tensor.view(wire(tensor.dtype)).unflatten(0, (len(counts), -1))
+            for slot, rows in enumerate(rows_R.split(counts)):
+                if len(rows):
+                    torch.index_select(source, 0, rows, out=target[slot, : len(rows)])
+        values = inbox.values.unflatten(0, (len(counts), -1))
+        scales = inbox.scales
+        scales = None if scales is None else scales.unflatten(0, (len(counts), -1))
+        return Payload(values, scales, self.payload, global_scale)
+
+    def inbox(self, lane: int) -> Payload:
+        """This rank's own rows to copy into; memory is taken when it is touched."""
+        if self._inboxes[lane] is None:
+            with torch.inference_mode(False):
+                values, *scales = (
+                    torch.empty(
+                        self.spec.inbox_rows, plane.width(self.spec.hidden_size), dtype=plane.dtype
+                    )
+                    for plane in self.payload.codec.planes
+                )
+            self._inboxes[lane] = Payload(values, scales[0] if scales else None, self.payload)
+        inbox = self._inboxes[lane]
+        assert inbox is not None
+        return inbox
+
+    def take_weights(self, rows_R: Tensor) -> Tensor:
+        return self.flat("weights").index_select(0, rows_R)
+
+    def flat(self, name: str) -> Tensor:
+        """[P * lanes * rows, width] of all ranks."""
+        return self.window.stacked(name).flatten(0, 2)
+
+    def results(self, lane: int) -> Tensor:
+        """Where this rank's results go."""
+        return self.window.plane("results")[lane]
+
+    def collect(self, lane: int, wanted: Wanted, width: int) -> tuple[Tensor, int]:
+        """The sum of each token's results, and how many of them other ranks held."""
+        rows = self.spec.result_rows
+        y_YH = self.flat("results")[lane * rows :]
+        return sum_results(y_YH, LANES * rows, wanted, width, self.rank)
+
+
+def planes_of(x: Payload) -> dict[str, Tensor]:
+    return {"values": x.values} if x.scales is None else {"values": x.values, "scales": x.scales}
+
+
+def sum_results(
+    y_YH: Tensor, stride: int, wanted: Wanted, width: int, rank: int
+) -> tuple[Tensor, int]:
+    """out[t] = sum over s of weights[t, s] * the row at a place of the owner's results; and how
+    many rows other ranks than this one held.
+
+    Results of rank r begin at row r * stride; a group is `width` ranks whose results add up. Sums
+    are taken in float32, in the order of s and ranks.
+    """
+    valid = wanted.places_TS >= 0
+    rows = wanted.owners_TS * (width * stride) + wanted.places_TS
+    weights = wanted.weights_TS
+    if width > 1:
+        rows = (rows.unsqueeze(2) + torch.arange(width) * stride).flatten(1)
+        valid = valid.repeat_interleave(width, 1)
+        weights = None if weights is None else weights.repeat_interleave(width, 1)
+    rows_N = rows[valid]
+    foreign = len(rows_N) - int((rows_N // stride == rank).sum())
+    if weights is not None:
+        return weighted_sum(y_YH, rows_N, weights, valid), foreign
+    if len(rows_N) == 0:
+        return y_YH.new_zeros(len(rows), y_YH.shape[1]), foreign
+    counts_T = valid.sum(1)
+    starts_T = counts_T.cumsum(0) - counts_T
+    return F.embedding_bag(rows_N, y_YH, starts_T, mode="sum"), foreign

@@ -1,0 +1,213 @@
+"""`flashinfer`: one-sided. Dispatch puts rows into the windows of the ranks that need them, combine
+gets results from theirs and adds them up. A rank without tokens puts a count of zero, nothing else.
+
+P ranks · C tokens of a rank at most · T tokens of this rank · K chosen · G expert groups ·
+R = P * C rows of a rank, those of source p from p * C on · H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.core.step import Step
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.exchange import (
+    LANES,
+    Lanes,
+    Signal,
+    Wanted,
+    planes_of,
+    sum_results,
+    wire,
+)
+from moesaic.moe.formats import (
+    CombineInput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+
+
+@dataclass(frozen=True, slots=True)
+class PutSpec:
+    payload: str
+    hidden_size: int
+    dtype: torch.dtype
+    top_k: int
+    tokens: int
+    size: int
+    pairs: bool
+
+    def planes(self) -> list[PlaneSpec]:
+        """Rows of source p lie at p * C of a lane, the lanes behind each other."""
+        rows = LANES * self.size * self.tokens
+        each = self.top_k if self.pairs else 1
+        return [
+            *(
+                PlaneSpec(plane.name, (rows, plane.width(self.hidden_size)), wire(plane.dtype))
+                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
+            ),
+            PlaneSpec("ids", (rows, self.top_k), torch.int32),
+            PlaneSpec("weights", (rows, self.top_k), torch.float32),
+            PlaneSpec("counts", (LANES, self.size), torch.int64),
+            PlaneSpec("results", (rows * each, self.hidden_size), self.dtype),
+        ]
+
+    def nbytes(self, size: int) -> int:
+        """Of one rank of so many."""
+        return window_bytes(self.planes(), size) // size
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none."""
+
+    lane: int
+    sent_TG: Tensor
+    topk: TopKOutput
+    valid_RK: Tensor | None = None
+
+
+class FlashInferDispatcher(BaseDispatcher):
+    name = "flashinfer"
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        super().__init__(config, comm)
+        self.layout = config.layout
+        self.spec = self.buffer_spec(config)
+        if self.spec not in comm.buffers:
+            window = SharedWindow.create(
+                comm.group, self.spec.planes(), comm.timeout, LANES * len(Signal)
+            )
+            comm.buffers[self.spec] = Lanes(window)
+        self.lanes: Lanes = comm.buffers[self.spec]
+        self.window: SharedWindow = self.lanes.window
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
+        return PutSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            tokens=config.max_tokens,
+            size=config.layout.size,
+            pairs=config.deterministic,
+        )
+
+    def _first(self, lane: int, source: int) -> int:
+        return (lane * self.layout.size + source) * self.spec.tokens
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Route:
+        if len(x_TH) > self.spec.tokens:
+            raise ValueError(
+                f"{self.operation('dispatch')}: {len(x_TH)} tokens are more than the "
+                f"{self.spec.tokens} that the buffers were made for: raise the limit of tokens in "
+                f"a step"
+            )
+        operation, lane = self.operation("dispatch"), step.lane
+        self.lanes.begin(lane, operation)
+        x = self.config.encode(x_TH)
+        groups_TK = self.layout.owner(topk.ids_TK)
+        sent_TG = torch.full((len(x_TH), self.layout.ep_size), -1)
+        for group in range(self.layout.ep_size):
+            tokens = (groups_TK == group).any(1).nonzero().squeeze(1)
+            sent_TG[tokens, group] = torch.arange(len(tokens))
+            first = group * self.layout.slots_per_rank
+            ids = torch.where(groups_TK == group, topk.ids_TK - first, -1).int()
+            for rank in range(
+                group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
+            ):
+                self._put(rank, lane, tokens, x, ids, topk.weights_TK)
+        self.lanes.signal(Signal.OFFERED, lane, operation)
+        return Route(lane, sent_TG, topk)
+
+    def _put(
+        self, rank: int, lane: int, tokens: Tensor, x: Payload, ids_TK: Tensor, weights_TK: Tensor
+    ) -> None:
+        start = self._first(lane, self.layout.rank)
+        put = self.window.put
+        for name, tensor in planes_of(x).items():
+            put(name, rank, start, tensor.view(wire(tensor.dtype)), tokens)
+        put("ids", rank, start, ids_TK, tokens)
+        put("weights", rank, start, weights_TK, tokens)
+        self.window.plane("counts", rank)[lane, self.layout.rank] = len(tokens)
+        if rank != self.layout.rank:
+            self.note_dispatch(len(tokens))
+
+    def _dispatch_b(self, pending: Route) -> StandardDispatchOutput:
+        lane, spec = pending.lane, self.spec
+        self.lanes.wait(Signal.OFFERED, lane, self.operation("dispatch"))
+        rows = slice(self._first(lane, 0), self._first(lane + 1, 0))
+        counts_P = self.window.plane("counts")[lane]
+        filled_R = (torch.arange(spec.tokens) < counts_P.unsqueeze(1)).flatten()
+        ids_RK = torch.where(filled_R.unsqueeze(1), self.window.plane("ids")[rows].long(), -1)
+        values, *scales = (
+            self.window.plane(plane.name)[rows].view(plane.dtype)
+            for plane in self.config.payload.codec.planes
+        )
+        scale = scales[0] if scales else None
+        x = Payload(values, scale, self.config.payload, self.config.global_scale)
+        valid_RK = ids_RK >= 0 if spec.pairs else None
+        route = Route(lane, pending.sent_TG, pending.topk, valid_RK)
+        return StandardDispatchOutput(route, x, ids_RK, self.window.plane("weights")[rows])
+
+    def _combine_a(self, results: CombineInput) -> Route:
+        assert isinstance(results, RowsCombineInput)
+        route: Route = results.handle
+        each = self.spec.top_k if self.spec.pairs else 1
+        rows = slice(self._first(route.lane, 0) * each, self._first(route.lane + 1, 0) * each)
+        target = self.window.plane("results")[rows]
+        if results.pairs:
+            assert route.valid_RK is not None
+            target.index_copy_(0, route.valid_RK.flatten().nonzero().squeeze(1), results.y_RH)
+        else:
+            counts: list[int] = self.window.plane("counts")[route.lane].tolist()
+            for source, count in enumerate(counts):
+                own = slice(source * self.spec.tokens, source * self.spec.tokens + count)
+                target[own] = results.y_RH[own]
+        self.lanes.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+        return route
+
+    def _combine_b(self, route: Route) -> Tensor:
+        self.lanes.wait(Signal.RESULTS, route.lane, self.operation("combine"))
+        y = self.window.stacked("results")
+        y_TH, foreign = sum_results(
+            y.flatten(0, 1),
+            y.shape[1],
+            self._wanted(route),
+            self.layout.moe_tp_size,
+            self.layout.rank,
+        )
+        self.note_combine(foreign)
+        self.lanes.end(route.lane)
+        return y_TH
+
+    def _wanted(self, route: Route) -> Wanted:
+        first = self._first(route.lane, self.layout.rank)
+        sent_TG, topk = route.sent_TG, route.topk
+        if not self.spec.pairs:
+            owners = torch.arange(self.layout.ep_size).expand_as(sent_TG)
+            return Wanted(owners, torch.where(sent_TG < 0, -1, sent_TG + first), None)
+        owners_TK = self.layout.owner(topk.ids_TK).clamp(min=0)
+        rows_TK = (sent_TG.gather(1, owners_TK) + first) * self.spec.top_k
+        rows_TK = rows_TK + torch.arange(self.spec.top_k)
+        return Wanted(owners_TK, torch.where(topk.ids_TK < 0, -1, rows_TK), topk.weights_TK)
+
+
+FLASHINFER = register_a2a(
+    A2aBackend(
+        name="flashinfer",
+        summary="one-sided: dispatch puts into the windows of others, combine gets from them",
+        formats={"normal": "standard", "low_latency": "standard"},
+        payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
+        providers={"cpu": FlashInferDispatcher},
+        buffers=lambda config: (FlashInferDispatcher.buffer_spec(config),),
+    )
+)

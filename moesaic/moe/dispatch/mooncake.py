@@ -1,0 +1,53 @@
+"""`mooncake`: the low-latency layout for ranks that may go missing.
+
+Whoever steers the ranks gives every one of them the same list of active ranks. Nobody waits for
+the others, nothing is taken from them, and pairs whose expert lies with them add nothing. A rank
+that is late is reported as PeerTimeout, which names it; after agreeing on a new list all that go on
+call `resume` with the same new number and redo the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from moesaic.moe.dispatch.exchange import Wanted
+from moesaic.moe.dispatch.low_latency import LowLatencyDispatcher
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+
+
+class MooncakeDispatcher(LowLatencyDispatcher):
+    name = "mooncake"
+
+    @property
+    def active_ranks(self) -> list[int]:
+        return list(self.exchange.active)
+
+    def resume(self, active_ranks: Sequence[int], generation: int) -> None:
+        """Go on with these ranks; `generation` is higher than any before it."""
+        if self.layout.rank not in active_ranks:
+            raise ValueError(f"rank {self.layout.rank} is not among active ranks {active_ranks}")
+        self.exchange.set_active(active_ranks)
+        self.exchange.restart(generation)
+
+    def reachable(self, wanted: Wanted) -> Wanted:
+        """Results of a group are a whole only if all ranks that share it take part."""
+        active = torch.zeros(self.layout.size, dtype=torch.bool)
+        active[self.exchange.active] = True
+        whole_G = active.view(self.layout.ep_size, -1).all(1)
+        places = torch.where(whole_G[wanted.owners_TS], wanted.places_TS, -1)
+        return replace(wanted, places_TS=places)
+
+
+MOONCAKE = register_a2a(
+    A2aBackend(
+        name="mooncake",
+        summary="low_latency with a list of active ranks: the others are neither awaited nor used",
+        formats={"low_latency": "deepep_ll"},
+        payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
+        providers={"cpu": MooncakeDispatcher},
+        buffers=lambda config: (MooncakeDispatcher.buffer_spec(config),),
+    )
+)

@@ -1,0 +1,22 @@
+"""`mori`: normal mode; what is sent follows the weights."""
+
+from __future__ import annotations
+
+from moesaic.moe.dispatch.deepep import NormalDispatcher, normal_buffers
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+
+
+class MoriDispatcher(NormalDispatcher):
+    name = "mori"
+
+
+MORI = register_a2a(
+    A2aBackend(
+        name="mori",
+        summary="a token once per rank; the payload follows the weights",
+        formats={"normal": "deepep_normal"},
+        payloads=(*UNQUANTIZED, "fp8", "int8", "mxfp4"),
+        providers={"cpu": MoriDispatcher},
+        buffers=normal_buffers,
+    )
+)

@@ -1,0 +1,132 @@
+"""`none`: every rank gets all tokens (all-gather) and gives a part of every result
+(reduce-scatter); where all ranks hold the same tokens anyway, only results travel (all-reduce)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.exchange import ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.dispatch.rows import Pending, Plan, Rounds, Route, RowsDispatcher
+from moesaic.moe.formats import (
+    CombineInput,
+    DispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
+from moesaic.moe.quant.payload import Payload
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.runner.layouts import weighted_sum
+
+
+class LocalDispatcher(BaseDispatcher):
+    """One rank: nothing travels."""
+
+    name = "none"
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> StandardDispatchOutput:
+        return StandardDispatchOutput(topk, self.config.encode(x_TH), topk.ids_TK, topk.weights_TK)
+
+    def _dispatch_b(self, pending: StandardDispatchOutput) -> StandardDispatchOutput:
+        return pending
+
+    def _combine_a(self, results: CombineInput) -> RowsCombineInput:
+        assert isinstance(results, RowsCombineInput)
+        return results
+
+    def _combine_b(self, pending: RowsCombineInput) -> Tensor:
+        if not pending.pairs:
+            return pending.y_RH
+        topk: TopKOutput = pending.handle
+        valid_TK = topk.ids_TK >= 0
+        return weighted_sum(
+            pending.y_RH, torch.arange(len(pending.y_RH)), topk.weights_TK, valid_TK
+        )
+
+
+class StandardDispatcher(RowsDispatcher):
+    """Tokens of all ranks to all ranks."""
+
+    name = "none"
+
+    def wants(self, owners_NK: Tensor) -> Tensor:
+        return torch.ones(len(owners_NK), self.layout.ep_size, dtype=torch.bool)
+
+    def output(
+        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
+    ) -> DispatchOutput:
+        return StandardDispatchOutput(route, x, ids_RK, weights_RK)
+
+
+class ReplicatedDispatcher(StandardDispatcher):
+    """The same tokens on all ranks. Results alternate between two halves of the buffer: nobody's
+    tokens tell that the last ones have been read, but the results after them do."""
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+        each = min(config.top_k, config.layout.slots_per_rank) if config.deterministic else 1
+        return ExchangeSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            tokens=1,
+            result_rows=2 * config.max_tokens * each,
+        )
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Pending:
+        self.check_tokens(len(x_TH))
+        self.exchange.begin(step.lane, self.operation("dispatch"))
+        return Pending(step.lane, self.config.encode(x_TH), topk)
+
+    def _dispatch_b(self, pending: Pending) -> DispatchOutput:
+        topk, count = pending.topk, len(pending.x)
+        whole = slice(0, count)
+        plan = Plan(self, pending)
+        plan.route(Offers([count], [count], torch.arange(count), topk.ids_TK, whole))
+        plan.x = pending.x
+        plan.parts.append((self.layout.local(topk.ids_TK), topk.weights_TK))
+        return plan.finish()
+
+    def give(self, results: RowsCombineInput, number: int) -> None:
+        route: Route = results.handle
+        half = self._half(route.lane, 0)
+        self.exchange.results(route.lane)[half : half + len(results.y_RH)] = results.y_RH
+        self.exchange.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+
+    def collect(self, route: Route, number: int) -> Tensor:
+        half = self._half(route.lane, 1)
+        places_TS = torch.where(route.places_TS < 0, -1, route.places_TS + half)
+        return self.sum_results(route.lane, Wanted(route.owners_TS, places_TS, route.weights_TS))
+
+    def _half(self, lane: int, since: int) -> int:
+        turn = self.exchange.count(Signal.RESULTS, lane) - since
+        return turn % 2 * (self.exchange.spec.result_rows // 2)
+
+
+def make_none(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
+    if config.layout.size == 1:
+        return LocalDispatcher(config, comm)
+    return (ReplicatedDispatcher if config.replicated else StandardDispatcher)(config, comm)
+
+
+def none_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
+    if config.layout.size == 1:
+        return ()
+    cls = ReplicatedDispatcher if config.replicated else StandardDispatcher
+    return (cls.buffer_spec(config, Rounds(config.max_tokens)),)
+
+
+NONE = register_a2a(
+    A2aBackend(
+        name="none",
+        summary="all-gather of tokens, reduce-scatter or all-reduce of results",
+        formats={"normal": "standard", "low_latency": "standard"},
+        payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
+        providers={"cpu": make_none},
+        buffers=none_buffers,
+    )
+)

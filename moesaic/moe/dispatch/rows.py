@@ -1,0 +1,249 @@
+"""Dispatchers that send whole rows with their ids: each token once to a rank.
+
+N tokens of all ranks · T of this one · K chosen · G expert groups · R rows of this rank · S results
+of a token · H hidden.
+
+A long sequence goes in rounds of so many tokens, which bounds the buffers: every rank offers its
+next tokens once all have taken the last ones. Results come back in the same rounds, or at once
+where the buffer holds them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
+from moesaic.moe.quant.payload import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """`tokens`: how many of a rank go in one round; `most`: rounds at most; `combine`: results come
+    back in rounds too."""
+
+    tokens: int
+    most: int = 1
+    combine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    lane: int
+    x: Payload
+    topk: TopKOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where this rank's tokens are computed.
+
+    `owners_TS`, `places_TS`: the group and the row there of each result, -1 for none. `weights_TS`:
+    to be applied on the way back, None where they have been. `starts`: for each round, the first
+    row of it in each group; `tokens`: this rank's tokens of each round.
+    """
+
+    lane: int
+    owners_TS: Tensor
+    places_TS: Tensor
+    weights_TS: Tensor | None
+    starts: list[list[int]]
+    tokens: list[slice]
+
+
+class RowsDispatcher(BaseDispatcher):
+    """`wants` says which tokens go to which group; a subclass makes the output of its format."""
+
+    def __init__(
+        self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
+    ) -> None:
+        super().__init__(config, comm)
+        self.layout = config.layout
+        self.rounds = rounds or Rounds(config.max_tokens)
+        self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+        """In deterministic mode a row of results for each pair travels, else one for each token."""
+        layout = config.layout
+        each = min(config.top_k, layout.slots_per_rank) if config.deterministic else 1
+        times = 1 if rounds.combine else rounds.most
+        return ExchangeSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            tokens=rounds.tokens,
+            result_rows=layout.size * rounds.tokens * each * times,
+            inbox_rows=layout.size * rounds.tokens * rounds.most,
+        )
+
+    def wants(self, owners_NK: Tensor) -> Tensor:
+        """[N, G]: which groups get a token."""
+        groups = self.layout.ep_size
+        wanted = torch.zeros(len(owners_NK), groups + 1, dtype=torch.bool)
+        return wanted.scatter_(1, owners_NK.remainder(groups + 1), True)[:, :groups]
+
+    def output(
+        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
+    ) -> DispatchOutput:
+        raise NotImplementedError
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Pending:
+        self.check_tokens(len(x_TH))
+        pending = Pending(step.lane, self.config.encode(x_TH), topk)
+        self.exchange.begin(step.lane, self.operation("dispatch"))
+        self._offer(pending, 0)
+        return pending
+
+    def check_tokens(self, count: int) -> None:
+        most = self.rounds.tokens * self.rounds.most
+        if count > most:
+            raise ValueError(
+                f"{self.operation('dispatch')}: {count} tokens are more than the {most} that the "
+                f"buffers were made for: raise the limit of tokens in a step, or the rounds "
+                f"(DEEPEP_NORMAL_LONG_SEQ_ROUND)"
+            )
+
+    def _offer(self, pending: Pending, number: int) -> None:
+        tokens = self._tokens(number)
+        operation = self.operation("dispatch")
+        self.exchange.offer(pending.lane, pending.x, pending.topk, tokens, operation)
+
+    def _tokens(self, number: int) -> slice:
+        return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
+
+    def _dispatch_b(self, pending: Pending) -> DispatchOutput:
+        exchange, lane, operation = self.exchange, pending.lane, self.operation("dispatch")
+        offers = exchange.offers(lane, operation)
+        rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
+        plan = Plan(self, pending)
+        for number in range(rounds):
+            if number:
+                exchange.signal(Signal.TAKEN, lane, operation)
+                exchange.wait(Signal.TAKEN, lane, operation)
+                self._offer(pending, number)
+                offers = exchange.offers(lane, operation)
+            plan.add(offers, self._tokens(number))
+        return plan.finish()
+
+    def _combine_a(self, results: CombineInput) -> RowsCombineInput:
+        assert isinstance(results, RowsCombineInput)
+        self.give(results, 0)
+        return results
+
+    def _combine_b(self, results: RowsCombineInput) -> Tensor:
+        route: Route = results.handle
+        exchange, operation = self.exchange, self.operation("combine")
+        parts = []
+        for number in range(self._combine_rounds(route)):
+            if number:
+                exchange.signal(Signal.COLLECTED, route.lane, operation)
+                exchange.wait(Signal.COLLECTED, route.lane, operation)
+                self.give(results, number)
+            exchange.wait(Signal.RESULTS, route.lane, operation)
+            parts.append(self.collect(route, number))
+        exchange.end(route.lane)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _combine_rounds(self, route: Route) -> int:
+        return len(route.tokens) if self.rounds.combine else 1
+
+    def give(self, results: RowsCombineInput, number: int) -> None:
+        """Puts the rows of a round where their tokens' ranks find them."""
+        route: Route = results.handle
+        group = self.layout.ep_rank
+        start, stop = 0, len(results.y_RH)
+        if self.rounds.combine:
+            start, stop = route.starts[number][group], route.starts[number + 1][group]
+        self.exchange.results(route.lane)[: stop - start] = results.y_RH[start:stop]
+        self.exchange.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+
+    def collect(self, route: Route, number: int) -> Tensor:
+        owners_TS, places_TS, weights_TS = route.owners_TS, route.places_TS, route.weights_TS
+        if self.rounds.combine:
+            tokens = route.tokens[number]
+            starts_G = torch.tensor(route.starts[number])
+            owners_TS, places_TS = owners_TS[tokens], places_TS[tokens]
+            places_TS = torch.where(places_TS < 0, -1, places_TS - starts_G[owners_TS])
+            weights_TS = None if weights_TS is None else weights_TS[tokens]
+        return self.sum_results(route.lane, Wanted(owners_TS, places_TS, weights_TS))
+
+    def sum_results(self, lane: int, wanted: Wanted) -> Tensor:
+        y_TH, foreign = self.exchange.collect(lane, wanted, self.layout.moe_tp_size)
+        self.note_combine(foreign)
+        return y_TH
+
+
+class Plan:
+    """What comes out of the rounds of one dispatch."""
+
+    def __init__(self, dispatcher: RowsDispatcher, pending: Pending) -> None:
+        self.dispatcher, self.pending = dispatcher, pending
+        self.starts = [[0] * dispatcher.layout.ep_size]
+        self.tokens: list[slice] = []
+        self.places: list[Tensor] = []
+        self.owners: list[Tensor] = []
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        self.x: Payload | None = None
+
+    def add(self, offers: Offers, tokens: slice) -> None:
+        dispatcher = self.dispatcher
+        wanted_NG = self.route(offers)
+        self.tokens.append(tokens)
+        mine_N = wanted_NG[:, dispatcher.layout.ep_rank]
+        rows_R = offers.rows_N[mine_N]
+        ids_RK = dispatcher.layout.local(offers.ids_NK[mine_N])
+        exchange, scale = dispatcher.exchange, dispatcher.config.global_scale
+        self.x = exchange.take(self.pending.lane, rows_R, len(self.x or ()), scale)
+        self.parts.append((ids_RK, exchange.take_weights(rows_R)))
+        dispatcher.note_dispatch(len(rows_R) - int(mine_N[offers.own].sum()))
+
+    def route(self, offers: Offers) -> Tensor:
+        """Notes where this rank's tokens go, and tells which tokens go to which group.
+
+        Rows of a group lie in the order of ranks and tokens (and k, where pairs travel), so that
+        everybody can tell the row of any token.
+        """
+        groups = self.dispatcher.layout.ep_size
+        owners_NK = self.dispatcher.layout.owner(offers.ids_NK)
+        wanted_NG = self.dispatcher.wants(owners_NK)
+        own = offers.own
+        starts_G = torch.tensor(self.starts[-1])
+        if not self.dispatcher.config.deterministic:
+            rank_NG = wanted_NG.cumsum(0)
+            ends_G = starts_G + (rank_NG[-1] if len(rank_NG) else 0)
+            places = torch.where(wanted_NG[own], rank_NG[own] + (starts_G - 1), -1)
+            owners = torch.arange(groups).expand_as(places)
+        else:
+            pairs_NG = owners_NK.flatten().unsqueeze(1) == torch.arange(groups)
+            ends_G = starts_G + pairs_NG.sum(0)
+            rank_N = (starts_G + pairs_NG.cumsum(0) - 1).gather(
+                1, owners_NK.flatten().clamp(min=0).unsqueeze(1)
+            )
+            rank_NK = rank_N.view_as(owners_NK)
+            places = torch.where(owners_NK < 0, -1, rank_NK)[own]
+            owners = owners_NK.clamp(min=0)[own]
+        self.places.append(places)
+        self.owners.append(owners)
+        self.starts.append(ends_G.tolist())
+        return wanted_NG
+
+    def finish(self) -> DispatchOutput:
+        ids_RK, weights_RK = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
+        assert self.x is not None
+        pairs = self.dispatcher.config.deterministic
+        route = Route(
+            lane=self.pending.lane,
+            owners_TS=torch.cat(self.owners),
+            places_TS=torch.cat(self.places),
+            weights_TS=self.pending.topk.weights_TK if pairs else None,
+            starts=self.starts,
+            tokens=self.tokens,
+        )
+        return self.dispatcher.output(self.x, ids_RK, weights_RK, route)

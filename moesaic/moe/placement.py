@@ -1,0 +1,114 @@
+"""Where experts lie: logical experts in physical slots, slots on ranks.
+
+E logical experts · S slots · N ids · K chosen · X replicas of an expert at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EpLayout:
+    """Slots lie in blocks of one size on `ep_size` groups of `moe_tp_size` ranks; the ranks of a
+    group share each of its experts by slices of the intermediate dimension."""
+
+    num_slots: int
+    ep_size: int = 1
+    moe_tp_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_slots % self.ep_size:
+            more = -self.num_slots % self.ep_size
+            raise ValueError(
+                f"{self.num_slots} expert slots cannot be laid evenly over ep {self.ep_size}: "
+                f"add {more} redundant slots (--ep-num-redundant-experts) or change --ep-size"
+            )
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not one of 0..{self.size - 1}")
+
+    @property
+    def size(self) -> int:
+        return self.ep_size * self.moe_tp_size
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank // self.moe_tp_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.rank % self.moe_tp_size
+
+    @property
+    def first_slot(self) -> int:
+        return self.ep_rank * self.slots_per_rank
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Numbers among this rank's slots, -1 for those of others and for none."""
+        local = ids - self.first_slot
+        return torch.where((local >= 0) & (local < self.slots_per_rank), local, -1)
+
+    def owner(self, ids: Tensor) -> Tensor:
+        """The group of each slot; -1 for none."""
+        return torch.div(ids, self.slots_per_rank, rounding_mode="floor")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which logical expert each slot holds. An expert may have several slots (replicas)."""
+
+    num_experts: int
+    slots: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        missing = sorted(set(range(self.num_experts)) - set(self.slots))
+        unknown = sorted(set(self.slots) - set(range(self.num_experts)))
+        if missing or unknown:
+            raise ValueError(
+                f"a placement of {self.num_experts} experts must hold each of them: "
+                f"missing {missing[:5]}, unknown {unknown[:5]}"
+            )
+
+    @classmethod
+    def trivial(cls, num_experts: int, redundant: int = 0) -> Placement:
+        """Slot i holds expert i modulo their number."""
+        return cls(num_experts, tuple(i % num_experts for i in range(num_experts + redundant)))
+
+    @property
+    def is_identity(self) -> bool:
+        return self.slots == tuple(range(self.num_experts))
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        """[E, X] slots of each expert (the first repeated as padding) and how many it has."""
+        replicas: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.slots):
+            replicas[expert].append(slot)
+        width = max(map(len, replicas))
+        padded = [found + found[:1] * (width - len(found)) for found in replicas]
+        return torch.tensor(padded), torch.tensor([len(found) for found in replicas])
+
+
+class SlotMap:
+    """Turns logical ids into slots. With replicas a token takes them in turn by its row, so that
+    ranks which see the same tokens agree."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._slots_EX, self._count_E = placement.table()
+
+    def __call__(self, ids_NK: Tensor) -> Tensor:
+        """Ids of -1 stay -1."""
+        if self.placement.is_identity:
+            return ids_NK
+        known_NK = ids_NK.clamp(min=0)
+        row_N1 = torch.arange(len(ids_NK)).unsqueeze(1)
+        slots_NK = self._slots_EX[known_NK, row_N1 % self._count_E[known_NK]]
+        return torch.where(ids_NK < 0, -1, slots_NK)

@@ -1,0 +1,340 @@
+"""Which backends there are and what each can do: declared data, from which one matrix is computed.
+
+A backend is a contract (formats, payloads, weights) with a provider for each device. The matrix
+refuses what cannot work, with the reason, suggests the nearest that can, and resolves `auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations, product
+from typing import Any, Protocol, TypeVar
+
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
+
+UNQUANTIZED = ("bf16", "fp16", "fp32")
+FP8_WEIGHTS = ("fp8_block", "fp8_channel", "fp8_tensor")
+MODES = ("normal", "low_latency")
+PHASES = ("prefill", "decode")
+
+
+class BufferSpec(Hashable, Protocol):
+    def nbytes(self, size: int) -> int:
+        """Bytes of one rank of so many."""
+
+
+@dataclass(frozen=True)
+class A2aBackend:
+    """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
+    `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
+    DispatchConfig will make, or share with others that ask for the same."""
+
+    name: str
+    summary: str
+    formats: Mapping[str, str]
+    payloads: tuple[str, ...]
+    phases: tuple[str, ...] = PHASES
+    providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
+
+
+@dataclass(frozen=True)
+class RunnerBackend:
+    """`layouts`: in which layout it computes what arrives in a dispatch format. `preferred`: the
+    weights for which `auto` looks at it first."""
+
+    name: str
+    summary: str
+    layouts: Mapping[str, str]
+    weights: tuple[str, ...]
+    payloads: tuple[str, ...]
+    preferred: tuple[str, ...] = ()
+    providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+A2A_REGISTRY: dict[str, A2aBackend] = {}
+RUNNER_REGISTRY: dict[str, RunnerBackend] = {}
+Backend = TypeVar("Backend", A2aBackend, RunnerBackend)
+
+
+def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Backend:
+    if not backend.name.isidentifier() or backend.name == "auto":
+        raise ValueError(f"{kind} backend {backend.name!r}: give a name like my_backend")
+    if backend.name in registry:
+        raise ValueError(f"{kind} backend {backend.name!r} is registered twice")
+    registry[backend.name] = backend
+    return backend
+
+
+def register_a2a(backend: A2aBackend) -> A2aBackend:
+    unknown = set(backend.formats) - set(MODES) or set(backend.payloads) - set(PAYLOAD_FORMATS)
+    if unknown or not backend.formats:
+        raise ValueError(
+            f"a2a backend {backend.name!r}: {sorted(unknown) or 'no mode'}: modes are {MODES}, "
+            f"payloads are {tuple(PAYLOAD_FORMATS)}"
+        )
+    return _register(A2A_REGISTRY, "a2a", backend)
+
+
+def register_runner(backend: RunnerBackend) -> RunnerBackend:
+    unknown = set(backend.weights) - set(WEIGHT_FORMATS)
+    unknown |= set(backend.payloads) - set(PAYLOAD_FORMATS)
+    if unknown:
+        raise ValueError(
+            f"runner backend {backend.name!r}: unknown {sorted(unknown)}; weights are "
+            f"{tuple(WEIGHT_FORMATS)}, payloads are {tuple(PAYLOAD_FORMATS)}"
+        )
+    return _register(RUNNER_REGISTRY, "runner", backend)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One combination. `dtype` is that of the activations; a size of 0 is not known and not
+    checked."""
+
+    a2a: str = "none"
+    mode: str = "auto"
+    runner: str = "auto"
+    payload: str = "auto"
+    weights: str = "bf16"
+    dtype: str = "bf16"
+    ep: int = 1
+    tp: int = 1
+    phases: tuple[str, ...] = PHASES
+    device: str = "cpu"
+    hidden_size: int = 0
+    intermediate_size: int = 0
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A problem with nothing left open, and why each thing that was open became what it is."""
+
+    problem: Problem
+    reasons: tuple[str, ...]
+
+
+FLAGS = {
+    "a2a": "--moe-a2a-backend",
+    "mode": "--deepep-mode",
+    "runner": "--moe-runner-backend",
+    "payload": "--deepep-dispatch-output-dtype",
+    "ep": "--ep-size",
+}
+
+
+def modes_of(problem: Problem) -> tuple[str, ...]:
+    """The modes that will be used: the one asked for, or all that the backend has."""
+    return tuple(A2A_REGISTRY[problem.a2a].formats) if problem.mode == "auto" else (problem.mode,)
+
+
+def formats_of(problem: Problem) -> tuple[str, ...]:
+    formats = A2A_REGISTRY[problem.a2a].formats
+    return tuple(dict.fromkeys(formats[mode] for mode in modes_of(problem)))
+
+
+def payload_of(problem: Problem) -> tuple[str, str]:
+    """What is sent, and why: what the weights are multiplied with, if all agree on it."""
+    if problem.payload != "auto":
+        return problem.payload, "as asked"
+    wanted = WEIGHT_FORMATS[problem.weights].activation
+    if wanted is None:
+        return problem.dtype, f"{problem.weights} weights take activations as they are"
+    for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
+        if backend is not None and wanted not in backend.payloads:
+            return problem.dtype, f"{backend.name} does not take {wanted}"
+    if problem.hidden_size:
+        try:
+            PAYLOAD_FORMATS[wanted].check(problem.hidden_size)
+        except ValueError as error:
+            return problem.dtype, str(error)
+    return wanted, f"{problem.weights} weights are multiplied with {wanted} activations"
+
+
+def _names(problem: Problem) -> Iterator[str]:
+    for kind, name, names in (
+        ("--moe-a2a-backend", problem.a2a, [*A2A_REGISTRY]),
+        ("--moe-runner-backend", problem.runner, ["auto", *RUNNER_REGISTRY]),
+        ("weights", problem.weights, [*WEIGHT_FORMATS]),
+    ):
+        if name not in names:
+            yield f"{kind} {name!r} is not known: choose one of {', '.join(names)}"
+    if problem.payload not in ("auto", *PAYLOAD_FORMATS):
+        known = ", ".join(PAYLOAD_FORMATS)
+        yield f"payload {problem.payload!r} is not known: choose one of {known}"
+
+
+def _sizes(problem: Problem) -> Iterator[str]:
+    if problem.ep > problem.tp or problem.tp % problem.ep:
+        yield f"ep {problem.ep} does not divide tp {problem.tp}"
+    elif problem.intermediate_size:
+        if problem.intermediate_size % problem.moe_tp:
+            yield (
+                f"an intermediate size of {problem.intermediate_size} cannot be cut in "
+                f"{problem.moe_tp} (tp {problem.tp} / ep {problem.ep})"
+            )
+        else:
+            cut = problem.intermediate_size // problem.moe_tp
+            yield from _weights_fit(problem, cut)
+
+
+def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
+    weights = WEIGHT_FORMATS[problem.weights]
+    try:
+        weights.check(cut, problem.hidden_size or cut)
+        weights.check(problem.hidden_size or cut, cut)
+        if problem.moe_tp > 1:
+            weights.check_cut(cut)
+    except ValueError as error:
+        yield f"{problem.weights} weights with ep {problem.ep} of tp {problem.tp}: {error}"
+
+
+def _a2a(problem: Problem) -> Iterator[str]:
+    backend = A2A_REGISTRY[problem.a2a]
+    if problem.device not in backend.providers:
+        yield f"{backend.name} has no provider for {problem.device}"
+    if problem.mode != "auto" and problem.mode not in backend.formats:
+        yield f"{backend.name} has no {problem.mode} mode, only {', '.join(backend.formats)}"
+    for phase in problem.phases:
+        if phase not in backend.phases:
+            yield f"{backend.name} serves {' and '.join(backend.phases)} steps only, not {phase}"
+
+
+def _runner(problem: Problem) -> Iterator[str]:
+    backend = RUNNER_REGISTRY[problem.runner]
+    if problem.device not in backend.providers:
+        yield f"{backend.name} has no provider for {problem.device}"
+    if problem.weights not in backend.weights:
+        yield (
+            f"{backend.name} does not compute with {problem.weights} weights, only with "
+            f"{', '.join(backend.weights)}"
+        )
+    if problem.weights in UNQUANTIZED and problem.weights != problem.dtype:
+        yield f"{problem.weights} weights cannot be multiplied with {problem.dtype} activations"
+    for format in formats_of(problem):
+        if format not in backend.layouts:
+            yield (
+                f"{backend.name} does not take the format {format!r} of {problem.a2a}, only "
+                f"{', '.join(backend.layouts)}"
+            )
+
+
+def _payload(problem: Problem) -> Iterator[str]:
+    payload, _ = payload_of(problem)
+    a2a, runner = A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY[problem.runner]
+    for backend in (a2a, runner):
+        if payload not in backend.payloads:
+            yield (
+                f"{backend.name} does not take a {payload} payload, only "
+                f"{', '.join(backend.payloads)}"
+            )
+    wanted = WEIGHT_FORMATS[problem.weights].activation
+    if payload not in UNQUANTIZED and wanted not in (None, payload):
+        yield (
+            f"a {payload} payload would be rounded again: {problem.weights} weights are multiplied "
+            f"with {wanted} activations"
+        )
+    if payload not in UNQUANTIZED and problem.hidden_size:
+        try:
+            PAYLOAD_FORMATS[payload].check(problem.hidden_size)
+        except ValueError as error:
+            yield str(error)
+
+
+RULES_OF_ALL = (_names, _sizes, _a2a)  # whatever the runner
+RULES = (*RULES_OF_ALL, _runner, _payload)
+
+
+def supports(problem: Problem) -> Support:
+    """Whether a combination works; `auto` works if anything does."""
+    rules = RULES if problem.runner != "auto" else RULES_OF_ALL
+    for rule in rules:
+        for reason in rule(problem):
+            return Support(False, reason)
+    if problem.runner != "auto":
+        return Support(True)
+    tried = [supports(replace(problem, runner=name)) for name in _order(problem.weights)]
+    reasons = "; ".join(dict.fromkeys(support.reason for support in tried))
+    return next((s for s in tried if s.ok), Support(False, f"no runner fits: {reasons}"))
+
+
+def _order(weights: str) -> list[str]:
+    """All runners, those that prefer these weights first."""
+    return sorted(RUNNER_REGISTRY, key=lambda name: weights not in RUNNER_REGISTRY[name].preferred)
+
+
+def resolve(problem: Problem) -> Choice:
+    """What will run, or ValueError with the reason and the nearest combination that works."""
+    support = supports(problem)
+    if not support.ok:
+        raise ValueError(f"{support.reason}; {_advice(problem)}")
+    reasons = []
+    if problem.runner == "auto":
+        runner = next(r for r in _order(problem.weights) if supports(replace(problem, runner=r)).ok)
+        preferred = problem.weights in RUNNER_REGISTRY[runner].preferred
+        why = "preferred for" if preferred else "the first that computes with"
+        reasons.append(f"runner {runner}: {why} {problem.weights} weights")
+        problem = replace(problem, runner=runner)
+    if problem.payload == "auto":
+        payload, why = payload_of(problem)
+        reasons.append(f"payload {payload}: {why}")
+        problem = replace(problem, payload=payload)
+    modes = modes_of(problem)
+    if problem.mode == "auto" and len(modes) == 1:
+        reasons.append(f"mode {modes[0]}: the only one of {problem.a2a}")
+        problem = replace(problem, mode=modes[0])
+    return Choice(problem, tuple(reasons))
+
+
+def _advice(problem: Problem) -> str:
+    nearest = suggest(problem)
+    if nearest is None:
+        return "no choice of backends would help"
+    changes = ", ".join(
+        f"{flag} {getattr(nearest, name)}"
+        for name, flag in FLAGS.items()
+        if getattr(nearest, name) != getattr(problem, name)
+    )
+    return f"use {changes}"
+
+
+def suggest(problem: Problem) -> Problem | None:
+    """The nearest combination that works: the fewest flags changed, first those that matter least
+    to the user."""
+    options: dict[str, list[Any]] = {
+        "payload": ["auto"],
+        "runner": ["auto"],
+        "mode": ["auto"],
+        "a2a": list(A2A_REGISTRY),
+        "ep": [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0],
+    }
+    for count in range(1, len(options) + 1):
+        for names in combinations(options, count):
+            for values in product(*(options[name] for name in names)):
+                candidate = replace(problem, **dict(zip(names, values, strict=True)))
+                if candidate != problem and supports(candidate).ok:
+                    return candidate
+    return None
+
+
+def combinations_of(**fixed: Any) -> Iterator[tuple[Problem, Support]]:
+    """Every a2a backend, mode, runner, payload and weights, with whether it works; the rest as
+    given."""
+    axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS)
+    make = partial(Problem, **fixed)
+    for a2a, mode, runner, payload, weights in axes:
+        problem = make(a2a=a2a, mode=mode, runner=runner, payload=payload, weights=weights)
+        yield problem, supports(problem)

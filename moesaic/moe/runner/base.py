@@ -1,0 +1,118 @@
+"""The contract of a runner: from what dispatch gave to what combine takes.
+
+    pre-permute (format -> layout) · core (grouped products) · post-permute (layout -> format)
+
+or one fused function instead of the three. R rows received · K chosen · e local slots · H hidden ·
+I intermediate (of this rank) · J = 2 * I · Y rows of all slots · M rows of a slot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moesaic.moe.activations import Activation, silu_and_mul
+from moesaic.moe.formats import CombineInput, DispatchOutput
+from moesaic.moe.permute import POOL
+from moesaic.moe.quant.weights import ExpertMatrix
+from moesaic.moe.registry import RUNNER_REGISTRY
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRunnerConfig:
+    num_experts: int
+    """Local slots."""
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    dtype: torch.dtype
+    activation: Activation = silu_and_mul
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Gate rows before up rows in `w13`. Biases of the down projection belong to one of the ranks
+    that share an expert."""
+
+    w13_eJH: ExpertMatrix
+    w2_eHI: ExpertMatrix
+    b13_eJ: Tensor | None = None
+    b2_eH: Tensor | None = None
+
+
+class Workspace:
+    """Buffers that the caller owns and runners borrow, by name; contents do not outlive a call."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=dtype)
+            self._buffers[name, dtype] = buffer
+        return buffer[:size].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@dataclass(frozen=True)
+class RunnerInput:
+    layout: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """Rows in the places of the input's rows."""
+
+    y: Tensor
+
+
+class MoeRunnerCore(ABC):
+    """The grouped products of one layout or several."""
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def run(
+        self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
+    ) -> RunnerOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What permutes and fused functions may use."""
+
+    config: MoeRunnerConfig
+    core: MoeRunnerCore
+    weights: ExpertWeights
+    workspace: Workspace
+
+
+class MoeRunner:
+    """Runs the experts of one layer by the backend's functions."""
+
+    def __init__(self, a2a: str, runner: str, config: MoeRunnerConfig, device: str = "cpu") -> None:
+        self.a2a, self.runner, self.config = a2a, runner, config
+        self.core: MoeRunnerCore = RUNNER_REGISTRY[runner].providers[device](config)
+        self.fused = POOL.fused_func(a2a, runner)
+
+    def run(
+        self, rows: DispatchOutput, weights: ExpertWeights, workspace: Workspace
+    ) -> CombineInput:
+        context = RunContext(self.config, self.core, weights, workspace)
+        if self.fused is not None:
+            return self.fused(rows, context)
+        inputs: Any = POOL.pre_permute(rows.format, self.runner)(rows, context)
+        outputs = self.core.run(inputs, weights, workspace)
+        return POOL.post_permute(self.runner, rows.format)(outputs, inputs, rows, context)
