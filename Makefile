@@ -45,6 +45,7 @@ format: setup
 
 docs: setup
 	$(BIN)/python -m moesaic.config.docs docs/flags.md
+	$(BIN)/python -m moesaic.moe.matrix_docs docs/backends.md
 
 bench: setup
 	@test -n "$(BENCH)" || { echo "usage: make bench BENCH=NAME ARGS=...; NAME is a file of bench/:"; \
