@@ -8,18 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.cpu.experts import SwigluSpec
+
 Activation = Callable[[Tensor, Tensor], Tensor]
 
 
-def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate).mul_(up)
+class Swiglu(SwigluSpec):
+    """With a limit as in gpt-oss: the gate is clamped from above, the linear part on both sides and
+    shifted by one."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.limit is None:
+            return F.silu(gate).mul_(up)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit).add_(1)
+        return gate.mul(torch.sigmoid(self.alpha * gate)).mul_(up)
+
+
+silu_and_mul = Swiglu()
 
 
 def clamped_swiglu(alpha: float, limit: float) -> Activation:
-    """gpt-oss: the gate is clamped from above, the linear part on both sides and shifted by one."""
-
-    def activate(gate: Tensor, up: Tensor) -> Tensor:
-        gate = gate.clamp(max=limit)
-        return gate.mul(torch.sigmoid(alpha * gate)).mul_(up.clamp(-limit, limit).add_(1))
-
-    return activate
+    return Swiglu(alpha, limit)

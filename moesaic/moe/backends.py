@@ -6,6 +6,8 @@ A module from outside registers its dispatchers and runners when it is imported.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -37,12 +39,25 @@ def load_builtin() -> None:
 def load_backends(modules: Sequence[str] = ()) -> None:
     load_builtin()
     for point in entry_points(group=ENTRY_POINTS):
-        import_module(point.value)
-    for name in modules:
         try:
-            import_module(name)
-        except ModuleNotFoundError as error:
+            point.load()
+        except Exception as error:
             raise ValueError(
-                f"--moe-backend-module {name}: {error}; give a module that Python can import from "
-                f"here"
+                f"entry point {point.name} = {point.value} in {ENTRY_POINTS} does not load: "
+                f"{error!r}; mend or uninstall its package"
             ) from error
+    for name in modules:
+        _load_module(name)
+
+
+def _load_module(name: str) -> None:
+    """From the current folder too, as `python -m` would."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--moe-backend-module {name}: {error}; give a module that Python can import from here"
+        ) from error

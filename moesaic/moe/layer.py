@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
+from moesaic.moe.runner.layouts import kernel_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class FusedMoE(Module):
         )
 
     def _runner_config(self) -> MoeRunnerConfig:
-        return MoeRunnerConfig(
+        config = MoeRunnerConfig(
             num_experts=self.layout.slots_per_rank,
             hidden_size=self.config.hidden_size,
             intermediate_size=self.inner,
@@ -85,6 +86,7 @@ class FusedMoE(Module):
             activation=self.config.activation,
             deterministic=self.context.deterministic,
         )
+        return replace(config, kernel=kernel_fits(config, self.context.weight_format.quantised))
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -53,8 +53,10 @@ class EpLayout:
 
     def local(self, ids: Tensor) -> Tensor:
         """Numbers among this rank's slots, -1 for those of others and for none."""
+        if self.ep_size == 1:
+            return ids
         local = ids - self.first_slot
-        return torch.where((local >= 0) & (local < self.slots_per_rank), local, -1)
+        return torch.where(local.clamp(0, self.slots_per_rank - 1) == local, local, -1)
 
     def owner(self, ids: Tensor) -> Tensor:
         """The group of each slot; -1 for none."""

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import combinations, product
 from typing import Any, Protocol, TypeVar
 
+from moesaic.config.flags import nearest
+from moesaic.moe.formats import DISPATCH_FORMATS
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 
@@ -70,12 +72,19 @@ def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Back
 
 
 def register_a2a(backend: A2aBackend) -> A2aBackend:
-    unknown = set(backend.formats) - set(MODES) or set(backend.payloads) - set(PAYLOAD_FORMATS)
-    if unknown or not backend.formats:
-        raise ValueError(
-            f"a2a backend {backend.name!r}: {sorted(unknown) or 'no mode'}: modes are {MODES}, "
-            f"payloads are {tuple(PAYLOAD_FORMATS)}"
-        )
+    declared = {
+        "mode": (backend.formats, MODES),
+        "format": (backend.formats.values(), DISPATCH_FORMATS),
+        "payload": (backend.payloads, PAYLOAD_FORMATS),
+        "phase": (backend.phases, PHASES),
+    }
+    for kind, (names, known) in declared.items():
+        unknown = sorted(set(names) - set(known))
+        if unknown or not names:
+            raise ValueError(
+                f"a2a backend {backend.name!r}: {kind} {unknown or 'missing'}: known are "
+                f"{tuple(known)}"
+            )
     return _register(A2A_REGISTRY, "a2a", backend)
 
 
@@ -171,7 +180,8 @@ def _names(problem: Problem) -> Iterator[str]:
         ("weights", problem.weights, [*WEIGHT_FORMATS]),
     ):
         if name not in names:
-            yield f"{kind} {name!r} is not known: choose one of {', '.join(names)}"
+            hint = nearest(name, names)
+            yield f"{kind} {name!r} is not known: choose one of {', '.join(names)}{hint}"
     if problem.payload not in ("auto", *PAYLOAD_FORMATS):
         known = ", ".join(PAYLOAD_FORMATS)
         yield f"payload {problem.payload!r} is not known: choose one of {known}"

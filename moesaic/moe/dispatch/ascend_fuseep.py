@@ -74,7 +74,7 @@ class FuseEPDispatcher(BaseDispatcher):
         config, exchange = context.config, self.exchange
         slots_N, rows_N, valid_NK = pair_up(self.layout.local(offers.ids_NK))
         places_N, places = place_pairs(
-            slots_N, config.num_experts, standard_places, config.deterministic
+            slots_N, config.num_experts, standard_places, config.rounding
         )
         first = offers.rows_N[:1] if len(offers.rows_N) else torch.zeros(1, dtype=torch.int64)
         source_Y = first.repeat(places.total).index_copy_(0, places_N, offers.rows_N[rows_N])

@@ -157,6 +157,8 @@ class Exchange(Lanes):
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[Payload | None] = [None] * LANES
+        # The number of each row among those of all ranks: [P, lanes, C].
+        self._rows = torch.arange(self.size * LANES * spec.tokens).view(self.size, LANES, -1)
 
     @classmethod
     def shared(cls, spec: ExchangeSpec, comm: CommContext) -> Exchange:
@@ -184,11 +186,7 @@ class Exchange(Lanes):
         active = set(self.active)
         counts = [told[p][0] if p in active else 0 for p in range(self.size)]
         totals = [told[p][1] if p in active else 0 for p in range(self.size)]
-        most = self.spec.tokens
-        filled_PC = torch.arange(most) < torch.tensor(counts).unsqueeze(1)
-        flat_N = filled_PC.flatten().nonzero().squeeze(1)
-        rows_N = flat_N + torch.div(flat_N, most, rounding_mode="floor") * (LANES - 1) * most
-        rows_N += lane * most
+        rows_N = torch.cat([self._rows[p, lane, :count] for p, count in enumerate(counts)])
         ids_NK = self.flat("ids").index_select(0, rows_N).long()
         start = sum(counts[: self.rank])
         return Offers(counts, totals, rows_N, ids_NK, slice(start, start + counts[self.rank]))

@@ -10,6 +10,7 @@ where the buffer holds them all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -196,13 +197,14 @@ class Plan:
         dispatcher = self.dispatcher
         wanted_NG = self.route(offers)
         self.tokens.append(tokens)
-        mine_N = wanted_NG[:, dispatcher.layout.ep_rank]
-        rows_R = offers.rows_N[mine_N]
-        ids_RK = dispatcher.layout.local(offers.ids_NK[mine_N])
+        group = dispatcher.layout.ep_rank
+        mine_R = wanted_NG[:, group].nonzero().squeeze(1)
+        rows_R = offers.rows_N.index_select(0, mine_R)
+        ids_RK = dispatcher.layout.local(offers.ids_NK.index_select(0, mine_R))
         exchange, scale = dispatcher.exchange, dispatcher.config.global_scale
         self.x = exchange.take(self.pending.lane, rows_R, len(self.x or ()), scale)
         self.parts.append((ids_RK, exchange.take_weights(rows_R)))
-        dispatcher.note_dispatch(len(rows_R) - int(mine_N[offers.own].sum()))
+        dispatcher.note_dispatch(len(rows_R) - int(wanted_NG[offers.own, group].sum()))
 
     def route(self, offers: Offers) -> Tensor:
         """Notes where this rank's tokens go, and tells which tokens go to which group.
@@ -235,15 +237,19 @@ class Plan:
         return wanted_NG
 
     def finish(self) -> DispatchOutput:
-        ids_RK, weights_RK = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
+        ids_RK, weights_RK = map(joined, zip(*self.parts, strict=True))
         assert self.x is not None
         pairs = self.dispatcher.config.deterministic
         route = Route(
             lane=self.pending.lane,
-            owners_TS=torch.cat(self.owners),
-            places_TS=torch.cat(self.places),
+            owners_TS=joined(self.owners),
+            places_TS=joined(self.places),
             weights_TS=self.pending.topk.weights_TK if pairs else None,
             starts=self.starts,
             tokens=self.tokens,
         )
         return self.dispatcher.output(self.x, ids_RK, weights_RK, route)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Any, ClassVar
 
@@ -20,7 +21,20 @@ from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.formats import CombineInput, DispatchOutput
 from moesaic.moe.permute import POOL
 from moesaic.moe.quant.weights import ExpertMatrix
-from moesaic.moe.registry import RUNNER_REGISTRY
+from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
+
+
+class Rounding(Enum):
+    """How many rows a product is given for the rows it has.
+
+    EXACT: just those; for a kernel to which it makes no difference. SHAPES: rounded up, so that few
+    shapes occur. PIECES: in pieces of one fixed size, whose bits do not depend on how many there
+    are; for deterministic mode.
+    """
+
+    EXACT = "exact"
+    SHAPES = "shapes"
+    PIECES = "pieces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,14 @@ class MoeRunnerConfig:
     dtype: torch.dtype
     activation: Activation = silu_and_mul
     deterministic: bool = False
+    kernel: bool = False
+    """Whether rows go to the compiled kernel."""
+
+    @property
+    def rounding(self) -> Rounding:
+        if self.kernel:
+            return Rounding.EXACT
+        return Rounding.PIECES if self.deterministic else Rounding.SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +128,12 @@ class MoeRunner:
         self.a2a, self.runner, self.config = a2a, runner, config
         self.core: MoeRunnerCore = RUNNER_REGISTRY[runner].providers[device](config)
         self.fused = POOL.fused_func(a2a, runner)
+        if self.fused is None:
+            for format in set(A2A_REGISTRY[a2a].formats.values()) & set(
+                RUNNER_REGISTRY[runner].layouts
+            ):
+                POOL.pre_permute(format, runner)
+                POOL.post_permute(runner, format)
 
     def run(
         self, rows: DispatchOutput, weights: ExpertWeights, workspace: Workspace

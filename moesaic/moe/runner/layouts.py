@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.cpu import experts
+from moesaic.kernels.cpu.experts import ExpertTensors, Job, SwigluSpec
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -28,7 +31,9 @@ from moesaic.moe.formats import (
 from moesaic.moe.quant.payload import Payload
 from moesaic.moe.runner.base import (
     ExpertWeights,
+    MoeRunnerConfig,
     MoeRunnerCore,
+    Rounding,
     RunContext,
     RunnerInput,
     RunnerOutput,
@@ -83,12 +88,21 @@ class Places:
     groups: list[Group]
 
 
-def standard_places(counts: list[int], deterministic: bool) -> Places:
-    """Slots of at most SMALL_ROWS first, all padded alike, then the others."""
+def standard_places(counts: list[int], rounding: Rounding) -> Places:
+    """Slots of at most SMALL_ROWS first, all padded alike, then the others; exactly, one after the
+    other."""
+    if rounding is Rounding.EXACT:
+        bases = list(accumulate(counts, initial=0))
+        groups = [
+            Group(range(slot, slot + 1), bases[slot], count, count)
+            for slot, count in enumerate(counts)
+            if count
+        ]
+        return Places(bases[:-1], bases[-1], groups)
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
     most = max((counts[slot] for slot in small), default=0)
-    padded = SMALL_ROWS if deterministic else round_up(most)
+    padded = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
     bases = [0] * len(counts)
     groups = []
     total = 0
@@ -105,7 +119,7 @@ def standard_places(counts: list[int], deterministic: bool) -> Places:
     return Places(bases, total, groups)
 
 
-def contiguous_places(counts: list[int], deterministic: bool) -> Places:
+def contiguous_places(counts: list[int], rounding: Rounding) -> Places:
     """Slots in order, each padded to blocks of SMALL_ROWS; neighbours of one block at once."""
     rows = [-(-count // SMALL_ROWS) * SMALL_ROWS for count in counts]
     bases = [0] * len(counts)
@@ -113,6 +127,13 @@ def contiguous_places(counts: list[int], deterministic: bool) -> Places:
     for slot, padded in enumerate(rows):
         bases[slot] = total
         total += padded
+    if rounding is Rounding.EXACT:
+        groups = [
+            Group(range(slot, slot + 1), bases[slot], count, rows[slot])
+            for slot, count in enumerate(counts)
+            if count
+        ]
+        return Places(bases, total, groups)
     single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
     groups = [Group(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
     groups += [
@@ -123,20 +144,27 @@ def contiguous_places(counts: list[int], deterministic: bool) -> Places:
     return Places(bases, total, groups)
 
 
-def masked_places(counts: list[int], deterministic: bool) -> Places:
+def masked_places(counts: list[int], rounding: Rounding) -> Places:
     """A block for each slot, as long as the longest needs."""
     block = round_up(max(counts, default=0))
-    block = max(block, SMALL_ROWS) if deterministic and block else block
+    block = max(block, SMALL_ROWS) if rounding is Rounding.PIECES and block else block
     bases = [slot * block for slot in range(len(counts))]
-    return Places(bases, block * len(counts), masked_groups(counts, block, deterministic))
+    return Places(bases, block * len(counts), masked_groups(counts, block, rounding))
 
 
-def masked_groups(counts: list[int], block: int, deterministic: bool) -> list[Group]:
+def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[Group]:
     """What is computed of blocks of `block` rows with so many filled."""
+    if rounding is Rounding.EXACT:
+        return [
+            Group(range(slot, slot + 1), slot * block, count, block)
+            for slot, count in enumerate(counts)
+            if count
+        ]
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     groups = []
     for run in runs(small):
-        rows = SMALL_ROWS if deterministic else round_up(max(counts[slot] for slot in run))
+        most = max(counts[slot] for slot in run)
+        rows = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
         groups.append(Group(run, run.start * block, rows, block))
     groups += [
         Group(range(slot, slot + 1), slot * block, round_up(count), block)
@@ -146,7 +174,7 @@ def masked_groups(counts: list[int], block: int, deterministic: bool) -> list[Gr
     return groups
 
 
-Placer = Callable[[list[int], bool], Places]
+Placer = Callable[[list[int], Rounding], Places]
 
 
 def pair_up(ids_RK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -161,13 +189,13 @@ def pair_up(ids_RK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def place_pairs(
-    slots_N: Tensor, num_slots: int, placer: Placer, deterministic: bool
+    slots_N: Tensor, num_slots: int, placer: Placer, rounding: Rounding
 ) -> tuple[Tensor, Places]:
     """The place of each pair. Example: slots [0, 2, 0, 1] of three in the standard layout: counts
     [2, 1, 1], all small and padded to 2, bases [0, 2, 4]: places [0, 4, 1, 2]."""
     order_N = slots_N.argsort(stable=True)
     counts_e = torch.bincount(slots_N, minlength=num_slots)
-    places = placer(counts_e.tolist(), deterministic)
+    places = placer(counts_e.tolist(), rounding)
     shift_e = torch.tensor(places.bases) - (counts_e.cumsum(0) - counts_e)
     sorted_N = torch.arange(len(slots_N)) + shift_e[slots_N[order_N]]
     return torch.empty_like(sorted_N).index_copy_(0, order_N, sorted_N), places
@@ -179,7 +207,7 @@ def pre_permute_rows(
     """Rows with ids into a layout, each copied to all its places."""
     config = context.config
     slots_N, rows_N, valid_RK = pair_up(rows.ids_RK)
-    places_N, places = place_pairs(slots_N, config.num_experts, placer, config.deterministic)
+    places_N, places = place_pairs(slots_N, config.num_experts, placer, config.rounding)
     source_Y = torch.zeros(places.total, dtype=torch.int64).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(rows.x, source_Y, context)
     pairs = Pairs(rows_N, places_N, valid_RK)
@@ -236,7 +264,7 @@ def pre_permute_blocks(
     config = context.config
     block = rows.y_eMH.shape[1]
     counts = rows.masked_m
-    places = placer(counts, config.deterministic)
+    places = placer(counts, config.rounding)
     slots = [slot for slot, count in enumerate(counts) if count]
     parts = [torch.arange(counts[slot]) for slot in slots]
     empty = torch.zeros(0, dtype=torch.int64)
@@ -278,7 +306,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
                 x_eMH[slot, :count] = _slot_rows(rows.x, slot, count).dense(config.dtype)
     return MaskedInput(
         x_YH=x_eMH.flatten(0, 1),
-        groups=masked_groups(rows.masked_m, block, config.deterministic),
+        groups=masked_groups(rows.masked_m, block, config.rounding),
         pairs=None,
         quantized=_is_quantized(rows.x, context),
         y_YH=rows.y_eMH.flatten(0, 1),
@@ -319,16 +347,33 @@ def _is_quantized(x: Payload, context: RunContext) -> bool:
 
 
 class GroupedCore(MoeRunnerCore):
-    """Computes any layout of rows in groups."""
+    """Computes rows in groups: by the kernel where it takes exact rows, else by torch."""
 
     def run(
         self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
     ) -> RunnerOutput:
         assert isinstance(inputs, GroupedInput)
-        y_YH = inputs.y_YH
+        x_YH, y_YH = inputs.x_YH, inputs.y_YH
         if y_YH is None:
-            y_YH = workspace.take("y", tuple(inputs.x_YH.shape), self.config.dtype)
-        groups = list(in_pieces(inputs.groups)) if self.config.deterministic else inputs.groups
+            y_YH = workspace.take("y", tuple(x_YH.shape), self.config.dtype)
+        if self.config.kernel:
+            h_YI = workspace.take("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
+            jobs = [Job(group.slots.start, group.start, group.rows) for group in inputs.groups]
+            experts.run(x_YH, y_YH, h_YI, jobs, self._tensors(weights))
+            return RunnerOutput(y_YH)
+        pieces = self.config.rounding is Rounding.PIECES
+        groups = list(in_pieces(inputs.groups)) if pieces else inputs.groups
         mlp = GroupedMLP(self.config, weights, workspace)
-        mlp.run(inputs.x_YH, y_YH, groups, inputs.quantized)
+        mlp.run(x_YH, y_YH, groups, inputs.quantized)
         return RunnerOutput(y_YH)
+
+    def _tensors(self, weights: ExpertWeights) -> ExpertTensors:
+        w13, w2, activation = weights.w13_eJH.plain, weights.w2_eHI.plain, self.config.activation
+        assert w13 is not None and w2 is not None and isinstance(activation, SwigluSpec)
+        return ExpertTensors(w13, w2, weights.b13_eJ, weights.b2_eH, activation)
+
+
+def kernel_fits(config: MoeRunnerConfig, quantised: bool) -> bool:
+    """Whether the kernel can compute a layer on this machine."""
+    plain = not quantised and isinstance(config.activation, SwigluSpec)
+    return plain and experts.fits(config.hidden_size, config.intermediate_size, config.dtype)
