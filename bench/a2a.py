@@ -54,6 +54,7 @@ from moesaic.moe.runner.base import (
 )
 from moesaic.moe.runner.layouts import GroupedInput, weighted_sum
 
+BARRIERS = 100
 BACKENDS = {
     "none": ("none", "auto"),
     "deepep normal": ("deepep", "normal"),
@@ -220,15 +221,16 @@ class Copy:
         return Sample(time.perf_counter() - start, time.process_time() - cpu), x_TH
 
 
-def barriers(group: RankGroup, window: SharedWindow, rounds: int) -> dict[str, list[float]]:
+def barriers(group: RankGroup, window: SharedWindow, blocks: int) -> dict[str, list[float]]:
+    """Seconds of one of many barriers in a row, by block; both kinds take turns."""
     seconds: dict[str, list[float]] = {"window": [], "gloo": []}
-    for _ in range(rounds):
+    for _ in range(blocks):
         for name, barrier in (("window", window.barrier), ("gloo", group.barrier)):
-            group.barrier("start")
             window.barrier("start")
             start = time.perf_counter()
-            barrier("measured")
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(BARRIERS):
+                barrier("measured")
+            seconds[name].append((time.perf_counter() - start) / BARRIERS)
     return seconds
 
 
@@ -255,7 +257,7 @@ def work(group: RankGroup, names: list[str], load: Load, rounds: int) -> dict[st
     return {
         "samples": {name: [asdict(s) for s in found] for name, found in samples.items()},
         "moved": moved,
-        "barriers": barriers(group, window, 50),
+        "barriers": barriers(group, window, 10),
     }
 
 

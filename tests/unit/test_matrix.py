@@ -99,6 +99,7 @@ def test_suggestions_work(setting: str):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @each_setting
 def test_all_suggestions_work(setting: str):
     for problem, _ in refused(setting):
@@ -236,7 +237,7 @@ def test_declared_formats_have_their_functions():
     [
         (A2aBackend("none", "", {"normal": "standard"}, ("bf16",)), "registered twice"),
         (A2aBackend("auto", "", {"normal": "standard"}, ("bf16",)), "give a name like"),
-        (A2aBackend("mine", "", {}, ("bf16",)), "no mode"),
+        (A2aBackend("mine", "", {}, ("bf16",)), "mode missing"),
         (A2aBackend("mine", "", {"fast": "standard"}, ("bf16",)), "fast"),
         (A2aBackend("mine", "", {"normal": "standard"}, ("fp6",)), "fp6"),
         (RunnerBackend("triton", "", {}, ("bf16",), ("bf16",)), "registered twice"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.kernels.cpu.rows import rank_within
 from moesaic.moe.activations import clamped_swiglu, silu_and_mul
-from moesaic.moe.dispatch.low_latency import rank_within
 from moesaic.moe.formats import (
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,

@@ -54,8 +54,10 @@ def _reason(error: Exception) -> str:
 
 
 def _built(command: list[str], source: Path) -> Path:
-    """Named by what it is made from, and put in place whole: ranks may build at the same time."""
-    key = hashlib.sha256(source.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    """Named by what it is made from and for, since homes may be shared between machines; and put in
+    place whole, since ranks may build at the same time."""
+    made_for = repr((command, sorted(cpu_flags()))).encode()
+    key = hashlib.sha256(source.read_bytes() + made_for).hexdigest()[:16]
     folder = cache_folder()
     library = folder / f"{source.stem}-{key}.so"
     if library.is_file() and library.stat().st_uid == os.getuid():

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
 from moesaic.moe.formats import CombineInput, FusedCombineInput, FusedDispatchOutput, TopKOutput
 from moesaic.moe.permute import register_fused_func
 from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
 from moesaic.moe.runner.base import RunContext
 from moesaic.moe.runner.grouped import SMALL_ROWS
-from moesaic.moe.runner.layouts import StandardInput, pair_up, place_pairs, standard_places
+from moesaic.moe.runner.layouts import Places, StandardInput, standard_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class FuseEPDispatcher(BaseDispatcher):
             top_k=config.top_k,
             tokens=config.max_decode_tokens,
             result_rows=pairs + SMALL_ROWS * layout.slots_per_rank,
-            told_pairs=layout.size * config.max_decode_tokens * config.top_k,
+            bases=layout.slots_per_rank,
         )
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
@@ -69,43 +70,34 @@ class FuseEPDispatcher(BaseDispatcher):
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
         return pending
 
-    def compute(self, lane: int, offers: Offers, context: RunContext) -> None:
-        """Local experts on everybody's tokens; results and their places are left for the owners."""
+    def compute(self, lane: int, plan: PairPlan, context: RunContext) -> None:
+        """Local experts on everybody's tokens; results are left where their owners find them."""
         config, exchange = context.config, self.exchange
-        slots_N, rows_N, valid_NK = pair_up(self.layout.local(offers.ids_NK))
-        places_N, places = place_pairs(
-            slots_N, config.num_experts, standard_places, config.rounding
-        )
-        first = offers.rows_N[:1] if len(offers.rows_N) else torch.zeros(1, dtype=torch.int64)
-        source_Y = first.repeat(places.total).index_copy_(0, places_N, offers.rows_N[rows_N])
+        places = standard_places(plan.filled, config.rounding)
         x_YH = context.workspace.take("x", (places.total, config.hidden_size), config.dtype)
-        values = exchange.flat("values")
-        if values.dtype != config.dtype:
-            x_YH.copy_(values.index_select(0, source_Y))
-        elif places.total:
-            torch.index_select(values, 0, source_Y, out=x_YH)
+        if places.total:
+            source_Y = spread_rows(plan.rows_R, plan.filled, places)
+            values = exchange.flat("values", lane)
+            if values.dtype == x_YH.dtype:
+                torch.index_select(values, 0, source_Y, out=x_YH)
+            else:
+                x_YH.copy_(values.index_select(0, source_Y))
         y_YH = exchange.results(lane)[: places.total]
         inputs = StandardInput(x_YH, places.groups, None, False, y_YH)
         context.core.run(inputs, context.weights, context.workspace)
-        told = torch.full((offers.ids_NK.numel(),), -1, dtype=torch.int32)
-        which = slice(None) if valid_NK is None else valid_NK.flatten()
-        told[which] = places_N.int()
-        exchange.window.plane("places")[lane][: len(told)] = told
-        own = (rows_N >= offers.own.start) & (rows_N < offers.own.stop)
-        self.note_dispatch(len(rows_N) - int(own.sum()))
+        exchange.window.plane("bases")[lane] = torch.tensor(places.bases)
         exchange.signal(Signal.RESULTS, lane, self.operation("combine"))
+        self.note_dispatch(len(plan.rows_R) - plan.own)
 
-    def reduce(self, lane: int, offers: Offers, topk: TopKOutput) -> Tensor:
-        exchange = self.exchange
+    def reduce(self, lane: int, plan: PairPlan, topk: TopKOutput) -> Tensor:
+        exchange, layout = self.exchange, self.layout
         exchange.wait(Signal.RESULTS, lane, self.operation("combine"))
-        owners_TK = self.layout.owner(topk.ids_TK).clamp(min=0)
-        width = self.layout.moe_tp_size
-        pairs_TK = torch.arange(offers.own.start, offers.own.stop).unsqueeze(1)
-        pairs_TK = pairs_TK * self.config.top_k + torch.arange(self.config.top_k)
-        told = exchange.window.stacked("places")[::width, lane]
-        places_TK = torch.where(topk.ids_TK < 0, -1, told[owners_TK, pairs_TK].long())
-        wanted = Wanted(owners_TK, places_TK, topk.weights_TK)
-        y_TH, foreign = exchange.collect(lane, wanted, width)
+        # Those who share a group lay out its results alike.
+        bases = exchange.window.stacked("bases")[:: layout.moe_tp_size, lane].flatten()
+        first_TK = bases[topk.ids_TK.clamp(min=0)]
+        places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
+        terms = Terms(layout.owner(topk.ids_TK), places_TK, topk.weights_TK)
+        y_TH, foreign = exchange.collect(lane, terms, layout.moe_tp_size)
         self.note_combine(foreign)
         return y_TH
 
@@ -123,9 +115,22 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     """Dispatch, experts and combine in one."""
     handle: Pending = rows.handle
     dispatcher = handle.dispatcher
-    offers = dispatcher.exchange.offers(handle.lane, dispatcher.operation("dispatch"))
-    dispatcher.compute(handle.lane, offers, context)
-    return FusedCombineInput(handle, dispatcher.reduce(handle.lane, offers, rows.topk))
+    offers = dispatcher.exchange.offers(
+        handle.lane, dispatcher.layout, dispatcher.operation("dispatch")
+    )
+    plan = plan_pairs(offers.tokens)
+    dispatcher.compute(handle.lane, plan, context)
+    return FusedCombineInput(handle, dispatcher.reduce(handle.lane, plan, rows.topk))
+
+
+def spread_rows(rows_R: Tensor, filled: list[int], places: Places) -> Tensor:
+    """Rows slot after slot, at the places of their slots; padding repeats the first."""
+    if places.total == len(rows_R):
+        return rows_R
+    source_Y = rows_R[:1].repeat(places.total)
+    for base, rows in zip(places.bases, rows_R.split(filled), strict=True):
+        source_Y[base : base + len(rows)] = rows
+    return source_Y
 
 
 ASCEND_FUSEEP = register_a2a(

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.kernels.cpu.rows import Terms, Tokens, sum_rows
 from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.formats import TopKOutput
+from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
-from moesaic.moe.runner.layouts import weighted_sum
 
 LANES = 2
 
@@ -47,8 +47,8 @@ class ExchangeSpec:
     top_k: int
     tokens: int
     result_rows: int
-    told_pairs: int = 1
-    """Pairs of all ranks' tokens of which a rank tells where it put the results."""
+    bases: int = 1
+    """Slots of a rank that tell where their results begin."""
     inbox_rows: int = 0
     """Rows that a rank keeps for itself to sort into."""
 
@@ -63,7 +63,7 @@ class ExchangeSpec:
             PlaneSpec("weights", (*rows, self.top_k), torch.float32),
             PlaneSpec("counts", (LANES, 2), torch.int64),
             PlaneSpec("results", (LANES, self.result_rows, self.hidden_size), self.dtype),
-            PlaneSpec("places", (LANES, self.told_pairs), torch.int32),
+            PlaneSpec("bases", (LANES, self.bases), torch.int64),
         ]
 
     def nbytes(self, size: int) -> int:
@@ -79,27 +79,10 @@ def wire(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """The tokens of all ranks in the order of ranks and tokens.
+    """The tokens that all ranks offer; `totals`: how many each has in the whole step."""
 
-    `counts`: tokens of each rank in this round; `totals`: in the whole step. `rows_N`: where each
-    token lies among the rows of all ranks' planes.
-    """
-
-    counts: list[int]
+    tokens: Tokens
     totals: list[int]
-    rows_N: Tensor
-    ids_NK: Tensor
-    own: slice
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The results that this rank's tokens wait for: the group that has each, its row there (-1:
-    none), and its weight; None: they have been applied."""
-
-    owners_TS: Tensor
-    places_TS: Tensor
-    weights_TS: Tensor | None
 
 
 class Lanes:
@@ -157,8 +140,6 @@ class Exchange(Lanes):
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[Payload | None] = [None] * LANES
-        # The number of each row among those of all ranks: [P, lanes, C].
-        self._rows = torch.arange(self.size * LANES * spec.tokens).view(self.size, LANES, -1)
 
     @classmethod
     def shared(cls, spec: ExchangeSpec, comm: CommContext) -> Exchange:
@@ -179,17 +160,25 @@ class Exchange(Lanes):
         window.plane("counts")[lane] = torch.tensor((count, len(x)))
         self.signal(Signal.OFFERED, lane, operation)
 
-    def offers(self, lane: int, operation: str) -> Offers:
+    def offers(self, lane: int, layout: EpLayout, operation: str) -> Offers:
         """What everybody offers in this lane."""
         self.wait(Signal.OFFERED, lane, operation)
         told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
         active = set(self.active)
-        counts = [told[p][0] if p in active else 0 for p in range(self.size)]
-        totals = [told[p][1] if p in active else 0 for p in range(self.size)]
-        rows_N = torch.cat([self._rows[p, lane, :count] for p, count in enumerate(counts)])
-        ids_NK = self.flat("ids").index_select(0, rows_N).long()
-        start = sum(counts[: self.rank])
-        return Offers(counts, totals, rows_N, ids_NK, slice(start, start + counts[self.rank]))
+        counts, totals = (
+            [told[p][which] if p in active else 0 for p in range(self.size)] for which in (0, 1)
+        )
+        tokens = Tokens(
+            ids_PCK=self.window.stacked("ids")[:, lane],
+            weights_PCK=self.window.stacked("weights")[:, lane],
+            counts=counts,
+            rank=self.rank,
+            slots=layout.slots_per_rank,
+            groups=layout.ep_size,
+            group=layout.ep_rank,
+        )
+        # Ranks that share a group plan alike; a rank's own tokens are told by its number.
+        return Offers(tokens, totals)
 
     def take(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
         """Copies offered rows behind the `start` rows that the lane's inbox holds; all of them."""
@@ -197,7 +186,7 @@ class Exchange(Lanes):
         inbox = self.inbox(lane)
         for name, tensor in planes_of(inbox).items():
             target = tensor[start:stop].view(wire(tensor.dtype))
-            torch.index_select(self.flat(name), 0, rows_R, out=target)
+            torch.index_select(self.flat(name, lane), 0, rows_R, out=target)
         scales = None if inbox.scales is None else inbox.scales[:stop]
         return Payload(inbox.values[:stop], scales, self.payload, global_scale)
 
@@ -208,7 +197,7 @@ class Exchange(Lanes):
         to each."""
         inbox = self.inbox(lane)
         for name, tensor in planes_of(inbox).items():
-            source = self.flat(name)
+            source = self.flat(name, lane)
             target = tensor.view(wire(tensor.dtype)).unflatten(0, (len(counts), -1))
             for slot, rows in enumerate(rows_R.split(counts)):
                 if len(rows):
@@ -233,50 +222,21 @@ class Exchange(Lanes):
         assert inbox is not None
         return inbox
 
-    def take_weights(self, rows_R: Tensor) -> Tensor:
-        return self.flat("weights").index_select(0, rows_R)
-
-    def flat(self, name: str) -> Tensor:
-        """[P * lanes * rows, width] of all ranks."""
-        return self.window.stacked(name).flatten(0, 2)
+    def flat(self, name: str, lane: int) -> Tensor:
+        """[rows, width] of all ranks, from this lane's first one on: those of the next rank are
+        LANES * rows of a lane further on."""
+        stacked = self.window.stacked(name)
+        return stacked.flatten(0, 2)[lane * stacked.shape[2] :]
 
     def results(self, lane: int) -> Tensor:
         """Where this rank's results go."""
         return self.window.plane("results")[lane]
 
-    def collect(self, lane: int, wanted: Wanted, width: int) -> tuple[Tensor, int]:
+    def collect(self, lane: int, terms: Terms, width: int) -> tuple[Tensor, int]:
         """The sum of each token's results, and how many of them other ranks held."""
-        rows = self.spec.result_rows
-        y_YH = self.flat("results")[lane * rows :]
-        return sum_results(y_YH, LANES * rows, wanted, width, self.rank)
+        stride = LANES * self.spec.result_rows
+        return sum_rows(self.flat("results", lane), terms, stride, width, self.rank)
 
 
 def planes_of(x: Payload) -> dict[str, Tensor]:
     return {"values": x.values} if x.scales is None else {"values": x.values, "scales": x.scales}
-
-
-def sum_results(
-    y_YH: Tensor, stride: int, wanted: Wanted, width: int, rank: int
-) -> tuple[Tensor, int]:
-    """out[t] = sum over s of weights[t, s] * the row at a place of the owner's results; and how
-    many rows other ranks than this one held.
-
-    Results of rank r begin at row r * stride; a group is `width` ranks whose results add up. Sums
-    are taken in float32, in the order of s and ranks.
-    """
-    valid = wanted.places_TS >= 0
-    rows = wanted.owners_TS * (width * stride) + wanted.places_TS
-    weights = wanted.weights_TS
-    if width > 1:
-        rows = (rows.unsqueeze(2) + torch.arange(width) * stride).flatten(1)
-        valid = valid.repeat_interleave(width, 1)
-        weights = None if weights is None else weights.repeat_interleave(width, 1)
-    rows_N = rows[valid]
-    foreign = len(rows_N) - int((rows_N // stride == rank).sum())
-    if weights is not None:
-        return weighted_sum(y_YH, rows_N, weights, valid), foreign
-    if len(rows_N) == 0:
-        return y_YH.new_zeros(len(rows), y_YH.shape[1]), foreign
-    counts_T = valid.sum(1)
-    starts_T = counts_T.cumsum(0) - counts_T
-    return F.embedding_bag(rows_N, y_YH, starts_T, mode="sum"), foreign

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import (
     LANES,
     Lanes,
     Signal,
-    Wanted,
     planes_of,
-    sum_results,
     wire,
 )
 from moesaic.moe.formats import (
@@ -178,27 +177,22 @@ class FlashInferDispatcher(BaseDispatcher):
     def _combine_b(self, route: Route) -> Tensor:
         self.lanes.wait(Signal.RESULTS, route.lane, self.operation("combine"))
         y = self.window.stacked("results")
-        y_TH, foreign = sum_results(
-            y.flatten(0, 1),
-            y.shape[1],
-            self._wanted(route),
-            self.layout.moe_tp_size,
-            self.layout.rank,
-        )
+        width, rank = self.layout.moe_tp_size, self.layout.rank
+        y_TH, foreign = sum_rows(y.flatten(0, 1), self._wanted(route), y.shape[1], width, rank)
         self.note_combine(foreign)
         self.lanes.end(route.lane)
         return y_TH
 
-    def _wanted(self, route: Route) -> Wanted:
+    def _wanted(self, route: Route) -> Terms:
         first = self._first(route.lane, self.layout.rank)
         sent_TG, topk = route.sent_TG, route.topk
         if not self.spec.pairs:
             owners = torch.arange(self.layout.ep_size).expand_as(sent_TG)
-            return Wanted(owners, torch.where(sent_TG < 0, -1, sent_TG + first), None)
+            return Terms(owners, torch.where(sent_TG < 0, -1, sent_TG + first), None)
         owners_TK = self.layout.owner(topk.ids_TK).clamp(min=0)
         rows_TK = (sent_TG.gather(1, owners_TK) + first) * self.spec.top_k
         rows_TK = rows_TK + torch.arange(self.spec.top_k)
-        return Wanted(owners_TK, torch.where(topk.ids_TK < 0, -1, rows_TK), topk.weights_TK)
+        return Terms(owners_TK, torch.where(topk.ids_TK < 0, -1, rows_TK), topk.weights_TK)
 
 
 FLASHINFER = register_a2a(

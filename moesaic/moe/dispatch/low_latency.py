@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import Terms, plan_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.quant.payload import Payload
 from moesaic.moe.runner.grouped import SMALL_ROWS
 
 
@@ -33,7 +33,7 @@ class Pending:
 @dataclass(frozen=True, slots=True)
 class Route:
     lane: int
-    wanted: Wanted
+    terms: Terms
 
 
 class LowLatencyDispatcher(BaseDispatcher):
@@ -78,40 +78,18 @@ class LowLatencyDispatcher(BaseDispatcher):
         return Pending(step.lane, topk)
 
     def _dispatch_b(self, pending: Pending) -> LowLatencyDispatchOutput:
-        lane = pending.lane
-        offers = self.exchange.offers(lane, self.operation("dispatch"))
-        x, masked_m = self._take(offers, lane)
-        route = self._route(offers, pending)
+        lane, layout = pending.lane, self.layout
+        offers = self.exchange.offers(lane, layout, self.operation("dispatch"))
+        plan = plan_pairs(offers.tokens)
+        scale = self.config.global_scale
+        x = self.exchange.take_blocks(lane, plan.rows_R, plan.filled, scale)
+        self.note_dispatch(len(plan.rows_R) - plan.own)
+        ids_TK = pending.topk.ids_TK
+        first_TK = ids_TK.remainder(layout.slots_per_rank) * self.block
+        places_TK = torch.where(ids_TK < 0, -1, first_TK + plan.places_TK)
+        terms = Terms(layout.owner(ids_TK), places_TK, pending.topk.weights_TK)
         y_eMH = self.exchange.results(lane).unflatten(0, (-1, self.block))
-        return LowLatencyDispatchOutput(route, x, masked_m, y_eMH)
-
-    def _take(self, offers: Offers, lane: int) -> tuple[Payload, list[int]]:
-        """Copies the rows of each local slot into its block, in the order of ranks and tokens."""
-        slots = self.layout.slots_per_rank
-        local = self.layout.local(offers.ids_NK).flatten()
-        pairs = (local >= 0).nonzero().squeeze(1)
-        order = pairs[local[pairs].argsort(stable=True)]
-        rows = offers.rows_N[order // offers.ids_NK.shape[1]]
-        counts: list[int] = torch.bincount(local[pairs], minlength=slots).tolist()
-        x = self.exchange.take_blocks(lane, rows, counts, self.config.global_scale)
-        width = offers.ids_NK.shape[1]
-        own = slice(offers.own.start * width, offers.own.stop * width)
-        self.note_dispatch(len(rows) - int((local[own] >= 0).sum()))
-        return x, counts
-
-    def _route(self, offers: Offers, pending: Pending) -> Route:
-        """Rows of a slot lie in the order of ranks and tokens: those of lower ranks come first."""
-        num_slots, own = self.layout.num_slots, offers.own
-        ids_NK = offers.ids_NK
-        before = ids_NK[: own.start].flatten()
-        base_E = torch.bincount(before[before >= 0], minlength=num_slots)
-        ids_TK = ids_NK[own]
-        flat = ids_TK.flatten()
-        places = rank_within(flat) + base_E[flat.clamp(min=0)]
-        places += flat % self.layout.slots_per_rank * self.block
-        owners_TK = self.layout.owner(ids_TK).clamp(min=0)
-        places_TK = torch.where(ids_TK < 0, -1, places.view_as(ids_TK))
-        return Route(pending.lane, Wanted(owners_TK, places_TK, pending.topk.weights_TK))
+        return LowLatencyDispatchOutput(Route(lane, terms), x, plan.filled, y_eMH)
 
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, LowLatencyCombineInput)
@@ -124,20 +102,12 @@ class LowLatencyDispatcher(BaseDispatcher):
 
     def _combine_b(self, route: Route) -> Tensor:
         self.exchange.wait(Signal.RESULTS, route.lane, self.operation("combine"))
-        wanted = self.reachable(route.wanted)
-        y_TH, foreign = self.exchange.collect(route.lane, wanted, self.layout.moe_tp_size)
+        terms = self.reachable(route.terms)
+        y_TH, foreign = self.exchange.collect(route.lane, terms, self.layout.moe_tp_size)
         self.note_combine(foreign)
         self.exchange.end(route.lane)
         return y_TH
 
-    def reachable(self, wanted: Wanted) -> Wanted:
+    def reachable(self, terms: Terms) -> Terms:
         """What can be had of the results."""
-        return wanted
-
-
-def rank_within(keys: Tensor) -> Tensor:
-    """How many equal keys stand before each: [5, 3, 5, 5] -> [0, 0, 1, 2]."""
-    order = keys.argsort(stable=True)
-    ordered = keys[order]
-    first = torch.searchsorted(ordered, ordered)
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(keys)) - first)
+        return terms

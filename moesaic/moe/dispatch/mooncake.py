@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from moesaic.moe.dispatch.exchange import Wanted
+from moesaic.kernels.cpu.rows import Terms
 from moesaic.moe.dispatch.low_latency import LowLatencyDispatcher
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
 
@@ -32,13 +32,14 @@ class MooncakeDispatcher(LowLatencyDispatcher):
         self.exchange.set_active(active_ranks)
         self.exchange.restart(generation)
 
-    def reachable(self, wanted: Wanted) -> Wanted:
+    def reachable(self, terms: Terms) -> Terms:
         """Results of a group are a whole only if all ranks that share it take part."""
         active = torch.zeros(self.layout.size, dtype=torch.bool)
         active[self.exchange.active] = True
         whole_G = active.view(self.layout.ep_size, -1).all(1)
-        places = torch.where(whole_G[wanted.owners_TS], wanted.places_TS, -1)
-        return replace(wanted, places_TS=places)
+        assert terms.owners_TS is not None
+        places = torch.where(whole_G[terms.owners_TS], terms.places_TS, -1)
+        return replace(terms, places_TS=places)
 
 
 MOONCAKE = register_a2a(

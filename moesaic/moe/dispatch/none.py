@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import Terms, Tokens
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.dispatch.exchange import ExchangeSpec, Signal
 from moesaic.moe.dispatch.rows import Pending, Plan, Rounds, Route, RowsDispatcher
 from moesaic.moe.formats import (
     CombineInput,
@@ -52,8 +53,7 @@ class StandardDispatcher(RowsDispatcher):
 
     name = "none"
 
-    def wants(self, owners_NK: Tensor) -> Tensor:
-        return torch.ones(len(owners_NK), self.layout.ep_size, dtype=torch.bool)
+    everywhere = True
 
     def output(
         self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
@@ -83,10 +83,19 @@ class ReplicatedDispatcher(StandardDispatcher):
         return Pending(step.lane, self.config.encode(x_TH), topk)
 
     def _dispatch_b(self, pending: Pending) -> DispatchOutput:
-        topk, count = pending.topk, len(pending.x)
-        whole = slice(0, count)
+        topk, layout = pending.topk, self.layout
         plan = Plan(self, pending)
-        plan.route(Offers([count], [count], torch.arange(count), topk.ids_TK, whole))
+        plan.route(
+            Tokens(
+                ids_PCK=topk.ids_TK.int().unsqueeze(0),
+                weights_PCK=topk.weights_TK.unsqueeze(0),
+                counts=[len(pending.x)],
+                rank=0,
+                slots=layout.slots_per_rank,
+                groups=layout.ep_size,
+                group=layout.ep_rank,
+            )
+        )
         plan.x = pending.x
         plan.parts.append((self.layout.local(topk.ids_TK), topk.weights_TK))
         return plan.finish()
@@ -100,7 +109,7 @@ class ReplicatedDispatcher(StandardDispatcher):
     def collect(self, route: Route, number: int) -> Tensor:
         half = self._half(route.lane, 1)
         places_TS = torch.where(route.places_TS < 0, -1, route.places_TS + half)
-        return self.sum_results(route.lane, Wanted(route.owners_TS, places_TS, route.weights_TS))
+        return self.sum_results(route.lane, Terms(route.owners_TS, places_TS, route.weights_TS))
 
     def _half(self, lane: int, since: int) -> int:
         turn = self.exchange.count(Signal.RESULTS, lane) - since

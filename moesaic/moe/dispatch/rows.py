@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import RowPlan, Terms, Tokens, plan_rows
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Offers, Signal, Wanted
+from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
 from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 
@@ -58,7 +60,9 @@ class Route:
 
 
 class RowsDispatcher(BaseDispatcher):
-    """`wants` says which tokens go to which group; a subclass makes the output of its format."""
+    """A subclass makes the output of its format. `everywhere`: all tokens go to all groups."""
+
+    everywhere: ClassVar[bool] = False
 
     def __init__(
         self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
@@ -83,12 +87,6 @@ class RowsDispatcher(BaseDispatcher):
             result_rows=layout.size * rounds.tokens * each * times,
             inbox_rows=layout.size * rounds.tokens * rounds.most,
         )
-
-    def wants(self, owners_NK: Tensor) -> Tensor:
-        """[N, G]: which groups get a token."""
-        groups = self.layout.ep_size
-        wanted = torch.zeros(len(owners_NK), groups + 1, dtype=torch.bool)
-        return wanted.scatter_(1, owners_NK.remainder(groups + 1), True)[:, :groups]
 
     def output(
         self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
@@ -121,7 +119,7 @@ class RowsDispatcher(BaseDispatcher):
 
     def _dispatch_b(self, pending: Pending) -> DispatchOutput:
         exchange, lane, operation = self.exchange, pending.lane, self.operation("dispatch")
-        offers = exchange.offers(lane, operation)
+        offers = exchange.offers(lane, self.layout, operation)
         rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
         plan = Plan(self, pending)
         for number in range(rounds):
@@ -129,8 +127,8 @@ class RowsDispatcher(BaseDispatcher):
                 exchange.signal(Signal.TAKEN, lane, operation)
                 exchange.wait(Signal.TAKEN, lane, operation)
                 self._offer(pending, number)
-                offers = exchange.offers(lane, operation)
-            plan.add(offers, self._tokens(number))
+                offers = exchange.offers(lane, self.layout, operation)
+            plan.add(offers.tokens, self._tokens(number))
         return plan.finish()
 
     def _combine_a(self, results: CombineInput) -> RowsCombineInput:
@@ -173,10 +171,10 @@ class RowsDispatcher(BaseDispatcher):
             owners_TS, places_TS = owners_TS[tokens], places_TS[tokens]
             places_TS = torch.where(places_TS < 0, -1, places_TS - starts_G[owners_TS])
             weights_TS = None if weights_TS is None else weights_TS[tokens]
-        return self.sum_results(route.lane, Wanted(owners_TS, places_TS, weights_TS))
+        return self.sum_results(route.lane, Terms(owners_TS, places_TS, weights_TS))
 
-    def sum_results(self, lane: int, wanted: Wanted) -> Tensor:
-        y_TH, foreign = self.exchange.collect(lane, wanted, self.layout.moe_tp_size)
+    def sum_results(self, lane: int, terms: Terms) -> Tensor:
+        y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
         self.note_combine(foreign)
         return y_TH
 
@@ -189,62 +187,40 @@ class Plan:
         self.starts = [[0] * dispatcher.layout.ep_size]
         self.tokens: list[slice] = []
         self.places: list[Tensor] = []
-        self.owners: list[Tensor] = []
         self.parts: list[tuple[Tensor, Tensor]] = []
         self.x: Payload | None = None
 
-    def add(self, offers: Offers, tokens: slice) -> None:
-        dispatcher = self.dispatcher
-        wanted_NG = self.route(offers)
-        self.tokens.append(tokens)
-        group = dispatcher.layout.ep_rank
-        mine_R = wanted_NG[:, group].nonzero().squeeze(1)
-        rows_R = offers.rows_N.index_select(0, mine_R)
-        ids_RK = dispatcher.layout.local(offers.ids_NK.index_select(0, mine_R))
-        exchange, scale = dispatcher.exchange, dispatcher.config.global_scale
-        self.x = exchange.take(self.pending.lane, rows_R, len(self.x or ()), scale)
-        self.parts.append((ids_RK, exchange.take_weights(rows_R)))
-        dispatcher.note_dispatch(len(rows_R) - int(wanted_NG[offers.own, group].sum()))
+    def add(self, tokens: Tokens, own: slice) -> None:
+        """Takes the rows of a round that go to this rank."""
+        dispatcher, lane = self.dispatcher, self.pending.lane
+        plan = self.route(tokens)
+        self.tokens.append(own)
+        scale = dispatcher.config.global_scale
+        self.x = dispatcher.exchange.take(lane, plan.rows_R, len(self.x or ()), scale)
+        self.parts.append((plan.ids_RK, plan.weights_RK))
+        dispatcher.note_dispatch(len(plan.rows_R) - plan.own)
 
-    def route(self, offers: Offers) -> Tensor:
-        """Notes where this rank's tokens go, and tells which tokens go to which group.
-
-        Rows of a group lie in the order of ranks and tokens (and k, where pairs travel), so that
-        everybody can tell the row of any token.
-        """
-        groups = self.dispatcher.layout.ep_size
-        owners_NK = self.dispatcher.layout.owner(offers.ids_NK)
-        wanted_NG = self.dispatcher.wants(owners_NK)
-        own = offers.own
-        starts_G = torch.tensor(self.starts[-1])
-        if not self.dispatcher.config.deterministic:
-            rank_NG = wanted_NG.cumsum(0)
-            ends_G = starts_G + (rank_NG[-1] if len(rank_NG) else 0)
-            places = torch.where(wanted_NG[own], rank_NG[own] + (starts_G - 1), -1)
-            owners = torch.arange(groups).expand_as(places)
-        else:
-            pairs_NG = owners_NK.flatten().unsqueeze(1) == torch.arange(groups)
-            ends_G = starts_G + pairs_NG.sum(0)
-            rank_N = (starts_G + pairs_NG.cumsum(0) - 1).gather(
-                1, owners_NK.flatten().clamp(min=0).unsqueeze(1)
-            )
-            rank_NK = rank_N.view_as(owners_NK)
-            places = torch.where(owners_NK < 0, -1, rank_NK)[own]
-            owners = owners_NK.clamp(min=0)[own]
-        self.places.append(places)
-        self.owners.append(owners)
-        self.starts.append(ends_G.tolist())
-        return wanted_NG
+    def route(self, tokens: Tokens) -> RowPlan:
+        """Notes where this rank's tokens go. Rows of a group lie in the order of ranks and tokens
+        (and k, where pairs travel), so that everybody can tell the row of any token."""
+        pairs, everywhere = self.dispatcher.config.deterministic, self.dispatcher.everywhere
+        plan = plan_rows(tokens, self.starts[-1], pairs, everywhere)
+        self.places.append(plan.places_TS)
+        self.starts.append(plan.ends)
+        return plan
 
     def finish(self) -> DispatchOutput:
         ids_RK, weights_RK = map(joined, zip(*self.parts, strict=True))
         assert self.x is not None
+        topk, layout = self.pending.topk, self.dispatcher.layout
         pairs = self.dispatcher.config.deterministic
+        places_TS = joined(self.places)
+        groups_TS = torch.arange(layout.ep_size).expand_as(places_TS) if not pairs else None
         route = Route(
             lane=self.pending.lane,
-            owners_TS=joined(self.owners),
-            places_TS=joined(self.places),
-            weights_TS=self.pending.topk.weights_TK if pairs else None,
+            owners_TS=layout.owner(topk.ids_TK) if groups_TS is None else groups_TS,
+            places_TS=places_TS,
+            weights_TS=topk.weights_TK if pairs else None,
             starts=self.starts,
             tokens=self.tokens,
         )

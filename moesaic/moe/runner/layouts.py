@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import experts
 from moesaic.kernels.cpu.experts import ExpertTensors, Job, SwigluSpec
+from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -233,28 +233,12 @@ def post_permute_rows(
 def weighted_sum(
     y_YH: Tensor, places_N: Tensor, weights_RK: Tensor, valid_RK: Tensor | None = None
 ) -> Tensor:
-    """out[r] = sum over valid k of weights[r, k] * y[place], in float32, in the order of k.
-
-    The kernel wants weights in the type of y: what rounding takes from them is added as a second
-    term each, so that they keep the precision of 16 bits more.
-    """
-    num_rows, top_k = weights_RK.shape
-    weights_N = weights_RK.flatten() if valid_RK is None else weights_RK[valid_RK]
-    high_N = weights_N.to(y_YH.dtype)
-    terms = 1
-    if high_N.dtype != weights_N.dtype:
-        low_N = (weights_N - high_N).to(y_YH.dtype)
-        high_N = torch.stack((high_N, low_N), 1).flatten()
-        places_N = places_N.repeat_interleave(2)
-        terms = 2
-    if num_rows == 0 or len(y_YH) == 0:
-        return y_YH.new_zeros(num_rows, y_YH.shape[1])
+    """out[r] = sum over valid k of weights[r, k] * y[place], in float32, in the order of k."""
     if valid_RK is None:
-        starts_R = torch.arange(0, num_rows * top_k * terms, top_k * terms)
+        places_RK = places_N.view(weights_RK.shape)
     else:
-        counts_R = valid_RK.sum(1) * terms
-        starts_R = counts_R.cumsum(0) - counts_R
-    return F.embedding_bag(places_N, y_YH, starts_R, mode="sum", per_sample_weights=high_N)
+        places_RK = torch.full(weights_RK.shape, -1).masked_scatter_(valid_RK, places_N)
+    return sum_rows(y_YH, Terms(None, places_RK, weights_RK))[0]
 
 
 def pre_permute_blocks(

@@ -1,0 +1,189 @@
+"""What the tests of MoE layers share: combinations, cases, poison, and layers on ranks.
+
+T tokens · K chosen · H hidden · E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.group import RankGroup
+from moesaic.core.step import Step
+from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.exchange import LANES, Exchange, Lanes, planes_of
+from moesaic.moe.formats import TopKOutput
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from moesaic.moe.registry import Problem
+from tests.moe_bounds import Numerics
+from tests.moe_oracle import Experts, config_of, random_topk
+
+EXPERTS, HIDDEN, TOP_K = 12, 128, 3
+INNER = 128  # of each rank that shares an expert: the blocks of every format fit
+MOST = 257
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PEER_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Combination:
+    """`mode` replicated: all ranks bring the same tokens (a2a `none` only)."""
+
+    a2a: str
+    mode: str
+    runner: str
+    payload: str
+    weights: str
+    dtype: str
+    tp: int
+    ep: int
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        parts = (self.a2a, self.mode, self.runner, self.payload, self.weights, self.dtype)
+        bits = "-bits" if self.deterministic else ""
+        return "-".join(parts) + f"-ep{self.ep}of{self.tp}{bits}"
+
+    @property
+    def replicated(self) -> bool:
+        return self.mode == "replicated"
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            a2a=self.a2a,
+            mode="normal" if self.replicated else self.mode,
+            runner=self.runner,
+            payload=self.payload,
+            weights=self.weights,
+            dtype=self.dtype,
+            ep=self.ep,
+            tp=self.tp,
+            phases=("decode",),
+            hidden_size=HIDDEN,
+            intermediate_size=INNER * (self.tp // self.ep),
+        )
+
+    @property
+    def numerics(self) -> Numerics:
+        weights = WEIGHT_FORMATS[self.weights]
+        return Numerics(
+            weights=weights,
+            payload=PAYLOAD_FORMATS[self.payload],
+            activation=PAYLOAD_FORMATS[weights.activation] if weights.activation else None,
+            dtype=DTYPES[self.dtype],
+            ep=self.ep,
+            moe_tp=self.tp // self.ep,
+        )
+
+    def context(self, group: RankGroup, **options: Any) -> MoeContext:
+        options = {"max_tokens": MOST, "max_decode_tokens": MOST, "timeout": 10.0} | options
+        return MoeContext.make(
+            self.problem,
+            DTYPES[self.dtype],
+            group,
+            deterministic=self.deterministic,
+            replicated=self.replicated,
+            **options,
+        )
+
+    def layer(self, group: RankGroup, **options: Any) -> FusedMoE:
+        experts = experts_for(self.tp // self.ep)
+        layer = FusedMoE(config_of(experts, TOP_K), self.context(group, **options))
+        experts.fill(layer)
+        return layer
+
+
+@lru_cache
+def experts_for(moe_tp: int) -> Experts:
+    return Experts.random(EXPERTS, HIDDEN, INNER * moe_tp, seed=moe_tp)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of one step. `experts`: those that may be chosen; `first`: what all choose first."""
+
+    name: str
+    counts: tuple[int, ...]
+    step: Step
+    experts: range = range(EXPERTS)
+    first: int | None = None
+    masked: bool = False
+
+    def tokens(self, rank: int, dtype: torch.dtype) -> tuple[Tensor, TopKOutput]:
+        seed = 1000 * sum(map(ord, self.name)) + rank
+        count = self.counts[rank]
+        generator = torch.Generator().manual_seed(seed)
+        x_TH = torch.randn(count, HIDDEN, generator=generator).to(dtype)
+        topk = random_topk(count, len(self.experts), TOP_K, seed)
+        ids_TK = topk.ids_TK + self.experts.start
+        if self.first is not None:
+            ids_TK = torch.where(ids_TK == self.first, ids_TK[:, :1], ids_TK)
+            ids_TK[:, 0] = self.first
+        if self.masked:
+            ids_TK[torch.rand(count, TOP_K, generator=generator) < 0.3] = -1
+            ids_TK[::7] = -1
+        return x_TH, TopKOutput(ids_TK, topk.weights_TK)
+
+
+def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
+    """Both lanes and both kinds of steps; every one of 0, 1, 63 and 257 tokens on some rank."""
+    turns = [(257, 0, 63, 1), (1, 63, 0, 5), (63,), (0,)]
+    chosen = turns if tp == 1 else turns[:2]
+    block = EXPERTS // ep
+    others = range(EXPERTS - block) if ep > 1 else range(EXPERTS - 1)
+    cases = [
+        Case(f"uneven {turn[:tp]}", turn[:tp], Step(i % 2 == 0, i % 2), masked=i % 2 == 1)
+        for i, turn in enumerate(chosen)
+    ]
+    cases += [
+        Case("one expert takes all", (40,) * tp, Step(False, 0), first=EXPERTS - 1),
+        Case("the last rank takes none", (9,) * tp, Step(True, 1), experts=others),
+        Case("nobody has tokens", (0,) * tp, Step(False, 1)),
+        Case("masked", (33,) * tp, Step(True, 0), masked=True),
+    ]
+    if not replicated:
+        return cases
+    return [
+        Case(c.name, (max(c.counts),) * tp, c.step, c.experts, c.first, c.masked) for c in cases
+    ]
+
+
+def poison(context: MoeContext) -> None:
+    """NaN in every buffer of this rank, also in what scales and weights travel in. Ids name real
+    experts and counts are huge: what is stale and yet used shows."""
+    for plane, tensor in _buffers(context):
+        if plane == "ids":
+            tensor.fill_(1)
+        elif plane in ("counts", "places"):
+            tensor.fill_(1 << 30)
+        elif tensor.dtype.itemsize == 1:
+            tensor.view(torch.uint8).fill_(0xFF)
+        else:
+            tensor.fill_(torch.nan)
+
+
+def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
+    for buffer in context.comm.buffers.values():
+        assert isinstance(buffer, Lanes)
+        for name in buffer.window._own:
+            yield name, buffer.window.plane(name)
+        if isinstance(buffer, Exchange) and buffer.spec.inbox_rows:
+            for inbox in map(buffer.inbox, range(LANES)):
+                yield from planes_of(inbox).items()
+    for tensor in context.workspace._buffers.values():
+        yield "workspace", tensor
+
+
+def poison_all(group: RankGroup, context: MoeContext) -> None:
+    """Nobody may still read, and nobody may write before all are done."""
+    group.barrier("before poison")
+    poison(context)
+    group.barrier("after poison")
