@@ -43,7 +43,8 @@ class MatrixSlot:
 
     `shape` is that of the whole matrix, of which this rank holds `rows` and `cols`. A stacked
     checkpoint holds it as entry `index` of [E, N, K]; `interleaved`: its rows are every second one
-    of the stacked ones, from this one on.
+    of the stacked ones, from this one on. `tell_input_scale` is called with the calibrated scale of
+    what the matrix is multiplied with, where the checkpoint has one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class MatrixSlot:
     cols: slice
     index: int | None = None
     interleaved: int | None = None
+    tell_input_scale: Callable[[float], None] | None = None
 
 
 def slot(name: str, into: Tensor) -> TensorSlot:

@@ -17,6 +17,7 @@ from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import Checkpoint, Spec
 from moesaic.models.config import RawConfig
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
+from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WeightFormat
 
 Slot = TensorSlot | MatrixSlot
@@ -63,6 +64,9 @@ class Loader:
         assert matrix is not None and isinstance(slot.format, WeightFormat)
         planes = self.scheme.read(self.checkpoint, matrix, slot.format, slot.rows, slot.cols)
         _copy(planes, slot)
+        scale = self.scheme.input_scale(self.checkpoint, matrix)
+        if scale is not None and slot.tell_input_scale is not None:
+            slot.tell_input_scale(scale)
 
 
 def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) -> None:
@@ -77,6 +81,9 @@ def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) ->
                 checkpoint.check(name, wanted)
         for slot in tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False):
             loader.fill(slot)
+    for module in model.modules():
+        if isinstance(module, FusedMoE):
+            module.settle_input_scales()
 
 
 def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.layouts import kernel_fits
@@ -70,6 +72,7 @@ class FusedMoE(Module):
         self.b13 = parameter(slots, 2 * inner, dtype=dtype) if bias else None
         self.b2 = parameter(slots, hidden, dtype=dtype) if bias and first else None
         self.weights = ExpertWeights(w13, w2, self.b13, self.b2)
+        self._input_scales = [0.0, 0.0]
 
     def _dispatch_config(self, layer: int) -> DispatchConfig:
         return self.context.dispatch_config(
@@ -108,20 +111,42 @@ class FusedMoE(Module):
             yield self._inward(f"{stem}{up}.weight", local, 1)
             yield self._outward(f"{stem}{down}.weight", local)
 
+    def settle_input_scales(self) -> None:
+        """Once weights are loaded: activations in a format with a global scale get the largest that
+        any expert of the layer, on any rank, was calibrated with."""
+        activation = self.context.weight_format.activation
+        if activation is None or not PAYLOAD_FORMATS[activation].has_global_scale:
+            return
+        told = struct.pack("2d", *self._input_scales)
+        everybody = self.context.comm.group.all_gather_bytes(told, "settle input scales")
+        largest = [
+            max(pair) for pair in zip(*(struct.unpack("2d", b) for b in everybody), strict=True)
+        ]
+        inward, outward = (scale or 1.0 for scale in largest)
+        self.weights = replace(self.weights, input_scale=inward, inner_scale=outward)
+        if self.dispatcher.config.payload.has_global_scale:
+            self.dispatcher.set_global_scale(inward)
+
+    def _note_input_scale(self, scale: float, which: int) -> None:
+        self._input_scales[which] = max(self._input_scales[which], scale)
+
     def _inward(
         self, name: str, local: int, part: int, index: int | None = None, every: int | None = None
     ) -> MatrixSlot:
         w13 = self.weights.w13_eJH
         shape = (self.config.intermediate_size, self.config.hidden_size)
         into = w13.part(local, part)
-        return MatrixSlot(
-            name, into, w13.format, shape, self.share, slice(None), index, interleaved=every
-        )
+        tell = partial(self._note_input_scale, which=0)
+        rows, cols = self.share, slice(None)
+        return MatrixSlot(name, into, w13.format, shape, rows, cols, index, every, tell)
 
     def _outward(self, name: str, local: int, index: int | None = None) -> MatrixSlot:
         w2 = self.weights.w2_eHI
         shape = (self.config.hidden_size, self.config.intermediate_size)
-        return MatrixSlot(name, w2.part(local, 0), w2.format, shape, slice(None), self.share, index)
+        tell = partial(self._note_input_scale, which=1)
+        rows, cols = slice(None), self.share
+        into = w2.part(local, 0)
+        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, tell_input_scale=tell)
 
 
 class StackedMoE(FusedMoE):

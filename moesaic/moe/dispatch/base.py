@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -152,6 +152,10 @@ class BaseDispatcher(ABC):
 
     @abstractmethod
     def _combine_b(self, pending: Any) -> Tensor: ...
+
+    def set_global_scale(self, scale: float) -> None:
+        """Of payloads that have one; the same on all ranks."""
+        self.config = replace(self.config, global_scale=scale)
 
     def note_dispatch(self, rows: int) -> None:
         """Counts rows that came from other ranks."""

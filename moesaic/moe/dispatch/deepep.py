@@ -50,6 +50,10 @@ class AutoDispatcher(BaseDispatcher):
         self.normal = NormalDispatcher(config, comm)
         self.low_latency = LowLatencyDispatcher(config, comm)
 
+    def set_global_scale(self, scale: float) -> None:
+        for dispatcher in (self.normal, self.low_latency):
+            dispatcher.set_global_scale(scale)
+
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Any:
         chosen = self.normal if step.prefill else self.low_latency
         return chosen, chosen.dispatch_a(x_TH, topk, step)

@@ -66,6 +66,9 @@ class ExpertWeights:
     w2_eHI: ExpertMatrix
     b13_eJ: Tensor | None = None
     b2_eH: Tensor | None = None
+    input_scale: float = 1.0
+    inner_scale: float = 1.0
+    """Global scales of what the first and the last product take, for formats that have one."""
 
 
 class Workspace:

@@ -143,14 +143,16 @@ class GroupedMLP:
                 continue
             for slot, start in zip(group.slots, group.starts, strict=True):
                 x_CH = x_YH[start : start + group.rows]
-                x_CH = x_CH if quantized else self._on_grid(x_CH)
+                x_CH = x_CH if quantized else self._on_grid(x_CH, self.weights.input_scale)
                 y_HC = self._mlp(torch.mm, slot, x_CH.t())
                 y_YH[start : start + group.rows].copy_(y_HC.t())
 
-    def _on_grid(self, x_CH: Tensor) -> Tensor:
+    def _on_grid(self, x_CH: Tensor, scale: float) -> Tensor:
         """Rows rounded to what the weights are multiplied with."""
         wanted = self.weights.w13_eJH.format.activation
-        return x_CH if wanted is None else PAYLOAD_FORMATS[wanted].encode(x_CH).dense(x_CH.dtype)
+        if wanted is None:
+            return x_CH
+        return PAYLOAD_FORMATS[wanted].encode(x_CH, scale).dense(x_CH.dtype)
 
     def _mlp(self, product: Product, which: int | slice, x: Tensor) -> Tensor:
         """One slot ([H, C] -> [H, C]) or several neighbours ([e, H, C] -> [e, H, C])."""
@@ -160,7 +162,7 @@ class GroupedMLP:
             gate_up += weights.b13_eJ[which].unsqueeze(-1)
         inner = self.config.activation(*gate_up.chunk(2, dim=-2))
         if weights.w2_eHI.format.activation is not None:
-            inner = self._on_grid(inner.t()).t()
+            inner = self._on_grid(inner.t(), weights.inner_scale).t()
         y = product(self._matrix(weights.w2_eHI, which), inner)
         if weights.b2_eH is not None:
             y += weights.b2_eH[which].unsqueeze(-1)
