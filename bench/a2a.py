@@ -328,7 +328,7 @@ def main() -> None:
             points.append({"load": asdict(load), "summary": summary})
     payload = {
         "command": f"python -m bench.a2a --ranks {args.ranks} --payload {args.payload} "
-        f"--tokens {' '.join(map(str, args.tokens))}",
+        f"--tokens {' '.join(map(str, args.tokens))} --rounds {args.rounds}",
         "machine": machine(threads=1),
         "ranks": args.ranks,
         "points": points,

@@ -13,31 +13,23 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
+
 ENTRY_POINTS = "moesaic.moe_backends"
-RUNNERS = (
-    "triton",
-    "triton_kernel",
-    "deep_gemm",
-    "cutlass",
-    "flashinfer_trtllm",
-    "flashinfer_cutlass",
-    "flashinfer_mxfp4",
-    "flashinfer_cutedsl",
-)
-DISPATCHERS = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
 
 
 @cache
 def load_builtin() -> None:
     """Runners first: the fused dispatcher registers itself for each of them."""
-    for name in RUNNERS:
-        import_module(f"moesaic.moe.runner.{name}")
-    for name in DISPATCHERS:
+    for name in RUNNER_BACKENDS:
+        if name != "auto":
+            import_module(f"moesaic.moe.runner.{name}")
+    for name in A2A_BACKENDS:
         import_module(f"moesaic.moe.dispatch.{name}")
 
 
-def load_backends(modules: Sequence[str] = ()) -> None:
-    load_builtin()
+@cache
+def load_entry_points() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
@@ -46,6 +38,11 @@ def load_backends(modules: Sequence[str] = ()) -> None:
                 f"entry point {point.name} = {point.value} in {ENTRY_POINTS} does not load: "
                 f"{error!r}; mend or uninstall its package"
             ) from error
+
+
+def load_backends(modules: Sequence[str] = ()) -> None:
+    load_builtin()
+    load_entry_points()
     for name in modules:
         _load_module(name)
 
