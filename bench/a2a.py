@@ -3,10 +3,10 @@
     python -m bench.a2a                                  # 4 ranks, 128 tokens, H 2048, top-8
     python -m bench.a2a --ranks 2 --tokens 1 32 128 --payload fp8
 
-Experts are replaced by the identity, so that what is left is moving rows and adding them up: the
-weighted sum belongs to combine and is counted. gloo sends the same rows as `deepep` in normal mode
-by all_to_all, counts first, and adds them up in float32; the copy moves as many bytes as that in
-this process's own memory. All take turns on the same ranks; a round starts when all ranks are
+Experts are replaced by the identity, so that what is left is moving rows and adding them up; the
+weighted sum is counted, wherever a backend does it. gloo sends the same rows as `deepep` in normal
+mode by all_to_all, counts first, and adds them up in float32; the copy moves as many bytes as that
+in this process's own memory. All take turns on the same ranks; a round starts when all ranks are
 there. Seconds are those of the slowest rank, CPU seconds those of a rank on average.
 """
 
@@ -28,11 +28,11 @@ from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.window import SharedWindow
 from moesaic.core.step import DECODE, PREFILL
+from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import (
     CombineInput,
-    DispatchOutput,
     FusedDispatchOutput,
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
@@ -52,7 +52,7 @@ from moesaic.moe.runner.base import (
     RunnerOutput,
     Workspace,
 )
-from moesaic.moe.runner.layouts import GroupedInput, weighted_sum
+from moesaic.moe.runner.layouts import GroupedInput
 
 BARRIERS = 100
 BACKENDS = {
@@ -132,37 +132,57 @@ class Backend:
         self, x_TH: Tensor, topk: TopKOutput, wait: Callable[[], None]
     ) -> tuple[Sample, Tensor]:
         wait()
-        start, cpu = time.perf_counter(), time.process_time()
+        watch = Stopwatch()
         rows = self.dispatcher.dispatch(x_TH, topk, self.step)
         if isinstance(rows, FusedDispatchOutput):
             fused = POOL.fused_func("ascend_fuseep", "triton")
             assert fused is not None
-            y_TH = self.dispatcher.combine(fused(rows, self.run_context))
-            return Sample(time.perf_counter() - start, time.process_time() - cpu), y_TH
-        there = Sample(time.perf_counter() - start, time.process_time() - cpu)
-        results = identity(rows)
-        wait()
-        start, cpu = time.perf_counter(), time.process_time()
+            results: CombineInput = fused(rows, self.run_context)
+        elif isinstance(rows, LowLatencyDispatchOutput):
+            # A runner writes its results there; copying them is none of the backend's work.
+            watch.pause()
+            results = fill(rows)
+            watch.resume()
+        else:
+            assert isinstance(rows, StandardDispatchOutput)
+            results = weighted(rows)
         y_TH = self.dispatcher.combine(results)
-        back = Sample(time.perf_counter() - start, time.process_time() - cpu)
-        return (
-            Sample(there.seconds + back.seconds, there.cpu_seconds + back.cpu_seconds),
-            y_TH,
-        )
+        return watch.stop(), y_TH
 
 
-def identity(rows: DispatchOutput) -> CombineInput:
-    """What a runner would give back if every expert gave back what it got."""
-    if isinstance(rows, LowLatencyDispatchOutput):
-        for slot, count in enumerate(rows.masked_m):
-            part = rows.x.select(torch.tensor([slot])).dense(torch.bfloat16)[0, :count]
-            rows.y_eMH[slot, :count] = part
-        return LowLatencyCombineInput(rows.handle, rows.y_eMH)
-    assert isinstance(rows, StandardDispatchOutput)
+class Stopwatch:
+    def __init__(self) -> None:
+        self.seconds = self.cpu_seconds = 0.0
+        self.resume()
+
+    def resume(self) -> None:
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
+
+    def pause(self) -> None:
+        self.seconds += time.perf_counter() - self.started
+        self.cpu_seconds += time.process_time() - self.cpu_started
+
+    def stop(self) -> Sample:
+        self.pause()
+        return Sample(self.seconds, self.cpu_seconds)
+
+
+def fill(rows: LowLatencyDispatchOutput) -> CombineInput:
+    """Results as if every expert gave back what it got."""
+    for slot, count in enumerate(rows.masked_m):
+        part = rows.x.select(torch.tensor([slot])).dense(torch.bfloat16)[0, :count]
+        rows.y_eMH[slot, :count] = part
+    return LowLatencyCombineInput(rows.handle, rows.y_eMH)
+
+
+def weighted(rows: StandardDispatchOutput) -> CombineInput:
+    """The same; the sum over a rank's own experts, which post-permute does, is counted."""
     x_RH = rows.x.dense(torch.bfloat16)
     valid_RK = rows.ids_RK >= 0
-    rows_N = valid_RK.nonzero()[:, 0]
-    return RowsCombineInput(rows.handle, weighted_sum(x_RH, rows_N, rows.weights_RK, valid_RK))
+    numbers_RK = torch.arange(len(x_RH)).unsqueeze(1).expand_as(valid_RK)
+    terms = Terms(None, torch.where(valid_RK, numbers_RK, -1), rows.weights_RK)
+    out = None if rows.y_OH is None else rows.y_OH[: len(x_RH)]
+    return RowsCombineInput(rows.handle, sum_rows(x_RH, terms, out=out)[0])
 
 
 class Gloo:
@@ -176,7 +196,7 @@ class Gloo:
     ) -> tuple[Sample, Tensor]:
         size, each = self.group.size, self.load.experts // self.group.size
         wait()
-        start, cpu = time.perf_counter(), time.process_time()
+        watch = Stopwatch()
         wanted_TP = torch.zeros(len(x_TH), size, dtype=torch.bool)
         wanted_TP.scatter_(1, topk.ids_TK // each, True)
         ranks, tokens = wanted_TP.t().nonzero(as_tuple=True)
@@ -186,19 +206,13 @@ class Gloo:
         outgoing, incoming = sent.tolist(), received.tolist()
         rows = torch.empty(sum(incoming), x_TH.shape[1], dtype=x_TH.dtype)
         self.group.all_to_all(rows, x_TH.index_select(0, tokens), incoming, outgoing, "rows")
-        there = Sample(time.perf_counter() - start, time.process_time() - cpu)
-        share_TP = torch.zeros(len(x_TH), size).scatter_add_(
-            1, topk.ids_TK // each, topk.weights_TK
-        )
+        share_TP = torch.zeros(len(x_TH), size)
+        share_TP.scatter_add_(1, topk.ids_TK // each, topk.weights_TK)
         share = share_TP[tokens, ranks]
-        wait()
-        start, cpu = time.perf_counter(), time.process_time()
         back = torch.empty(len(tokens), x_TH.shape[1], dtype=x_TH.dtype)
         self.group.all_to_all(back, rows, outgoing, incoming, "results")
         y_TH = torch.zeros(x_TH.shape).index_add_(0, tokens, back.float() * share.unsqueeze(1))
-        y_TH = y_TH.bfloat16()
-        seconds = there.seconds + time.perf_counter() - start
-        return Sample(seconds, there.cpu_seconds + time.process_time() - cpu), y_TH
+        return watch.stop(), y_TH.bfloat16()
 
 
 class Copy:
@@ -311,7 +325,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--payload", default="bf16", choices=["bf16", "fp8", "int8", "nvfp4"])
+    parser.add_argument(
+        "--payload", default="bf16", choices=["bf16", "fp8", "int8", "nvfp4", "mxfp4"]
+    )
     parser.add_argument("--rounds", type=int, default=30)
     return parser.parse_args()
 

@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     set_up_logging(args.log_level)
     args = resolve(args)
     print(
-        "error: the flags are right, but the HTTP server is not built yet; what works now: "
+        "error: no flag is wrong in itself, but the HTTP server is not built yet; what works now: "
         f"moesaic generate --model-path {args.model_path}",
         file=sys.stderr,
     )

@@ -157,8 +157,9 @@ class RankGroup:
             )
         self._sequence += 1
         started = time.monotonic()
-        work = start(self._gloo)
+        work = None
         try:
+            work = start(self._gloo)
             work.wait()
         except RuntimeError as error:
             seconds = time.monotonic() - started

@@ -73,6 +73,8 @@ class LocalRanks:
         peer_timeout: float = 20.0,
         threads: int = 1,
     ) -> None:
+        if size < 1:
+            raise ValueError(f"{size} ranks: give 1 or more")
         self.size = size
         self.timeout = timeout
         self._peer_timeout = peer_timeout

@@ -250,10 +250,13 @@ def _new_file(length: int) -> tuple[int, str]:
     """(descriptor, "") of memory without a name, or (-1, why there is none)."""
     if not hasattr(os, "memfd_create"):
         return -1, "memory shared between processes needs Linux (memfd_create)"
+    descriptor = -1
     try:
         descriptor = os.memfd_create("moesaic-window")
         os.truncate(descriptor, length)
     except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         return -1, f"{length} bytes of shared memory: {error}"
     return descriptor, ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import queue
 import random
 import threading
@@ -70,6 +71,7 @@ class Engine:
         self._in_flight: set[str] = set()
         self._arrivals = count()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -252,6 +254,11 @@ class Engine:
 
     def _tell(self, command: Command) -> None:
         with self._lock:
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    f"this Engine was made in process {self._pid} and lives there: make one in "
+                    f"this process, which must have been started by spawn and not by fork"
+                )
             if self._closed:
                 raise RuntimeError("the engine is shut down: make a new Engine")
             self._inbox.put(command)

@@ -33,7 +33,7 @@ from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.weights import fill_randomly, load_weights
+from moesaic.models.weights import fill_randomly, load_weights, settle_input_scales
 from moesaic.moe.context import MoeContext
 from moesaic.moe.quant.weights import WeightFormat
 
@@ -73,8 +73,8 @@ class ModelRunner:
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
         chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else self.context_length
         limits = StepLimits(chunk + self.max_running, self.max_running)
-        self.moe = moe_context(args, self.dtype, weights, limits)
         outline = _outline(raw, self.dtype, weights)
+        self.moe = moe_context(args, self.dtype, weights, limits, outline)
         weight_bytes = outline.nbytes + report_buffers(self.moe, outline)
         _check_weights_fit(folder, weight_bytes)
         self.model = build_model(raw, BuildContext(self.context_length, self.moe))
@@ -84,6 +84,7 @@ class ModelRunner:
             fill_randomly(self.model, args.random_seed or 0)
         else:
             load_weights(self.model, folder, scheme)
+            settle_input_scales(self.model, folder)
         wanted = self.max_running * self.context_length
         tokens = cache_tokens(args, self.model.cache, self.dtype.itemsize, weight_bytes, wanted)
         self.num_pages = tokens // args.page_size
@@ -102,7 +103,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, work: Sequence[Scheduled]) -> StepOutput:
-        hidden_TH, starts = self._forward(work)
+        try:
+            hidden_TH, starts = self._forward(work)
+        except Exception:
+            self.moe.restart()
+            raise
         output = StepOutput()
         for item, start in zip(work, starts, strict=True):
             if item.request.wants_input_logprobs and not self._score(item, hidden_TH, start):

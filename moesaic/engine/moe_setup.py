@@ -11,10 +11,11 @@ from moesaic.config import ServerArgs
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
-from moesaic.moe.dispatch.long_sequences import MIB, describe
+from moesaic.moe.dispatch.base import DispatchConfig
+from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import PHASES, Problem
+from moesaic.moe.registry import A2A_REGISTRY, PHASES, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,13 @@ def weight_format(
     return declared
 
 
-def moe_problem(args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None) -> Problem:
+def moe_problem(
+    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, outline: CausalLM
+) -> Problem:
+    """`outline`: the model without memory, for its sizes."""
     name = DTYPE_NAMES[dtype]
     role = args.disaggregation_mode
+    layers = [module.config for module in outline.modules() if isinstance(module, FusedMoE)]
     return Problem(
         a2a=args.moe_a2a_backend,
         mode=args.deepep_mode,
@@ -75,15 +80,21 @@ def moe_problem(args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | No
         ep=args.ep_size,
         tp=args.tp_size,
         phases=(role,) if role in PHASES else PHASES,
+        hidden_size=layers[0].hidden_size if layers else 0,
+        intermediate_size=layers[0].intermediate_size if layers else 0,
     )
 
 
 def moe_context(
-    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, limits: StepLimits
+    args: ServerArgs,
+    dtype: torch.dtype,
+    weights: WeightFormat | None,
+    limits: StepLimits,
+    outline: CausalLM,
 ) -> MoeContext:
     """`weights` is None for unquantised experts."""
-    load_backends([args.moe_backend_module] if args.moe_backend_module else [])
-    problem = moe_problem(args, dtype, weights)
+    load_backends([args.moe_backend_module] if args.moe_backend_module is not None else [])
+    problem = moe_problem(args, dtype, weights, outline)
     context = MoeContext.make(
         problem,
         dtype,
@@ -129,6 +140,12 @@ def report_buffers(context: MoeContext, model: CausalLM) -> int:
             len(report.layers),
             ", ".join(rows),
         )
-    if configs and (note := describe(configs[0])):
-        logger.info("moe: %s", note)
+    if configs and A2A_REGISTRY[context.choice.a2a].rounds and context.choice.mode != "low_latency":
+        _report_rounds(configs[0])
     return report.total
+
+
+def _report_rounds(config: DispatchConfig) -> None:
+    summary = summarise(config)
+    if summary is not None:
+        logger.log(logging.WARNING if summary.short else logging.INFO, "moe: %s", summary.text)

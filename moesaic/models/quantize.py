@@ -6,9 +6,9 @@ N rows · K columns · E experts.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import gcd
@@ -26,6 +26,8 @@ from moesaic.models.registry import ARCHITECTURES
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.schemes.forms import FORMS, NO_GROUP, Form
 from moesaic.models.schemes.storage import Matrix, Storage
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 PROJECTION = re.compile(
@@ -167,13 +169,16 @@ def quantize(source: Path, target: Path, job: Job) -> Written:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    work = target.parent / f".{target.name}.part"
+    if work.exists():
+        logger.warning("removing %s, which an interrupted run has left", work)
+        shutil.rmtree(work)
+    work.mkdir()
     try:
         with Checkpoint(source) as checkpoint:
             written = _write(_quantizer(checkpoint, raw, form, job), source, work, job)
         if target.exists():
             target.rmdir()
-        work.chmod(0o755)
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ from moesaic.models.config import RawConfig
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WeightFormat
+
+logger = logging.getLogger(__name__)
 
 Slot = TensorSlot | MatrixSlot
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
@@ -79,11 +82,23 @@ def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) ->
         for spec in specs:
             for name, wanted in spec.items():
                 checkpoint.check(name, wanted)
+        if scheme.note:
+            logger.warning("%s: %s", folder, scheme.note)
         for slot in tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False):
             loader.fill(slot)
-    for module in model.modules():
-        if isinstance(module, FusedMoE):
-            module.settle_input_scales()
+
+
+def settle_input_scales(model: CausalLM, folder: Path) -> None:
+    """Once all ranks have loaded: they agree on the scales of activations."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    for layer in layers:
+        layer.settle_input_scales()
+    if any(layer.is_uncalibrated for layer in layers):
+        logger.warning(
+            "%s has no calibrated scales of activations: in nvfp4 they take a global scale of 1, "
+            "which is coarse where they are far from 1",
+            folder,
+        )
 
 
 def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted: set[str]) -> None:

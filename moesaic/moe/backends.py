@@ -14,8 +14,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
+from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
 
 ENTRY_POINTS = "moesaic.moe_backends"
+# What modules have registered, so that one may be named again.
+_added_by: dict[str, set[str]] = {}
 
 
 @cache
@@ -52,9 +55,19 @@ def _load_module(name: str) -> None:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
+    known = {*A2A_REGISTRY, *RUNNER_REGISTRY}
     try:
-        import_module(name)
-    except ModuleNotFoundError as error:
+        module = import_module(name)
+    except Exception as error:
         raise ValueError(
-            f"--moe-backend-module {name}: {error}; give a module that Python can import from here"
+            f"--moe-backend-module {name!r} cannot be imported from here: "
+            f"{type(error).__name__}: {error}"
         ) from error
+    added = {*A2A_REGISTRY, *RUNNER_REGISTRY} - known
+    if added:
+        _added_by[module.__name__] = added
+    if module.__name__ not in _added_by:
+        raise ValueError(
+            f"--moe-backend-module {name!r} registers no backend: it must call register_a2a or "
+            f"register_runner"
+        )

@@ -10,6 +10,7 @@ import torch
 from moesaic.comm.group import RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.exchange import Lanes
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -109,6 +110,14 @@ class MoeContext:
         backend = A2A_REGISTRY[self.choice.a2a]
         dispatcher: BaseDispatcher = backend.providers[self.choice.device](config, self.comm)
         return dispatcher
+
+    def restart(self, generation: int | None = None) -> None:
+        """After a step that failed: forgets what is in flight in all layers. With several ranks all
+        of them call it with one number, higher than any before; alone the next one will do."""
+        assert generation is not None or self.comm.group.size == 1
+        for lanes in self.comm.buffers.values():
+            if isinstance(lanes, Lanes):
+                lanes.restart(lanes.generation + 1 if generation is None else generation)
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
         """What dispatchers of these layers would take, before any of it is taken."""

@@ -9,7 +9,7 @@ Rows and ids that nobody owns are -1; their contents are garbage and must not be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -55,12 +55,14 @@ def dispatch_format(cls: Output) -> Output:
 @dispatch_format
 @dataclass(frozen=True)
 class StandardDispatchOutput(DispatchOutput):
-    """Rows with the local slots they go to; the runner applies the weights."""
+    """Rows with the local slots they go to; the runner applies the weights. Results may be written
+    to the front of `y_OH`, if it is there, where the ranks that wait for them can read."""
 
     format = "standard"
     x: Payload  # [R, H]
     ids_RK: Tensor
     weights_RK: Tensor
+    y_OH: Tensor | None = field(default=None, kw_only=True)
 
 
 @dispatch_format

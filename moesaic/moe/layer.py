@@ -127,6 +127,13 @@ class FusedMoE(Module):
         if self.dispatcher.config.payload.has_global_scale:
             self.dispatcher.set_global_scale(inward)
 
+    @property
+    def is_uncalibrated(self) -> bool:
+        """Whether activations have a global scale that nobody has measured."""
+        activation = self.context.weight_format.activation
+        scaled = activation is not None and PAYLOAD_FORMATS[activation].has_global_scale
+        return scaled and self.weights.input_scale == 1.0
+
     def _note_input_scale(self, scale: float, which: int) -> None:
         self._input_scales[which] = max(self._input_scales[which], scale)
 

@@ -32,7 +32,8 @@ class BufferSpec(Hashable, Protocol):
 class A2aBackend:
     """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
     `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
-    DispatchConfig will make, or share with others that ask for the same."""
+    DispatchConfig will make, or share with others that ask for the same. `rounds`: whether normal
+    mode sends long sequences in rounds."""
 
     name: str
     summary: str
@@ -41,6 +42,7 @@ class A2aBackend:
     phases: tuple[str, ...] = PHASES
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def _runner(problem: Problem) -> Iterator[str]:
         )
     if problem.weights in UNQUANTIZED and problem.weights != problem.dtype:
         yield f"{problem.weights} weights cannot be multiplied with {problem.dtype} activations"
+    yield from _takes(backend, problem)
     for format in formats_of(problem):
         if format not in backend.layouts:
             yield (
@@ -243,18 +246,12 @@ def _runner(problem: Problem) -> Iterator[str]:
 
 
 def _payload(problem: Problem) -> Iterator[str]:
+    yield from _takes(A2A_REGISTRY[problem.a2a], problem)
     payload, _ = payload_of(problem)
-    a2a, runner = A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY[problem.runner]
-    for backend in (a2a, runner):
-        if payload not in backend.payloads:
-            yield (
-                f"{backend.name} does not take a {payload} payload, only "
-                f"{', '.join(backend.payloads)}"
-            )
     wanted = WEIGHT_FORMATS[problem.weights].activation
     if payload not in UNQUANTIZED and wanted not in (None, payload):
         yield (
-            f"a {payload} payload would be rounded again: {problem.weights} weights are multiplied "
+            f"payload {payload} would be rounded again: {problem.weights} weights are multiplied "
             f"with {wanted} activations"
         )
     if payload not in UNQUANTIZED and problem.hidden_size:
@@ -264,8 +261,14 @@ def _payload(problem: Problem) -> Iterator[str]:
             yield str(error)
 
 
-RULES_OF_ALL = (_names, _sizes, _a2a)  # whatever the runner
-RULES = (*RULES_OF_ALL, _runner, _payload)
+def _takes(backend: A2aBackend | RunnerBackend, problem: Problem) -> Iterator[str]:
+    payload, _ = payload_of(problem)
+    if payload not in backend.payloads:
+        yield f"{backend.name} does not take payload {payload}, only {', '.join(backend.payloads)}"
+
+
+RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # whatever the runner
+RULES = (*RULES_OF_ALL, _runner)
 
 
 def supports(problem: Problem) -> Support:
@@ -288,6 +291,9 @@ def _order(weights: str) -> list[str]:
 
 def resolve(problem: Problem) -> Choice:
     """What will run, or ValueError with the reason and the nearest combination that works."""
+    unknown = next(_names(problem), None)
+    if unknown is not None:
+        raise ValueError(unknown)
     support = supports(problem)
     if not support.ok:
         raise ValueError(f"{support.reason}; {_advice(problem)}")

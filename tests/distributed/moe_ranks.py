@@ -162,7 +162,7 @@ def poison(context: MoeContext) -> None:
     for plane, tensor in _buffers(context):
         if plane == "ids":
             tensor.fill_(1)
-        elif plane in ("counts", "bases"):
+        elif plane in ("counts", "bases", "tags"):
             tensor.fill_(1 << 30)
         elif tensor.dtype.itemsize == 1:
             tensor.view(torch.uint8).fill_(0xFF)

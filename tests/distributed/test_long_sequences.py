@@ -25,9 +25,9 @@ from moesaic.moe.dispatch.long_sequences import (
     PER_ROUND,
     ROUNDS,
     buffer_bytes,
-    describe,
     formula_mib,
     rounds_from_environment,
+    summarise,
 )
 from moesaic.moe.dispatch.rows import Rounds, RowsDispatcher
 from moesaic.moe.formats import TopKOutput
@@ -178,10 +178,10 @@ def test_buffers_fit_what_is_given(pools: Callable[[int], LocalRanks]):
 
 
 def too_many(group: RankGroup) -> str:
-    with set_in(environment(7, 3)):
+    with set_in(environment(7, 10)):
         layer = make_layer(group, "deepep", False)
     try:
-        layer(*batch(22, group.rank))
+        layer(*batch(71, group.rank))
     except ValueError as error:
         return str(error)
     return ""
@@ -190,7 +190,7 @@ def too_many(group: RankGroup) -> str:
 def test_too_many_tokens_are_refused(pools: Callable[[int], LocalRanks]):
     for text in pools(2).run(too_many):
         assert text.startswith(
-            "deepep_normal dispatch, layer 0: 22 tokens are more than the 21 that"
+            "deepep_normal dispatch, layer 0: 71 tokens are more than the 70 that"
         )
         assert "DEEPEP_NORMAL_LONG_SEQ_ROUND" in text
 
@@ -235,11 +235,25 @@ def test_buffers_are_bounded_by_the_round():
 
 def test_variables_of_rounds():
     assert rounds_from_environment(config(tokens=99), {}) == Rounds(99)
-    assert rounds_from_environment(config(), {ROUNDS: "4"}) == Rounds(8192, 4)
-    assert rounds_from_environment(config(), {PER_ROUND: "512"}) == Rounds(512, 1)
-    assert rounds_from_environment(config(), environment(512, 8, 1)) == Rounds(512, 8, True)
+    # Rounds that no step can need take no room, and 8192 is the default of a round.
+    assert rounds_from_environment(config(), {ROUNDS: "16"}) == Rounds(8192, 8)
+    assert rounds_from_environment(config(tokens=300), {PER_ROUND: "512"}) == Rounds(300)
+    assert rounds_from_environment(config(), environment(512, 128, 1)) == Rounds(512, 128, True)
     # The combine variable alone means one round.
     assert rounds_from_environment(config(tokens=99), {COMBINE: "1"}) == Rounds(99, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (environment(512, 8), "8 of DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS 512 hold 4096 tokens"),
+        ({ROUNDS: "4"}, "hold 32768 tokens, but a step may have 65536"),
+        ({PER_ROUND: "512"}, "set DEEPEP_NORMAL_LONG_SEQ_ROUND=128, or lower --chunked-prefill"),
+    ],
+)
+def test_rounds_that_cannot_hold_a_step_are_refused(variables: Environment, words: str):
+    with pytest.raises(ValueError, match=words):
+        rounds_from_environment(config(), variables)
 
 
 def test_rounds_are_made_smaller_until_they_fit():
@@ -277,17 +291,21 @@ def test_bad_values_are_refused(variable: str, value: str, words: str):
 
 
 def test_formula_and_bytes_are_told():
-    """What is logged at start."""
-    text = describe(config(), environment(512, 16, 1) | {BUFFSIZE: "2000"})
+    """What is logged at start, as a warning where HCCL_BUFFSIZE is less than the formula."""
+    summary = summarise(config(tokens=8192), environment(512, 16, 1) | {BUFFSIZE: "2000"})
     taken = buffer_bytes(config(), Rounds(512, 16, True)) / MIB
     needed = formula_mib(512, 7168, 8, in_rounds=True)
+    assert summary is not None and summary.formula == needed and not summary.short
     for words in (
         "up to 16 rounds of 512 tokens a rank, results in rounds",
-        f"buffers of {taken:.1f} MiB a rank",
-        f"asks for {needed:.0f} MiB, HCCL_BUFFSIZE is 2000",
+        f"{taken:.1f} MiB a rank",
+        f"ask for {needed:.0f} MiB, HCCL_BUFFSIZE is 2000",
     ):
-        assert words in text, text
-    whole = describe(config(tokens=4096), {BUFFSIZE: "100000"})
-    assert "up to 1 rounds of 4096 tokens a rank, results at once" in whole
-    assert "asks for 1128 MiB" in whole
-    assert describe(config(), {}) == ""
+        assert words in summary.text, summary.text
+    whole = summarise(config(tokens=4096), {BUFFSIZE: "100000"})
+    assert whole is not None and not whole.short
+    assert "up to 1 rounds of 4096 tokens a rank, results at once" in whole.text
+    assert "ask for 1128 MiB" in whole.text
+    small = summarise(config(tokens=4096), {BUFFSIZE: "1127"})
+    assert small is not None and small.short
+    assert summarise(config(), {}) is None

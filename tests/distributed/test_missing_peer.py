@@ -278,4 +278,5 @@ def outsider(group: RankGroup) -> str:
 
 
 def test_a_rank_must_be_among_the_active(pools: Callable[[int], LocalRanks]):
-    assert pools(3).run(outsider)[1] == "rank 1 is not among active ranks [0, 2]"
+    message = "active ranks [0, 2]: give some of 0..2, with 1 among them"
+    assert pools(3).run(outsider)[1] == message

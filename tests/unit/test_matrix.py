@@ -155,7 +155,7 @@ def test_message_names_flag_and_value(problem: Problem):
         (Problem(device="tpu"), "none has no provider for tpu; no choice of backends would help"),
         (
             Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
-            "a fp8 payload would be rounded again: int8_w8a8 weights are multiplied with int8",
+            "payload fp8 would be rounded again: int8_w8a8 weights are multiplied with int8",
         ),
         (
             Problem(payload="nvfp4", weights="nvfp4", hidden_size=72, intermediate_size=64),

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -35,14 +36,19 @@ def cache_folder() -> Path:
 
 def load_library(name: str, options: tuple[str, ...]) -> ctypes.CDLL | None:
     """The library of a C file; None, with a line in the log, where it cannot be made."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        logger.info("no C compiler: %s is computed by torch, which is slower", name)
+    compiler, *extra = shlex.split(os.environ.get("CC") or "cc") or ["cc"]
+    if shutil.which(compiler) is None:
+        logger.info("no C compiler (%s): %s is computed by torch, which is slower", compiler, name)
         return None
     source = FOLDER / f"{name}.c"
-    command = [compiler, "-O3", *options, "-shared", "-fPIC", str(source)]
+    command = [compiler, *extra, "-O3", *options, "-shared", "-fPIC", str(source)]
     try:
-        return ctypes.CDLL(str(_built(command, source)))
+        library = _built(command, source)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # damaged: make it again
+            library.unlink()
+            return ctypes.CDLL(str(_built(command, source)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s is computed by torch, which is slower: %s", name, _reason(error))
         return None
@@ -60,13 +66,23 @@ def _built(command: list[str], source: Path) -> Path:
     key = hashlib.sha256(source.read_bytes() + made_for).hexdigest()[:16]
     folder = cache_folder()
     library = folder / f"{source.stem}-{key}.so"
-    if library.is_file() and library.stat().st_uid == os.getuid():
-        return library
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _refuse_if_others_write(folder)
+    if library.is_file():
+        _refuse_if_others_write(library)
+        return library
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / library.name
         subprocess.run(
             [*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=SECONDS
         )
+        made.chmod(0o700)
         made.replace(library)
     return library
+
+
+def _refuse_if_others_write(path: Path) -> None:
+    """What others could have written is not run."""
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise OSError(f"{path} may be written by others: remove it, or chmod go-w it")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.build import cpu_flags, load_library
+from moesaic.kernels.cpu.threads import threads
 
 NEEDED_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
 OPTIONS = (
@@ -99,11 +99,6 @@ def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and whole and library() is not None
 
 
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "experts")
-
-
 def run(
     x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[Job], experts: ExpertTensors
 ) -> None:
@@ -111,14 +106,23 @@ def run(
     each with a share of every expert's weights."""
     kernel = library()
     assert kernel is not None
-    assert all(t.is_contiguous() for t in (x_YH, y_YH, h_YI, experts.w13_eJH, experts.w2_eHI))
+    for tensor in (
+        x_YH,
+        y_YH,
+        h_YI,
+        experts.w13_eJH,
+        experts.w2_eHI,
+        experts.b13_eJ,
+        experts.b2_eH,
+    ):
+        assert tensor is None or (tensor.is_contiguous() and tensor.dtype == torch.bfloat16)
     arguments = _arguments(x_YH, y_YH, h_YI, jobs, experts)
     parts = torch.get_num_threads() if jobs else 0
     for stage in (kernel.inward, kernel.outward):
         if parts == 1:
             _check(stage(arguments, 0, 1))
         elif parts:
-            calls = _threads(parts).map(stage, repeat(arguments), range(parts), repeat(parts))
+            calls = threads(parts).map(stage, repeat(arguments), range(parts), repeat(parts))
             for failed in calls:
                 _check(failed)
 

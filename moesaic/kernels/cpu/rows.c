@@ -4,11 +4,15 @@
    G groups of slots, each of `slots` · H hidden. Rows of all ranks lie in one array; token t of rank
    p is row p * stride + t of it, counted from `ids` and `weights` as they are given. */
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
-enum { BLOCK = 2048 };
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { VECTOR = 16 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 struct tokens {
     const int32_t *ids;    /* [.., K] */
@@ -23,8 +27,8 @@ struct tokens {
    For each: its row, its ids within the group (-1 for others), its weights. For this rank's own
    tokens: their place in every group they go to, [T, G]; with `pairs` the place of every pair of
    token and slot in the group that has the slot, [T, K]. `everywhere`: all tokens go to all groups.
-   `cursors`: rows that each group already has; moved on. Gives how many rows; `own`: of them, how
-   many are this rank's. */
+   `cursors`: rows that each group already has; moved on. Gives how many rows, or -1 if a slot is not
+   there; `own`: of them, how many are this rank's. */
 int64_t plan_rows(const struct tokens *in, int pairs, int everywhere, int64_t *cursors,
                   int64_t *rows, int64_t *local_ids, float *weights, int64_t *places, int64_t *own)
 {
@@ -35,9 +39,12 @@ int64_t plan_rows(const struct tokens *in, int pairs, int everywhere, int64_t *c
             int64_t row = p * in->stride + t;
             const int32_t *ids = in->ids + row * top_k;
             uint64_t wanted = everywhere ? (uint64_t)-1 : 0;
-            for (int64_t k = 0; k < top_k; k++)
+            for (int64_t k = 0; k < top_k; k++) {
+                if (ids[k] >= in->groups * in->slots)
+                    return -1;
                 if (ids[k] >= 0)
                     wanted |= (uint64_t)1 << (ids[k] / in->slots);
+            }
             if (wanted >> in->group & 1) {
                 for (int64_t k = 0; k < top_k; k++) {
                     int64_t id = ids[k] - first;
@@ -67,7 +74,8 @@ int64_t plan_rows(const struct tokens *in, int pairs, int everywhere, int64_t *c
 
    `rows`: the rows of this rank's group, slot after slot; `filled`: how many each of its slots has;
    `places`: of this rank's own pairs, [T, K]: how many stand before it in its slot. `cursors` [G *
-   slots] is room to count. Gives how many rows; `own`: of them, how many are this rank's. */
+   slots] is room to count. Gives how many rows, or -1 if a slot is not there; `own`: of them, how
+   many are this rank's. */
 int64_t plan_pairs(const struct tokens *in, int64_t *cursors, int64_t *rows, int64_t *filled,
                    int64_t *places, int64_t *own)
 {
@@ -76,6 +84,8 @@ int64_t plan_pairs(const struct tokens *in, int64_t *cursors, int64_t *rows, int
     for (int64_t p = 0; p < in->ranks; p++)
         for (int64_t i = 0; i < in->counts[p] * top_k; i++) {
             int32_t id = in->ids[p * in->stride * top_k + i];
+            if (id >= total)
+                return -1;
             int64_t place = id < 0 ? -1 : cursors[id]++;
             if (p == in->rank)
                 places[i] = place;
@@ -108,72 +118,120 @@ struct sums {
     int32_t type;
 };
 
-static void add_floats(float *sum, const float *row, float weight, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++)
-        sum[i] += weight * row[i];
-}
+typedef float floats __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t shorts __attribute__((vector_size(32)));
 
-static void add_bfloats(float *sum, const uint16_t *row, float weight, int64_t count)
+/* 16 numbers of a row as float32. */
+static inline floats load(const struct sums *in, int32_t type, int64_t at)
 {
-    for (int64_t i = 0; i < count; i++) {
-        union {
-            uint32_t bits;
-            float value;
-        } wide = {(uint32_t)row[i] << 16};
-        sum[i] += weight * wide.value;
+    floats wide;
+    if (type == FLOAT32) {
+        memcpy(&wide, (const float *)in->y + at, sizeof wide);
+        return wide;
     }
+    shorts narrow;
+    memcpy(&narrow, (const uint16_t *)in->y + at, sizeof narrow);
+    if (type == BFLOAT16)
+        return (floats)(__builtin_convertvector(narrow, words) << 16);
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps((__m256i)narrow);
+#else
+    for (int i = 0; i < VECTOR; i++)
+        wide[i] = (float)((const _Float16 *)in->y)[at + i];
+    return wide;
+#endif
 }
 
-static void store_bfloats(uint16_t *out, const float *sum, int64_t count)
+static float load_one(const struct sums *in, int64_t at)
 {
-    for (int64_t i = 0; i < count; i++) {
-        union {
-            float value;
-            uint32_t bits;
-        } wide = {sum[i]};
-        uint32_t rounded = (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16;
-        int is_nan = (wide.bits & 0x7fffffff) > 0x7f800000;
-        out[i] = is_nan ? 0x7fc0 : rounded;
-    }
+    if (in->type == FLOAT32)
+        return ((const float *)in->y)[at];
+    if (in->type == FLOAT16)
+        return (float)((const _Float16 *)in->y)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)in->y)[at] << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
 }
 
-static void add_row(const struct sums *in, float *sum, int64_t row, float weight, int64_t from,
-                    int64_t count)
+static void store(const struct sums *in, const float *sum, int64_t at, int64_t count)
 {
-    int64_t at = row * in->hidden + from;
-    if (in->type == BFLOAT16)
-        add_bfloats(sum, (const uint16_t *)in->y + at, weight, count);
+    if (in->type == FLOAT32)
+        memcpy((float *)in->out + at, sum, count * sizeof(float));
+    else if (in->type == FLOAT16)
+        for (int64_t i = 0; i < count; i++)
+            ((_Float16 *)in->out)[at + i] = (_Float16)sum[i];
     else
-        add_floats(sum, (const float *)in->y + at, weight, count);
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, sum + i, sizeof bits);
+            uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+            int is_nan = (bits & 0x7fffffff) > 0x7f800000;
+            ((uint16_t *)in->out)[at + i] = is_nan ? 0x7fc0 : rounded;
+        }
+}
+
+/* The terms of one token as rows and weights; how many there are. */
+static int64_t terms_of(const struct sums *in, int64_t t, int64_t *rows, float *weights,
+                        int64_t *foreign)
+{
+    int64_t found = 0;
+    for (int64_t i = t * in->terms; i < (t + 1) * in->terms; i++) {
+        if (in->places[i] < 0)
+            continue;
+        int64_t owner = in->owners ? in->owners[i] * in->width : 0;
+        for (int64_t w = owner; w < owner + in->width; w++) {
+            rows[found] = w * in->stride + in->places[i];
+            weights[found++] = in->weights ? in->weights[i] : 1.0f;
+            *foreign += w != in->rank;
+        }
+    }
+    return found;
+}
+
+/* One token from its terms. The type is a constant wherever this is called, so that the choice by it
+   is made there and not for every number. */
+static inline __attribute__((always_inline)) void sum_token(
+    const struct sums *in, int32_t type, int64_t t, const int64_t *rows, const float *weights,
+    int64_t count)
+{
+    int64_t hidden = in->hidden, from = 0;
+    for (; from + 4 * VECTOR <= hidden; from += 4 * VECTOR) {
+        floats sum[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t i = 0; i < count; i++)
+            for (int v = 0; v < 4; v++)
+                sum[v] += weights[i] * load(in, type, rows[i] * hidden + from + v * VECTOR);
+        store(in, (const float *)sum, t * hidden + from, 4 * VECTOR);
+    }
+    for (; from < hidden; from++) {
+        float sum = 0;
+        for (int64_t i = 0; i < count; i++)
+            sum += weights[i] * load_one(in, rows[i] * hidden + from);
+        store(in, &sum, t * hidden + from, 1);
+    }
 }
 
 /* out[t] = sum over s and w of weights[t, s] * y[(owners[t, s] * width + w) * stride + places[t, s]],
-   in that order, in float32, for tokens first .. last. Gives how many rows were those of other ranks
-   than `rank`, a rank's being those of one stride. */
-int64_t sum_rows(const struct sums *in, int64_t first, int64_t last)
+   in that order, in float32, for tokens first .. last. `foreign`: how many rows were those of other
+   ranks than `rank`, a rank's being those of one stride. 0 on success, 1 without memory. */
+int64_t sum_rows(const struct sums *in, int64_t first, int64_t last, int64_t *foreign)
 {
-    float sum[BLOCK];
-    int64_t foreign = 0;
-    for (int64_t t = first; t < last; t++)
-        for (int64_t from = 0; from < in->hidden; from += BLOCK) {
-            int64_t count = in->hidden - from < BLOCK ? in->hidden - from : BLOCK;
-            memset(sum, 0, count * sizeof(float));
-            for (int64_t i = t * in->terms; i < (t + 1) * in->terms; i++) {
-                if (in->places[i] < 0)
-                    continue;
-                int64_t owner = in->owners ? in->owners[i] * in->width : 0;
-                float weight = in->weights ? in->weights[i] : 1.0f;
-                for (int64_t w = owner; w < owner + in->width; w++) {
-                    add_row(in, sum, w * in->stride + in->places[i], weight, from, count);
-                    foreign += !from && w != in->rank;
-                }
-            }
-            int64_t at = t * in->hidden + from;
-            if (in->type == BFLOAT16)
-                store_bfloats((uint16_t *)in->out + at, sum, count);
-            else
-                memcpy((float *)in->out + at, sum, count * sizeof(float));
-        }
-    return foreign;
+    int64_t most = in->terms * in->width;
+    int64_t *rows = malloc(most * sizeof(int64_t) + 1);
+    float *weights = malloc(most * sizeof(float) + 1);
+    *foreign = 0;
+    for (int64_t t = first; t < last && rows && weights; t++) {
+        int64_t count = terms_of(in, t, rows, weights, foreign);
+        if (in->type == BFLOAT16)
+            sum_token(in, BFLOAT16, t, rows, weights, count);
+        else if (in->type == FLOAT16)
+            sum_token(in, FLOAT16, t, rows, weights, count);
+        else
+            sum_token(in, FLOAT32, t, rows, weights, count);
+    }
+    int failed = !rows || !weights;
+    free(rows);
+    free(weights);
+    return failed;
 }

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, repeat
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.build import load_library
+from moesaic.kernels.cpu.threads import threads
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A bit for each group.
 MOST_GROUPS = 64
 # Smaller sums than this are not worth waking other threads for.
@@ -112,6 +111,7 @@ def plan_rows(tokens: Tokens, starts: list[int], pairs: bool, everywhere: bool) 
         places_TS.data_ptr(),
         ctypes.byref(own),
     )
+    _check_ids(found, tokens)
     return RowPlan(
         rows_R[:found], ids_RK[:found], weights_RK[:found], places_TS, list(cursors), own.value
     )
@@ -132,11 +132,22 @@ def plan_pairs(tokens: Tokens) -> PairPlan:
     found = kernel.plan_pairs(
         _tokens(tokens), cursors, rows_R.data_ptr(), filled, places_TK.data_ptr(), ctypes.byref(own)
     )
+    _check_ids(found, tokens)
     return PairPlan(rows_R[:found], list(filled), places_TK, own.value)
 
 
+def _check_ids(found: int, tokens: Tokens) -> None:
+    if found < 0:
+        raise ValueError(f"a rank sent a slot beyond the {tokens.groups * tokens.slots} there are")
+
+
 def sum_rows(
-    y_YH: Tensor, terms: Terms, stride: int = 0, width: int = 1, rank: int = 0
+    y_YH: Tensor,
+    terms: Terms,
+    stride: int = 0,
+    width: int = 1,
+    rank: int = 0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """out[t] = sum over s of weights[t, s] * the row at a place of the owner's rows; and how many
     rows were those of other ranks than `rank`.
@@ -147,8 +158,10 @@ def sum_rows(
     kernel = library()
     places_TS = terms.places_TS
     if kernel is None or y_YH.dtype not in TYPES or len(places_TS) == 0:
-        return reference_sum_rows(y_YH, terms, stride, width, rank)
-    out_TH = torch.empty(len(places_TS), y_YH.shape[1], dtype=y_YH.dtype)
+        y_TH, foreign = reference_sum_rows(y_YH, terms, stride, width, rank)
+        return (y_TH if out is None else out.copy_(y_TH)), foreign
+    out_TH = torch.empty(len(places_TS), y_YH.shape[1], dtype=y_YH.dtype) if out is None else out
+    assert out_TH.is_contiguous() and out_TH.dtype == y_YH.dtype
     owners, places, weights = (
         None if tensor is None else tensor.contiguous()
         for tensor in (terms.owners_TS, places_TS, terms.weights_TS)
@@ -170,23 +183,20 @@ def sum_rows(
             type=TYPES[y_YH.dtype],
         )
     )
-    return out_TH, _in_parts(
-        kernel.sum_rows, arguments, len(places), out_TH.shape[1] * places.shape[1]
-    )
+    foreign = _in_parts(kernel.sum_rows, arguments, len(places), out_TH.shape[1] * places.shape[1])
+    return out_TH, foreign
 
 
 def _in_parts(function: Callable[..., int], arguments: object, tokens: int, each: int) -> int:
     parts = torch.get_num_threads() if tokens * each >= THREAD_ELEMENTS else 1
-    if parts == 1:
-        return function(arguments, 0, tokens)
     cuts = [tokens * part // parts for part in range(parts + 1)]
     firsts, lasts = zip(*pairwise(cuts), strict=True)
-    return sum(_threads(parts).map(function, repeat(arguments), firsts, lasts))
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "rows")
+    foreign = [ctypes.c_int64() for _ in firsts]
+    calls = (repeat(arguments), firsts, lasts, map(ctypes.byref, foreign))
+    failed = map(function, *calls) if parts == 1 else threads(parts).map(function, *calls)
+    if any(failed):
+        raise MemoryError("no memory to add up rows")
+    return sum(count.value for count in foreign)
 
 
 class _Tokens(ctypes.Structure):
@@ -234,13 +244,14 @@ def _tokens(tokens: Tokens) -> Any:
 @cache
 def library() -> Any | None:
     """None where it cannot be compiled."""
-    loaded = load_library("rows", ("-march=native",))
+    # Without contraction a product is rounded before it is added, as torch does it.
+    loaded = load_library("rows", ("-march=native", "-ffp-contract=off"))
     if loaded is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     loaded.plan_rows.argtypes = [pointer, ctypes.c_int, ctypes.c_int, *[pointer] * 6]
     loaded.plan_pairs.argtypes = [pointer] * 6
-    loaded.sum_rows.argtypes = [pointer, whole, whole]
+    loaded.sum_rows.argtypes = [pointer, whole, whole, pointer]
     for function in (loaded.plan_rows, loaded.plan_pairs, loaded.sum_rows):
         function.restype = whole
     return loaded
@@ -317,30 +328,19 @@ def _flatten(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, slice]:
 def reference_sum_rows(
     y_YH: Tensor, terms: Terms, stride: int = 0, width: int = 1, rank: int = 0
 ) -> tuple[Tensor, int]:
-    """What `sum_rows` computes, in torch.
-
-    The sum of an embedding bag wants weights in the type of y: what rounding takes from them is
-    added as a second term each, so that they keep the precision of 16 bits more.
-    """
-    valid = terms.places_TS >= 0
-    rows = terms.places_TS
-    if terms.owners_TS is not None:
-        rows = rows + terms.owners_TS * (width * stride)
-    weights = terms.weights_TS
-    if width > 1:
-        rows = (rows.unsqueeze(2) + torch.arange(width) * stride).flatten(1)
-        valid = valid.repeat_interleave(width, 1)
-        weights = None if weights is None else weights.repeat_interleave(width, 1)
-    rows_N = rows[valid]
-    foreign = int((rows_N // stride != rank).sum()) if stride else 0
-    if len(rows_N) == 0:
-        return y_YH.new_zeros(len(rows), y_YH.shape[1]), foreign
-    counts_T = valid.sum(1)
-    high_N = None if weights is None else weights[valid].to(y_YH.dtype)
-    if weights is not None and high_N is not None and high_N.dtype != weights.dtype:
-        low_N = (weights[valid] - high_N).to(y_YH.dtype)
-        high_N = torch.stack((high_N, low_N), 1).flatten()
-        rows_N, counts_T = rows_N.repeat_interleave(2), counts_T * 2
-    starts_T = counts_T.cumsum(0) - counts_T
-    out = F.embedding_bag(rows_N, y_YH, starts_T, mode="sum", per_sample_weights=high_N)
-    return out, foreign
+    """What `sum_rows` computes, in torch, to the bit: term by term."""
+    places_TS = terms.places_TS
+    sums_TH = torch.zeros(len(places_TS), y_YH.shape[1])
+    foreign = 0
+    for s in range(places_TS.shape[1]):
+        tokens = (places_TS[:, s] >= 0).nonzero().squeeze(1)
+        for w in range(width):
+            ranks = torch.full_like(tokens, w)
+            if terms.owners_TS is not None:
+                ranks += terms.owners_TS[tokens, s] * width
+            foreign += int((ranks != rank).sum())
+            part = y_YH[ranks * stride + places_TS[tokens, s]].float()
+            if terms.weights_TS is not None:
+                part = terms.weights_TS[tokens, s, None] * part
+            sums_TH[tokens] += part
+    return sums_TH.to(y_YH.dtype), foreign

@@ -6,7 +6,6 @@ A quantisation that is not handled is refused with its value and with what is ha
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from moesaic.models.schemes.integers import AwqMatrix, GptqMatrix
 from moesaic.models.schemes.scheme import Scheme
 from moesaic.models.schemes.storage import Storage
 from moesaic.moe.quant.weights import WeightFormat
-
-logger = logging.getLogger(__name__)
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -90,8 +87,6 @@ def _scheme(declared: Declared, num_experts: int) -> Scheme:
         )
     storage = METHODS[method](declared)
     format, note = _expert_format(declared, storage)
-    if note:
-        logger.warning("%s: %s", declared.config.source, note)
     return Scheme(method, storage, format, num_experts, note)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
+from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import CombineInput, FusedCombineInput, FusedDispatchOutput, TopKOutput
 from moesaic.moe.permute import register_fused_func
 from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
@@ -31,13 +32,13 @@ class Pending:
     dispatcher: FuseEPDispatcher
 
 
-class FuseEPDispatcher(BaseDispatcher):
+class FuseEPDispatcher(WindowDispatcher):
     name = "ascend_fuseep"
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         self.layout = config.layout
-        self.exchange = Exchange.shared(self.buffer_spec(config), comm)
+        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config), comm)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
@@ -61,10 +62,10 @@ class FuseEPDispatcher(BaseDispatcher):
                 f"{self.config.max_decode_tokens} of a decode step: use --moe-a2a-backend deepep "
                 f"for prefill, or raise --max-running-requests"
             )
-        operation = self.operation("dispatch")
-        self.exchange.begin(step.lane, operation)
         x = self.config.encode(x_TH)
-        self.exchange.offer(step.lane, x, topk, slice(None), operation)
+        self.lanes.begin(step.lane, self.operation("dispatch"))
+        self.exchange.offer(step.lane, x, topk, slice(None))
+        self.signal(Signal.OFFERED, step.lane)
         return FusedDispatchOutput(Pending(step.lane, self), x_TH, topk)
 
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
@@ -86,18 +87,20 @@ class FuseEPDispatcher(BaseDispatcher):
         inputs = StandardInput(x_YH, places.groups, None, False, y_YH)
         context.core.run(inputs, context.weights, context.workspace)
         exchange.window.plane("bases")[lane] = torch.tensor(places.bases)
-        exchange.signal(Signal.RESULTS, lane, self.operation("combine"))
+        self.verify(Signal.OFFERED, lane)
+        self.signal(Signal.RESULTS, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
 
     def reduce(self, lane: int, plan: PairPlan, topk: TopKOutput) -> Tensor:
         exchange, layout = self.exchange, self.layout
-        exchange.wait(Signal.RESULTS, lane, self.operation("combine"))
+        self.wait(Signal.RESULTS, lane)
         # Those who share a group lay out its results alike.
         bases = exchange.window.stacked("bases")[:: layout.moe_tp_size, lane].flatten()
         first_TK = bases[topk.ids_TK.clamp(min=0)]
         places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(topk.ids_TK), places_TK, topk.weights_TK)
         y_TH, foreign = exchange.collect(lane, terms, layout.moe_tp_size)
+        self.verify(Signal.RESULTS, lane)
         self.note_combine(foreign)
         return y_TH
 
@@ -107,7 +110,7 @@ class FuseEPDispatcher(BaseDispatcher):
 
     def _combine_b(self, pending: FusedCombineInput) -> Tensor:
         handle: Pending = pending.handle
-        self.exchange.end(handle.lane)
+        self.lanes.end(handle.lane)
         return pending.y_TH
 
 
@@ -115,10 +118,8 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     """Dispatch, experts and combine in one."""
     handle: Pending = rows.handle
     dispatcher = handle.dispatcher
-    offers = dispatcher.exchange.offers(
-        handle.lane, dispatcher.layout, dispatcher.operation("dispatch")
-    )
-    plan = plan_pairs(offers.tokens)
+    dispatcher.wait(Signal.OFFERED, handle.lane)
+    plan = plan_pairs(dispatcher.exchange.offers(handle.lane, dispatcher.layout).tokens)
     dispatcher.compute(handle.lane, plan, context)
     return FusedCombineInput(handle, dispatcher.reduce(handle.lane, plan, rows.topk))
 

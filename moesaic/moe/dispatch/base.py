@@ -50,7 +50,7 @@ class DispatchConfig:
 @dataclass(slots=True)
 class Traffic:
     """Rows that came to this rank from others, or that it put there, and the bytes of their values
-    and scales; `metadata_bytes` are those of ids, weights and counts."""
+    and scales; `metadata_bytes` are those of the ids and weights that belong to these rows."""
 
     dispatch_rows: int = 0
     dispatch_bytes: int = 0
@@ -122,6 +122,7 @@ class BaseDispatcher(ABC):
 
     def dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Any:
         x_TH, topk = self._call("pre_dispatch", (x_TH, topk))
+        self._check(x_TH, topk)
         self.traffic.dispatches += 1
         return self._dispatch_a(x_TH, topk, step)
 
@@ -134,6 +135,25 @@ class BaseDispatcher(ABC):
 
     def combine_b(self, pending: Any) -> Tensor:
         return self._call("post_combine", self._combine_b(pending))
+
+    def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
+        """What a custom top-k or a hook gives is checked before others depend on it."""
+        config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
+        shape = (len(x_TH), config.top_k)
+        if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:
+            raise ValueError(
+                f"{self.operation('dispatch')}: ids {list(ids.shape)} and {weights.dtype} weights "
+                f"{list(weights.shape)}: both must be {list(shape)}, weights float32"
+            )
+        if ids.numel() == 0:
+            return
+        least, most = (int(bound) for bound in ids.aminmax())
+        if least < -1 or most >= config.layout.num_slots:
+            wrong = least if least < -1 else most
+            raise ValueError(
+                f"{self.operation('dispatch')}: a token names slot {wrong}: "
+                f"slots are 0..{config.layout.num_slots - 1}, and -1 for none"
+            )
 
     def _call(self, point: str, value: Value) -> Value:
         for hook in tuple(self._hooks[point]):
@@ -166,6 +186,11 @@ class BaseDispatcher(ABC):
     def note_combine(self, rows: int) -> None:
         self.traffic.combine_rows += rows
         self.traffic.combine_bytes += rows * self.config.hidden_size * self.config.dtype.itemsize
+
+    def restart(self, generation: int) -> None:
+        """Forgets what is in flight, after a step that failed. All ranks call it with one number,
+        higher than any before. A dispatcher that keeps nothing in flight has nothing to do."""
+        assert generation > 0
 
     def operation(self, phase: str) -> str:
         """As a message names it when a rank is missing."""

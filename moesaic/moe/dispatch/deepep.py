@@ -37,7 +37,8 @@ class NormalDispatcher(RowsDispatcher):
     ) -> DispatchOutput:
         slots = self.layout.slots_per_rank
         rows_e: list[int] = (ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()
-        return NormalDispatchOutput(route, x, ids_RK, weights_RK, rows_e)
+        y_OH = self.results(route.lane)
+        return NormalDispatchOutput(route, x, ids_RK, weights_RK, rows_e, y_OH=y_OH)
 
 
 class AutoDispatcher(BaseDispatcher):
@@ -47,8 +48,13 @@ class AutoDispatcher(BaseDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
+        del comm.traffic[self.name]  # the two count for themselves
         self.normal = NormalDispatcher(config, comm)
         self.low_latency = LowLatencyDispatcher(config, comm)
+
+    def restart(self, generation: int) -> None:
+        for dispatcher in (self.normal, self.low_latency):
+            dispatcher.restart(generation)
 
     def set_global_scale(self, scale: float) -> None:
         for dispatcher in (self.normal, self.low_latency):
@@ -106,5 +112,6 @@ DEEPEP = register_a2a(
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
         providers={"cpu": make_deepep},
         buffers=deepep_buffers,
+        rounds=True,
     )
 )

@@ -30,6 +30,7 @@ from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
 LANES = 2
+NOWHERE = (1 << 32) - 1
 
 
 class Signal(IntEnum):
@@ -37,6 +38,9 @@ class Signal(IntEnum):
     TAKEN = 1
     RESULTS = 2
     COLLECTED = 3
+
+
+TAGS = PlaneSpec("tags", (LANES * len(Signal),), torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class ExchangeSpec:
             PlaneSpec("counts", (LANES, 2), torch.int64),
             PlaneSpec("results", (LANES, self.result_rows, self.hidden_size), self.dtype),
             PlaneSpec("bases", (LANES, self.bases), torch.int64),
+            TAGS,
         ]
 
     def nbytes(self, size: int) -> int:
@@ -85,15 +90,26 @@ class Offers:
     totals: list[int]
 
 
+class OutOfStep(RuntimeError):
+    """Ranks are not in the same operation, or some have gone on without this one."""
+
+
 class Lanes:
-    """Who is where in the steps under way: signals of a window by lane."""
+    """Who is where in the steps under way: signals of a window by lane.
+
+    A signal is a count, so a tag beside it says of what: the generation and the layer. Who waits
+    compares it with its own, and again after reading: a rank that the others have left behind must
+    not take their next data for what it waited for.
+    """
 
     def __init__(self, window: SharedWindow) -> None:
         self.window = window
         self.rank, self.size = window.rank, window.size
         self.active = list(range(self.size))
+        self.generation = 0
         self._busy: list[str] = [""] * LANES
         self._epochs = [0] * (LANES * len(Signal))
+        self._tags = window.stacked("tags").numpy()
 
     def begin(self, lane: int, operation: str) -> None:
         if not 0 <= lane < LANES:
@@ -101,34 +117,65 @@ class Lanes:
         if self._busy[lane]:
             raise RuntimeError(
                 f"{operation}: lane {lane} is still in flight since {self._busy[lane]}: combine it "
-                f"first, or use the other lane"
+                f"first, use the other lane, or restart all ranks after an error"
             )
         self._busy[lane] = operation
 
     def end(self, lane: int) -> None:
         self._busy[lane] = ""
 
-    def restart(self, generation: int) -> None:
-        """Forgets what is in flight. All ranks that go on call it with one new number."""
+    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
+        """Forgets what is in flight. All ranks that go on call it with one number, higher than any
+        before; `active`: who goes on, all unless given."""
+        ranks = range(self.size) if active is None else active
+        if generation <= self.generation or generation >= 1 << 31:
+            raise ValueError(f"generation {generation}: give one above {self.generation}")
+        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
+            raise ValueError(
+                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
+                f"{self.rank} among them"
+            )
+        self.generation, self.active = generation, sorted(ranks)
         self._busy = [""] * LANES
         self._epochs = [generation << 32] * (LANES * len(Signal))
+        # Before any new data: whoever sees that sees this too.
+        self._tags[self.rank] = self._tag(NOWHERE)
 
-    def signal(self, kind: Signal, lane: int, operation: str) -> None:
+    def signal(self, kind: Signal, lane: int, layer: int, operation: str) -> None:
         channel = lane * len(Signal) + kind
         self._epochs[channel] += 1
+        self._tags[self.rank, channel] = self._tag(layer)
         self.window.signal(channel, self._epochs[channel], operation)
 
-    def wait(self, kind: Signal, lane: int, operation: str) -> None:
-        """Until all active ranks have signalled as often as this one."""
+    def wait(self, kind: Signal, lane: int, layer: int, operation: str) -> None:
+        """Until all active ranks have signalled as often as this one, of the same."""
         channel = lane * len(Signal) + kind
         self.window.wait(channel, self._epochs[channel], operation, ranks=self.active)
+        self.verify(kind, lane, layer, operation)
+
+    def verify(self, kind: Signal, lane: int, layer: int, operation: str) -> None:
+        """That what was waited for is still there."""
+        tags = self._tags[:, lane * len(Signal) + kind].tolist()
+        mine = self._tag(layer)
+        for rank in self.active:
+            if tags[rank] != mine:
+                raise OutOfStep(f"{operation}: {self._difference(rank, tags[rank], layer)}")
+
+    def _tag(self, layer: int) -> int:
+        return self.generation << 32 | layer
+
+    def _difference(self, rank: int, tag: int, layer: int) -> str:
+        generation, other = tag >> 32, tag & NOWHERE
+        if generation != self.generation:
+            return (
+                f"rank {rank} is in generation {generation}, this rank in {self.generation}: one "
+                f"of them has been left behind"
+            )
+        return f"rank {rank} is in layer {other}, this rank in layer {layer}"
 
     def count(self, kind: Signal, lane: int) -> int:
         """How often this rank has signalled."""
         return self._epochs[lane * len(Signal) + kind]
-
-    def set_active(self, ranks: Sequence[int]) -> None:
-        self.active = sorted(ranks)
 
 
 class Exchange(Lanes):
@@ -149,8 +196,8 @@ class Exchange(Lanes):
         assert isinstance(found, Exchange)
         return found
 
-    def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice, operation: str) -> None:
-        """Puts these tokens where others can take them."""
+    def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
+        """Puts these tokens where others can take them, once it is signalled."""
         count = len(range(*tokens.indices(len(x))))
         window = self.window
         for name, tensor in planes_of(x).items():
@@ -158,11 +205,9 @@ class Exchange(Lanes):
         window.plane("ids")[lane, :count] = topk.ids_TK[tokens]
         window.plane("weights")[lane, :count] = topk.weights_TK[tokens]
         window.plane("counts")[lane] = torch.tensor((count, len(x)))
-        self.signal(Signal.OFFERED, lane, operation)
 
-    def offers(self, lane: int, layout: EpLayout, operation: str) -> Offers:
-        """What everybody offers in this lane."""
-        self.wait(Signal.OFFERED, lane, operation)
+    def offers(self, lane: int, layout: EpLayout) -> Offers:
+        """What everybody offers in this lane, once it has been waited for."""
         told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
         active = set(self.active)
         counts, totals = (
@@ -177,7 +222,6 @@ class Exchange(Lanes):
             groups=layout.ep_size,
             group=layout.ep_rank,
         )
-        # Ranks that share a group plan alike; a rank's own tokens are told by its number.
         return Offers(tokens, totals)
 
     def take(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
@@ -196,6 +240,11 @@ class Exchange(Lanes):
         """Copies offered rows to the front of the block of each slot in the lane's inbox, so many
         to each."""
         inbox = self.inbox(lane)
+        block = self.spec.inbox_rows // len(counts)
+        if max(counts) > block:
+            raise ValueError(
+                f"{max(counts)} rows for one slot are more than {block}: a token names it twice"
+            )
         for name, tensor in planes_of(inbox).items():
             source = self.flat(name, lane)
             target = tensor.view(wire(tensor.dtype)).unflatten(0, (len(counts), -1))

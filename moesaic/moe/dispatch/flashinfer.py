@@ -2,12 +2,12 @@
 gets results from theirs and adds them up. A rank without tokens puts a count of zero, nothing else.
 
 P ranks · C tokens of a rank at most · T tokens of this rank · K chosen · G expert groups ·
-R = P * C rows of a rank, those of source p from p * C on · H hidden.
+R rows received, those of source p from p * C on · H hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,14 +15,16 @@ from torch import Tensor
 from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import (
     LANES,
+    TAGS,
     Lanes,
     Signal,
     planes_of,
     wire,
 )
+from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     RowsCombineInput,
@@ -56,6 +58,7 @@ class PutSpec:
             PlaneSpec("weights", (rows, self.top_k), torch.float32),
             PlaneSpec("counts", (LANES, self.size), torch.int64),
             PlaneSpec("results", (rows * each, self.hidden_size), self.dtype),
+            TAGS,
         ]
 
     def nbytes(self, size: int) -> int:
@@ -65,15 +68,17 @@ class PutSpec:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none."""
+    """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none. Of
+    the rows received: `counts`, how many from each rank, and `valid_RK`, which slots are here."""
 
     lane: int
     sent_TG: Tensor
     topk: TopKOutput
+    counts: list[int] = field(default_factory=list)
     valid_RK: Tensor | None = None
 
 
-class FlashInferDispatcher(BaseDispatcher):
+class FlashInferDispatcher(WindowDispatcher):
     name = "flashinfer"
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
@@ -85,7 +90,7 @@ class FlashInferDispatcher(BaseDispatcher):
                 comm.group, self.spec.planes(), comm.timeout, LANES * len(Signal)
             )
             comm.buffers[self.spec] = Lanes(window)
-        self.lanes: Lanes = comm.buffers[self.spec]
+        self.lanes = comm.buffers[self.spec]
         self.window: SharedWindow = self.lanes.window
 
     @classmethod
@@ -110,9 +115,8 @@ class FlashInferDispatcher(BaseDispatcher):
                 f"{self.spec.tokens} that the buffers were made for: raise the limit of tokens in "
                 f"a step"
             )
-        operation, lane = self.operation("dispatch"), step.lane
-        self.lanes.begin(lane, operation)
-        x = self.config.encode(x_TH)
+        lane, x = step.lane, self.config.encode(x_TH)
+        self.lanes.begin(lane, self.operation("dispatch"))
         groups_TK = self.layout.owner(topk.ids_TK)
         sent_TG = torch.full((len(x_TH), self.layout.ep_size), -1)
         for group in range(self.layout.ep_size):
@@ -124,7 +128,7 @@ class FlashInferDispatcher(BaseDispatcher):
                 group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
             ):
                 self._put(rank, lane, tokens, x, ids, topk.weights_TK)
-        self.lanes.signal(Signal.OFFERED, lane, operation)
+        self.signal(Signal.OFFERED, lane)
         return Route(lane, sent_TG, topk)
 
     def _put(
@@ -141,44 +145,57 @@ class FlashInferDispatcher(BaseDispatcher):
             self.note_dispatch(len(tokens))
 
     def _dispatch_b(self, pending: Route) -> StandardDispatchOutput:
-        lane, spec = pending.lane, self.spec
-        self.lanes.wait(Signal.OFFERED, lane, self.operation("dispatch"))
-        rows = slice(self._first(lane, 0), self._first(lane + 1, 0))
-        counts_P = self.window.plane("counts")[lane]
-        filled_R = (torch.arange(spec.tokens) < counts_P.unsqueeze(1)).flatten()
-        ids_RK = torch.where(filled_R.unsqueeze(1), self.window.plane("ids")[rows].long(), -1)
+        """Only rows that were filled go on: there is room for many more than a decode step has."""
+        lane = pending.lane
+        self.wait(Signal.OFFERED, lane)
+        counts: list[int] = self.window.plane("counts")[lane].tolist()
+
+        def filled(name: str) -> Tensor:
+            plane, first = self.window.plane(name), self._first(lane, 0)
+            starts = range(first, self._first(lane + 1, 0), self.spec.tokens)
+            pairs = zip(starts, counts, strict=True)
+            return torch.cat([plane[start : start + count] for start, count in pairs])
+
         values, *scales = (
-            self.window.plane(plane.name)[rows].view(plane.dtype)
-            for plane in self.config.payload.codec.planes
+            filled(plane.name).view(plane.dtype) for plane in self.config.payload.codec.planes
         )
         scale = scales[0] if scales else None
         x = Payload(values, scale, self.config.payload, self.config.global_scale)
-        valid_RK = ids_RK >= 0 if spec.pairs else None
-        route = Route(lane, pending.sent_TG, pending.topk, valid_RK)
-        return StandardDispatchOutput(route, x, ids_RK, self.window.plane("weights")[rows])
+        ids_RK, weights_RK = filled("ids").long(), filled("weights")
+        self.verify(Signal.OFFERED, lane)
+        route = replace(pending, counts=counts, valid_RK=ids_RK >= 0)
+        return StandardDispatchOutput(route, x, ids_RK, weights_RK)
 
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, RowsCombineInput)
         route: Route = results.handle
-        each = self.spec.top_k if self.spec.pairs else 1
-        rows = slice(self._first(route.lane, 0) * each, self._first(route.lane + 1, 0) * each)
-        target = self.window.plane("results")[rows]
         if results.pairs:
-            assert route.valid_RK is not None
-            target.index_copy_(0, route.valid_RK.flatten().nonzero().squeeze(1), results.y_RH)
+            self._put_pairs(route, results.y_RH)
         else:
-            counts: list[int] = self.window.plane("counts")[route.lane].tolist()
-            for source, count in enumerate(counts):
-                own = slice(source * self.spec.tokens, source * self.spec.tokens + count)
-                target[own] = results.y_RH[own]
-        self.lanes.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+            target = self.window.plane("results")
+            for source, rows in enumerate(results.y_RH.split(route.counts)):
+                start = self._first(route.lane, source)
+                target[start : start + len(rows)] = rows
+        self.signal(Signal.RESULTS, route.lane)
         return route
 
+    def _put_pairs(self, route: Route, y_NH: Tensor) -> None:
+        """A row has room for a result of each of its K."""
+        assert route.valid_RK is not None
+        top_k = self.spec.top_k
+        starts = [self._first(route.lane, source) for source in range(self.layout.size)]
+        rows_R = torch.cat(
+            [torch.arange(n) + start for start, n in zip(starts, route.counts, strict=True)]
+        )
+        places = (rows_R.unsqueeze(1) * top_k + torch.arange(top_k))[route.valid_RK]
+        self.window.plane("results").index_copy_(0, places, y_NH)
+
     def _combine_b(self, route: Route) -> Tensor:
-        self.lanes.wait(Signal.RESULTS, route.lane, self.operation("combine"))
+        self.wait(Signal.RESULTS, route.lane)
         y = self.window.stacked("results")
         width, rank = self.layout.moe_tp_size, self.layout.rank
         y_TH, foreign = sum_rows(y.flatten(0, 1), self._wanted(route), y.shape[1], width, rank)
+        self.verify(Signal.RESULTS, route.lane)
         self.note_combine(foreign)
         self.lanes.end(route.lane)
         return y_TH

@@ -18,6 +18,7 @@ from moesaic.moe.dispatch.rows import Rounds, RowsDispatcher
 
 MIB = 1 << 20
 PADDING_MIB = 20
+DEFAULT_TOKENS = 8192
 PER_ROUND = "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS"
 ROUNDS = "DEEPEP_NORMAL_LONG_SEQ_ROUND"
 COMBINE = "DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ"
@@ -72,7 +73,15 @@ def rounds_from_environment(
     asked = LongSequences.read(os.environ if environment is None else environment)
     tokens, most = config.max_tokens, 1
     if asked.enabled:
-        tokens, most = asked.per_round_tokens or 8192, asked.rounds or 1
+        tokens = min(asked.per_round_tokens or DEFAULT_TOKENS, config.max_tokens)
+        needed = -(-config.max_tokens // tokens)
+        if (asked.rounds or 1) < needed:
+            raise ValueError(
+                f"{ROUNDS} {asked.rounds or 1} of {PER_ROUND} {tokens} hold "
+                f"{tokens * (asked.rounds or 1)} tokens, but a step may have {config.max_tokens}: "
+                f"set {ROUNDS}={needed}, or lower --chunked-prefill-size"
+            )
+        most = needed
     rounds = Rounds(tokens, most, asked.combine)
     if asked.buffer_mib is not None:
         rounds = _fit(config, rounds, asked.buffer_mib)
@@ -101,12 +110,24 @@ def buffer_bytes(config: DispatchConfig, rounds: Rounds) -> int:
     return spec.nbytes(config.layout.size)
 
 
-def describe(config: DispatchConfig, environment: Mapping[str, str] | None = None) -> str:
-    """What the variables come to, for the log; empty where none is set."""
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the variables come to. `formula`: MiB that DeepEP's formula asks for; `short`: whether
+    HCCL_BUFFSIZE is less than that."""
+
+    text: str
+    formula: float
+    short: bool
+
+
+def summarise(
+    config: DispatchConfig, environment: Mapping[str, str] | None = None
+) -> Summary | None:
+    """None where no variable is set."""
     environment = os.environ if environment is None else environment
     asked = LongSequences.read(environment)
-    if not asked.enabled and asked.buffer_mib is None:
-        return ""
+    if asked == LongSequences():
+        return None
     rounds = rounds_from_environment(config, environment)
     needed = formula_mib(
         rounds.tokens if asked.enabled else config.max_tokens,
@@ -114,10 +135,11 @@ def describe(config: DispatchConfig, environment: Mapping[str, str] | None = Non
         config.top_k,
         in_rounds=asked.enabled,
     )
+    short = asked.buffer_mib is not None and asked.buffer_mib < needed
     given = "" if asked.buffer_mib is None else f", {BUFFSIZE} is {asked.buffer_mib}"
-    return (
+    text = (
         f"normal mode: up to {rounds.most} rounds of {rounds.tokens} tokens a rank, results "
-        f"{'in rounds' if rounds.combine else 'at once'}, buffers of "
-        f"{buffer_bytes(config, rounds) / MIB:.1f} MiB a rank (the formula of DeepEP on Ascend "
-        f"asks for {needed:.0f} MiB{given})"
+        f"{'in rounds' if rounds.combine else 'at once'}, {buffer_bytes(config, rounds) / MIB:.1f} "
+        f"MiB a rank that others reach (DeepEP on Ascend would ask for {needed:.0f} MiB{given})"
     )
+    return Summary(text, needed, short)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, plan_pairs
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
+from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -34,16 +35,17 @@ class Pending:
 class Route:
     lane: int
     terms: Terms
+    filled: list[int]
 
 
-class LowLatencyDispatcher(BaseDispatcher):
+class LowLatencyDispatcher(WindowDispatcher):
     name = "deepep_low_latency"
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         self.layout = config.layout
         self.block = self.block_rows(config)
-        self.exchange = Exchange.shared(self.buffer_spec(config), comm)
+        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config), comm)
 
     @staticmethod
     def block_rows(config: DispatchConfig) -> int:
@@ -71,41 +73,44 @@ class LowLatencyDispatcher(BaseDispatcher):
                 f"a rank may bring in low_latency mode: use --deepep-mode auto or normal, or raise "
                 f"--max-running-requests"
             )
-        operation = self.operation("dispatch")
-        self.exchange.begin(step.lane, operation)
         x = self.config.encode(x_TH)
-        self.exchange.offer(step.lane, x, topk, slice(None), operation)
+        self.lanes.begin(step.lane, self.operation("dispatch"))
+        self.exchange.offer(step.lane, x, topk, slice(None))
+        self.signal(Signal.OFFERED, step.lane)
         return Pending(step.lane, topk)
 
     def _dispatch_b(self, pending: Pending) -> LowLatencyDispatchOutput:
         lane, layout = pending.lane, self.layout
-        offers = self.exchange.offers(lane, layout, self.operation("dispatch"))
-        plan = plan_pairs(offers.tokens)
+        self.wait(Signal.OFFERED, lane)
+        plan = plan_pairs(self.exchange.offers(lane, layout).tokens)
         scale = self.config.global_scale
         x = self.exchange.take_blocks(lane, plan.rows_R, plan.filled, scale)
+        self.verify(Signal.OFFERED, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
         ids_TK = pending.topk.ids_TK
         first_TK = ids_TK.remainder(layout.slots_per_rank) * self.block
         places_TK = torch.where(ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(ids_TK), places_TK, pending.topk.weights_TK)
         y_eMH = self.exchange.results(lane).unflatten(0, (-1, self.block))
-        return LowLatencyDispatchOutput(Route(lane, terms), x, plan.filled, y_eMH)
+        return LowLatencyDispatchOutput(Route(lane, terms, plan.filled), x, plan.filled, y_eMH)
 
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, LowLatencyCombineInput)
         route: Route = results.handle
         target = self.exchange.results(route.lane).unflatten(0, (-1, self.block))
         if results.y_eMH.data_ptr() != target.data_ptr():
-            target.copy_(results.y_eMH)
-        self.exchange.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+            for slot, count in enumerate(route.filled):
+                target[slot, :count] = results.y_eMH[slot, :count]
+        self.signal(Signal.RESULTS, route.lane)
         return route
 
     def _combine_b(self, route: Route) -> Tensor:
-        self.exchange.wait(Signal.RESULTS, route.lane, self.operation("combine"))
+        self.wait(Signal.RESULTS, route.lane)
         terms = self.reachable(route.terms)
         y_TH, foreign = self.exchange.collect(route.lane, terms, self.layout.moe_tp_size)
+        self.verify(Signal.RESULTS, route.lane)
         self.note_combine(foreign)
-        self.exchange.end(route.lane)
+        self.lanes.end(route.lane)
         return y_TH
 
     def reachable(self, terms: Terms) -> Terms:

@@ -27,10 +27,7 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
         """Go on with these ranks; `generation` is higher than any before it."""
-        if self.layout.rank not in active_ranks:
-            raise ValueError(f"rank {self.layout.rank} is not among active ranks {active_ranks}")
-        self.exchange.set_active(active_ranks)
-        self.exchange.restart(generation)
+        self.lanes.restart(generation, active_ranks)
 
     def reachable(self, terms: Terms) -> Terms:
         """Results of a group are a whole only if all ranks that share it take part."""

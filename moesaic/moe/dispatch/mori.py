@@ -18,5 +18,6 @@ MORI = register_a2a(
         payloads=(*UNQUANTIZED, "fp8", "int8", "mxfp4"),
         providers={"cpu": MoriDispatcher},
         buffers=normal_buffers,
+        rounds=True,
     )
 )

@@ -58,7 +58,8 @@ class StandardDispatcher(RowsDispatcher):
     def output(
         self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
     ) -> DispatchOutput:
-        return StandardDispatchOutput(route, x, ids_RK, weights_RK)
+        y_OH = self.results(route.lane)
+        return StandardDispatchOutput(route, x, ids_RK, weights_RK, y_OH=y_OH)
 
 
 class ReplicatedDispatcher(StandardDispatcher):
@@ -100,11 +101,15 @@ class ReplicatedDispatcher(StandardDispatcher):
         plan.parts.append((self.layout.local(topk.ids_TK), topk.weights_TK))
         return plan.finish()
 
+    def results(self, lane: int) -> Tensor | None:
+        """Which half is not known before combine."""
+        return None
+
     def give(self, results: RowsCombineInput, number: int) -> None:
         route: Route = results.handle
         half = self._half(route.lane, 0)
         self.exchange.results(route.lane)[half : half + len(results.y_RH)] = results.y_RH
-        self.exchange.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+        self.signal(Signal.RESULTS, route.lane)
 
     def collect(self, route: Route, number: int) -> Tensor:
         half = self._half(route.lane, 1)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import RowPlan, Terms, Tokens, plan_rows
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Offers, Signal
+from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 
@@ -59,7 +60,7 @@ class Route:
     tokens: list[slice]
 
 
-class RowsDispatcher(BaseDispatcher):
+class RowsDispatcher(WindowDispatcher):
     """A subclass makes the output of its format. `everywhere`: all tokens go to all groups."""
 
     everywhere: ClassVar[bool] = False
@@ -70,7 +71,7 @@ class RowsDispatcher(BaseDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.rounds = rounds or Rounds(config.max_tokens)
-        self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
+        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
@@ -87,6 +88,10 @@ class RowsDispatcher(BaseDispatcher):
             result_rows=layout.size * rounds.tokens * each * times,
             inbox_rows=layout.size * rounds.tokens * rounds.most,
         )
+
+    def results(self, lane: int) -> Tensor | None:
+        """Where a runner may write results, unless they go back in rounds."""
+        return None if self.rounds.combine else self.exchange.results(lane)
 
     def output(
         self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
@@ -110,26 +115,30 @@ class RowsDispatcher(BaseDispatcher):
             )
 
     def _offer(self, pending: Pending, number: int) -> None:
-        tokens = self._tokens(number)
-        operation = self.operation("dispatch")
-        self.exchange.offer(pending.lane, pending.x, pending.topk, tokens, operation)
+        self.exchange.offer(pending.lane, pending.x, pending.topk, self._tokens(number))
+        self.signal(Signal.OFFERED, pending.lane)
 
     def _tokens(self, number: int) -> slice:
         return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
 
     def _dispatch_b(self, pending: Pending) -> DispatchOutput:
-        exchange, lane, operation = self.exchange, pending.lane, self.operation("dispatch")
-        offers = exchange.offers(lane, self.layout, operation)
+        lane = pending.lane
+        offers = self._offers(lane)
         rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
         plan = Plan(self, pending)
         for number in range(rounds):
             if number:
-                exchange.signal(Signal.TAKEN, lane, operation)
-                exchange.wait(Signal.TAKEN, lane, operation)
+                self.signal(Signal.TAKEN, lane)
+                self.wait(Signal.TAKEN, lane)
                 self._offer(pending, number)
-                offers = exchange.offers(lane, self.layout, operation)
+                offers = self._offers(lane)
             plan.add(offers.tokens, self._tokens(number))
+            self.verify(Signal.OFFERED, lane)
         return plan.finish()
+
+    def _offers(self, lane: int) -> Offers:
+        self.wait(Signal.OFFERED, lane)
+        return self.exchange.offers(lane, self.layout)
 
     def _combine_a(self, results: CombineInput) -> RowsCombineInput:
         assert isinstance(results, RowsCombineInput)
@@ -138,16 +147,17 @@ class RowsDispatcher(BaseDispatcher):
 
     def _combine_b(self, results: RowsCombineInput) -> Tensor:
         route: Route = results.handle
-        exchange, operation = self.exchange, self.operation("combine")
+        lane = route.lane
         parts = []
         for number in range(self._combine_rounds(route)):
             if number:
-                exchange.signal(Signal.COLLECTED, route.lane, operation)
-                exchange.wait(Signal.COLLECTED, route.lane, operation)
+                self.signal(Signal.COLLECTED, lane)
+                self.wait(Signal.COLLECTED, lane)
                 self.give(results, number)
-            exchange.wait(Signal.RESULTS, route.lane, operation)
+            self.wait(Signal.RESULTS, lane)
             parts.append(self.collect(route, number))
-        exchange.end(route.lane)
+            self.verify(Signal.RESULTS, lane)
+        self.lanes.end(lane)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _combine_rounds(self, route: Route) -> int:
@@ -160,8 +170,15 @@ class RowsDispatcher(BaseDispatcher):
         start, stop = 0, len(results.y_RH)
         if self.rounds.combine:
             start, stop = route.starts[number][group], route.starts[number + 1][group]
-        self.exchange.results(route.lane)[: stop - start] = results.y_RH[start:stop]
-        self.exchange.signal(Signal.RESULTS, route.lane, self.operation("combine"))
+        if stop - start > self.exchange.spec.result_rows:
+            raise ValueError(
+                f"{self.operation('combine')}: {stop - start} results are more than "
+                f"{self.exchange.spec.result_rows}: a token names a slot twice"
+            )
+        target = self.exchange.results(route.lane)[: stop - start]
+        if target.data_ptr() != results.y_RH[start:stop].data_ptr():
+            target.copy_(results.y_RH[start:stop])
+        self.signal(Signal.RESULTS, route.lane)
 
     def collect(self, route: Route, number: int) -> Tensor:
         owners_TS, places_TS, weights_TS = route.owners_TS, route.places_TS, route.weights_TS

@@ -81,7 +81,8 @@ class Workspace:
         size = prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # or it could not be written outside that mode
+                buffer = torch.empty(size, dtype=dtype)
             self._buffers[name, dtype] = buffer
         return buffer[:size].view(shape)
 

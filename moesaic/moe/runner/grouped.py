@@ -9,9 +9,7 @@ contiguous in that order: otherwise they read the weights three times as slowly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -82,32 +80,6 @@ def in_pieces(groups: Iterable[Group]) -> Iterator[Group]:
             yield replace(group, start=start, rows=SMALL_ROWS, stride=SMALL_ROWS)
 
 
-def split(groups: list[Group], parts: int) -> list[list[Group]]:
-    """The same work in equal shares: as many slots times rows each as can be."""
-    costs = [len(group.slots) * max(group.rows, SMALL_ROWS) for group in groups]
-    shares: list[list[Group]] = [[]]
-    left = target = sum(costs) / parts
-    for group in groups:
-        each = max(group.rows, SMALL_ROWS)
-        slots = group.slots
-        while len(slots):
-            count = min(len(slots), max(1, round(left / each)))
-            start = group.start + (slots.start - group.slots.start) * group.stride
-            shares[-1].append(replace(group, slots=slots[:count], start=start))
-            left -= count * each
-            slots = slots[count:]
-            if left < each / 2 and len(shares) < parts:
-                shares.append([])
-                left += target
-    return [share for share in shares if share]
-
-
-@cache
-def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads that compute alone: an expert each beats all together at one expert."""
-    return ThreadPoolExecutor(count, "experts", initializer=partial(torch.set_num_threads, 1))
-
-
 @dataclass(frozen=True, slots=True)
 class GroupedMLP:
     """y = down(activation(gate(x), up(x))) of each group's rows, by the weights of its slots.
@@ -120,20 +92,6 @@ class GroupedMLP:
     workspace: Workspace
 
     def run(self, x_YH: Tensor, y_YH: Tensor, groups: list[Group], quantized: bool) -> None:
-        shares = split(groups, torch.get_num_threads())
-        if len(shares) < 2:
-            self._run(x_YH, y_YH, groups, quantized)
-            return
-        pool = _workers(len(shares))
-        jobs = [pool.submit(self._run_apart, x_YH, y_YH, share, quantized) for share in shares]
-        for job in jobs:
-            job.result()
-
-    @torch.inference_mode()
-    def _run_apart(self, x_YH: Tensor, y_YH: Tensor, groups: list[Group], quantized: bool) -> None:
-        replace(self, workspace=Workspace())._run(x_YH, y_YH, groups, quantized)
-
-    def _run(self, x_YH: Tensor, y_YH: Tensor, groups: list[Group], quantized: bool) -> None:
         plain = self.weights.w13_eJH.plain is not None
         for group in groups:
             if plain and len(group.slots) > 1:

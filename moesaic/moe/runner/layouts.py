@@ -223,22 +223,30 @@ def post_permute_rows(
     """One weighted sum for each row; in deterministic mode the pairs themselves."""
     pairs = inputs.pairs
     assert pairs is not None
+    wanted = pairs.places_N if context.config.deterministic else rows.weights_RK
+    out = None
+    if rows.y_OH is not None and len(wanted) <= len(rows.y_OH):
+        out = rows.y_OH[: len(wanted)]
     if context.config.deterministic:
-        y_NH = outputs.y.index_select(0, pairs.places_N)
+        y_NH = torch.index_select(outputs.y, 0, pairs.places_N, out=out)
         return RowsCombineInput(rows.handle, y_NH, pairs=True)
-    y_RH = weighted_sum(outputs.y, pairs.places_N, rows.weights_RK, pairs.valid_RK)
+    y_RH = weighted_sum(outputs.y, pairs.places_N, rows.weights_RK, pairs.valid_RK, out)
     return RowsCombineInput(rows.handle, y_RH)
 
 
 def weighted_sum(
-    y_YH: Tensor, places_N: Tensor, weights_RK: Tensor, valid_RK: Tensor | None = None
+    y_YH: Tensor,
+    places_N: Tensor,
+    weights_RK: Tensor,
+    valid_RK: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out[r] = sum over valid k of weights[r, k] * y[place], in float32, in the order of k."""
     if valid_RK is None:
         places_RK = places_N.view(weights_RK.shape)
     else:
         places_RK = torch.full(weights_RK.shape, -1).masked_scatter_(valid_RK, places_N)
-    return sum_rows(y_YH, Terms(None, places_RK, weights_RK))[0]
+    return sum_rows(y_YH, Terms(None, places_RK, weights_RK), out=out)[0]
 
 
 def pre_permute_blocks(
