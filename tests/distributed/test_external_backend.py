@@ -331,7 +331,12 @@ def load_missing(group: RankGroup, name: str) -> str:
 
 def test_a_module_that_is_not_there_is_named(pools: Pools):
     (told,) = pools(1).run(load_missing, "examples.backends.yours")
-    assert told.startswith("--moe-backend-module examples.backends.yours: No module named ")
+    assert told == (
+        "--moe-backend-module 'examples.backends.yours' cannot be imported from here: "
+        "ModuleNotFoundError: No module named 'examples.backends.yours'"
+    )
+    (told,) = pools(1).run(load_missing, "json")
+    assert told.startswith("--moe-backend-module 'json' registers no backend")
     assert pools(1).run(load_missing, EXAMPLE) == ["loaded"]
     assert pools(1).run(load_missing, EXAMPLE) == ["loaded"]
 

@@ -197,7 +197,7 @@ def third(group: RankGroup, a2a: str, mode: str) -> tuple[str, str, bool]:
 def test_a_busy_lane_is_refused(a2a: str, mode: str, pools: Callable[[int], LocalRanks]):
     for busy, unknown, same in pools(2).run(third, a2a, mode):
         assert "dispatch, layer 0: lane 1 is still in flight since" in busy
-        assert "combine it first, or use the other lane" in busy
+        assert "combine it first, use the other lane" in busy
         assert unknown == "lane 2: there are 2, numbered from 0"
         assert same
 

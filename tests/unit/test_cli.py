@@ -134,7 +134,7 @@ def test_commands_of_the_guide_are_understood(
 def test_serve_says_that_there_is_no_server(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["serve", *line.split()]) == 1
     assert capsys.readouterr().err == (
-        "error: the flags are right, but the HTTP server is not built yet; what works now: "
+        "error: no flag is wrong in itself, but the HTTP server is not built yet; what works now: "
         "moesaic generate --model-path M\n"
     )
 
