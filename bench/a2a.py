@@ -142,6 +142,7 @@ class Backend:
             # A runner writes its results there; copying them is none of the backend's work.
             watch.pause()
             results = fill(rows)
+            wait()
             watch.resume()
         else:
             assert isinstance(rows, StandardDispatchOutput)

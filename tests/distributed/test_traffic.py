@@ -245,4 +245,4 @@ def test_auto_counts_each_mode(pools: Callable[[int], LocalRanks]):
     """One step prefills, the next does not."""
     for found in pools(4).run(moved, [Setting("deepep", "auto")]):
         counted = {name: traffic["dispatches"] for name, traffic in found[0].items()}
-        assert counted == {"deepep": 2, "deepep_normal": 1, "deepep_low_latency": 1}
+        assert counted == {"deepep_normal": 1, "deepep_low_latency": 1}
