@@ -1,7 +1,7 @@
 # Everything runs in .venv; a bare checkout needs Python 3.11+ with pip.
 #   make setup    create .venv (again only when pyproject.toml changed)
 #   make test     format check, lint, types, tests: what CI runs
-#   make test-slow  the exhaustive comparison with transformers, about five minutes
+#   make test-slow  all comparisons with transformers, and the whole product of MoE backends: 45 minutes
 #   make serve    talk to a tiny random model (there is no HTTP server yet)
 
 PYTHON ?= python3
