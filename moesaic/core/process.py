@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep what is freed for what is asked next.
 
     By default every tensor of some size is mapped anew, and the kernel clears each of its pages on
-    first touch: of a dispatch of 2 MB that was a third of the time.
+    first touch: a third of the time of a dispatch of 2 MB, when it was measured once.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

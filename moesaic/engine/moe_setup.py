@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import A2A_REGISTRY, PHASES, Problem
+from moesaic.moe.registry import A2A_REGISTRY, PHASES, RUNNER_REGISTRY, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +107,22 @@ def moe_context(
     for reason in context.reasons:
         logger.info("moe: %s", reason)
     logger.info(
-        "moe: a2a %s (%s), runner %s, provider native on %s, %s weights, %s sent",
+        "moe: a2a %s (%s, %s), runner %s (%s) on %s, %s weights, %s sent",
         choice.a2a,
         choice.mode,
+        _provider(A2A_REGISTRY[choice.a2a].providers[choice.device]),
         choice.runner,
+        _provider(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
         choice.device,
         choice.weights,
         choice.payload,
     )
     return context
+
+
+def _provider(make: Callable[..., object]) -> str:
+    """Ours, or the module it comes from."""
+    return "native" if make.__module__.startswith("moesaic.") else make.__module__
 
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:

@@ -5,7 +5,7 @@ T tokens · K chosen · H hidden · E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.group import RankGroup
+from moesaic.comm.local import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.exchange import LANES, Exchange, Lanes, planes_of
@@ -187,3 +188,20 @@ def poison_all(group: RankGroup, context: MoeContext) -> None:
     group.barrier("before poison")
     poison(context)
     group.barrier("after poison")
+
+
+Pools = Callable[[int], LocalRanks]
+
+
+def rank_pools() -> Iterator[Pools]:
+    """pools(n): n ranks, made when first asked for, all closed at the end."""
+    made: dict[int, LocalRanks] = {}
+
+    def pool(size: int) -> LocalRanks:
+        if size not in made:
+            made[size] = LocalRanks(size, timeout=110)
+        return made[size]
+
+    yield pool
+    for ranks in made.values():
+        ranks.close()

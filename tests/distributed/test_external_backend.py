@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,18 @@ from moesaic.moe.registry import (
     supports,
 )
 from tests.distributed.conformance import Verdict, allowed, check_all, covering
-from tests.distributed.moe_ranks import HIDDEN, TOP_K, Combination
+from tests.distributed.moe_ranks import HIDDEN, TOP_K, Combination, Pools, rank_pools
 from tests.moe_oracle import random_topk
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples.backends.my_backends"
 MODULE = os.environ.get("MOESAIC_BACKEND_MODULE", EXAMPLE)
-Pools = Callable[[int], LocalRanks]
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Ranks of our own: those of other tests must not know these backends."""
-    made: dict[int, LocalRanks] = {}
-
-    def pool(size: int) -> LocalRanks:
-        if size not in made:
-            made[size] = LocalRanks(size, timeout=110)
-        return made[size]
-
-    yield pool
-    for ranks in made.values():
-        ranks.close()
+    yield from rank_pools()
 
 
 @pytest.fixture(autouse=True)

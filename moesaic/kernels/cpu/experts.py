@@ -116,6 +116,8 @@ def run(
         experts.b2_eH,
     ):
         assert tensor is None or (tensor.is_contiguous() and tensor.dtype == torch.bfloat16)
+    assert len(x_YH) == len(y_YH) == len(h_YI)
+    assert all(job.start >= 0 and job.start + job.rows <= len(x_YH) for job in jobs)
     arguments = _arguments(x_YH, y_YH, h_YI, jobs, experts)
     parts = torch.get_num_threads() if jobs else 0
     for stage in (kernel.inward, kernel.outward):

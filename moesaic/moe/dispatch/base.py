@@ -137,7 +137,8 @@ class BaseDispatcher(ABC):
         return self._call("post_combine", self._combine_b(pending))
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
-        """What a custom top-k or a hook gives is checked before others depend on it."""
+        """What a custom top-k or a hook gives is checked before others depend on it. Values only on
+        CPU: elsewhere looking at them would wait for the device."""
         config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
         shape = (len(x_TH), config.top_k)
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:
@@ -145,7 +146,7 @@ class BaseDispatcher(ABC):
                 f"{self.operation('dispatch')}: ids {list(ids.shape)} and {weights.dtype} weights "
                 f"{list(weights.shape)}: both must be {list(shape)}, weights float32"
             )
-        if ids.numel() == 0:
+        if ids.numel() == 0 or ids.device.type != "cpu":
             return
         least, most = (int(bound) for bound in ids.aminmax())
         if least < -1 or most >= config.layout.num_slots:
@@ -154,6 +155,9 @@ class BaseDispatcher(ABC):
                 f"{self.operation('dispatch')}: a token names slot {wrong}: "
                 f"slots are 0..{config.layout.num_slots - 1}, and -1 for none"
             )
+        ordered = ids.sort(1).values
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+            raise ValueError(f"{self.operation('dispatch')}: a token names a slot twice")
 
     def _call(self, point: str, value: Value) -> Value:
         for hook in tuple(self._hooks[point]):

@@ -80,8 +80,9 @@ class ReplicatedDispatcher(StandardDispatcher):
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Pending:
         self.check_tokens(len(x_TH))
+        pending = Pending(step.lane, self.config.encode(x_TH), topk)
         self.exchange.begin(step.lane, self.operation("dispatch"))
-        return Pending(step.lane, self.config.encode(x_TH), topk)
+        return pending
 
     def _dispatch_b(self, pending: Pending) -> DispatchOutput:
         topk, layout = pending.topk, self.layout

@@ -3,7 +3,7 @@
 e local slots · H hidden · I intermediate · J = 2 * I · C rows of a slot · Y rows of all slots.
 Weights stand on the left of the products and activations are transposed ([H, C]): in that order
 oneDNN reads the weights as they lie, without repacking them. Batched products want the activations
-contiguous in that order: otherwise they read the weights three times as slowly.
+contiguous in that order: otherwise they read the weights up to three times as slowly (seen once).
 """
 
 from __future__ import annotations
