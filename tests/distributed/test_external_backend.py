@@ -403,7 +403,9 @@ def test_the_command_line_takes_them():
         [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "a2a ring (normal), runner loop" in done.stderr
+    assert "a2a ring (normal, examples.backends.ring), runner loop (examples.backends.loop)" in (
+        done.stderr
+    )
 
 
 def test_the_page_shows_the_code_as_it_is():
