@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from moesaic.comm.control import Seat
 from moesaic.comm.errors import PeerTimeout
 
 LOOPBACK: Final = "127.0.0.1"
@@ -21,7 +23,26 @@ REPORT_SECONDS: Final = 0.5
 REPORT_POLL: Final = 0.02
 
 
-class RankGroup:
+class Peers(ABC):
+    """Ranks that meet to make something together, such as a window.
+
+    `nodes`: the node of each of them, empty where all are on one. `seat`: this rank's line in its
+    node's control page, where waits look for a new epoch and say what they are in.
+    """
+
+    rank: int
+    size: int
+    name: str
+    timeout: float
+    nodes: tuple[int, ...] = ()
+    seat: Seat | None = None
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
+        """What each rank gave, of any length."""
+
+
+class RankGroup(Peers):
     """Ranks that run the same collectives in the same order.
 
     Every collective takes the name of the operation it serves; when it fails, PeerTimeout names the

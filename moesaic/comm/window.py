@@ -49,6 +49,10 @@ class Window(ABC):
     def plane(self, name: str, rank: int | None = None) -> Tensor:
         """The array of a rank (None: of this one) itself, not a copy."""
 
+    def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """To be called after writing: `view`, a contiguous part of a plane, goes to those of
+        `ranks` (None: all) that are on other nodes, with the next signal at the latest."""
+
     @abstractmethod
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         """Make earlier writes visible to those who wait for this epoch."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Step:
     """`prefill`: whether any rank prefills in it. `lane`: which of the two micro-batches that may
-    be under way at once."""
+    be under way at once. `counts`: tokens of each attention group, empty where there is but one."""
 
     prefill: bool = True
     lane: int = 0
+    counts: tuple[int, ...] = ()
 
 
 PREFILL = Step(prefill=True)

@@ -1,0 +1,191 @@
+"""The control page of a node: who belongs to the service, and what each rank is doing.
+
+The supervisor of the node makes it; ranks map it. The supervisor alone writes the head: the epoch,
+the mask of live ranks, and why the last change was made. Each rank writes its own seat. Words are
+aligned int64, which a memoryview loads and stores in one piece. No torch here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+WORD: Final = 8
+TEXT_BYTES: Final = 248
+LINE_BYTES: Final = 64
+HEAD_BYTES: Final = LINE_BYTES + 256
+SEAT_BYTES: Final = LINE_BYTES + 256
+MAGIC: Final = 0x4D4F455341494331
+
+# Words of the head.
+MAGIC_WORD, EPOCH, LIVE, SEATS = range(4)
+# Words of a seat.
+BEAT, STEP, STATE, SINCE, PROGRESS = range(5)
+
+
+class State(IntEnum):
+    """What a rank's main thread does. IDLE: it waits for requests, which may take for ever."""
+
+    ABSENT = 0
+    STARTING = 1
+    IDLE = 2
+    COMPUTING = 3
+    WAITING = 4
+    """For another rank, in the operation that its text names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A rank as the supervisor sees it; times in seconds ago."""
+
+    state: State
+    step: int
+    operation: str
+    beat_age: float
+    state_age: float
+    progress: int
+
+    def __str__(self) -> str:
+        doing = f"{self.state.name.lower()} for {self.state_age:.1f} s"
+        where = f", last in {self.operation!r}" if self.operation else ""
+        return f"step {self.step}, {doing}{where}"
+
+
+class EpochChanged(RuntimeError):
+    """The supervisor changed who belongs to the service: the step in progress is abandoned."""
+
+    def __init__(self, epoch: int, reason: str) -> None:
+        super().__init__(epoch, reason)
+        self.epoch, self.reason = epoch, reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class ControlPage:
+    """Seats are numbered from 0 in every node; `first_rank` is the rank in seat 0."""
+
+    def __init__(self, memory: mmap.mmap, first_rank: int) -> None:
+        self._memory = memory
+        self._bytes = memoryview(memory)
+        self._words = self._bytes.cast("q")
+        self.first_rank = first_rank
+
+    @classmethod
+    def create(cls, seats: int, first_rank: int = 0) -> tuple[ControlPage, int]:
+        """The page, and the descriptor by which others find it: /proc/PID/fd/N."""
+        descriptor = os.memfd_create("moesaic-control")
+        length = HEAD_BYTES + seats * SEAT_BYTES
+        os.truncate(descriptor, length)
+        page = cls(mmap.mmap(descriptor, length), first_rank)
+        page._words[EPOCH] = 1
+        page._words[LIVE] = (1 << seats) - 1
+        page._words[SEATS] = seats
+        page._words[MAGIC_WORD] = MAGIC
+        return page, descriptor
+
+    @classmethod
+    def open(cls, path: str, first_rank: int) -> ControlPage:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            page = cls(mmap.mmap(descriptor, 0), first_rank)
+        finally:
+            os.close(descriptor)
+        if page._words[MAGIC_WORD] != MAGIC:
+            raise ValueError(f"{path} is not a control page")
+        return page
+
+    @property
+    def epoch(self) -> int:
+        return self._words[EPOCH]
+
+    @property
+    def live(self) -> int:
+        """The mask of seats that belong to the service."""
+        return self._words[LIVE]
+
+    @property
+    def reason(self) -> str:
+        return self._text(LINE_BYTES)
+
+    @property
+    def num_seats(self) -> int:
+        return self._words[SEATS]
+
+    def change(self, live: int, reason: str) -> int:
+        """By the supervisor: a new epoch. Every wait of every rank then raises EpochChanged."""
+        self._write(LINE_BYTES, reason)
+        self._words[LIVE] = live
+        self._words[EPOCH] += 1
+        return self._words[EPOCH]
+
+    def seat(self, rank: int) -> Seat:
+        return Seat(self, rank - self.first_rank)
+
+    def seen(self, rank: int) -> Seen:
+        base = self._base(rank - self.first_rank)
+        words = self._words[base // WORD : base // WORD + 5].tolist()
+        now = time.monotonic_ns()
+        return Seen(
+            state=State(words[STATE]),
+            step=words[STEP],
+            operation=self._text(base + LINE_BYTES),
+            beat_age=(now - words[BEAT]) / 1e9,
+            state_age=(now - words[SINCE]) / 1e9,
+            progress=words[PROGRESS],
+        )
+
+    def _base(self, seat: int) -> int:
+        assert 0 <= seat < self.num_seats, f"seat {seat} of {self.num_seats}"
+        return HEAD_BYTES + seat * SEAT_BYTES
+
+    def _write(self, start: int, text: str) -> None:
+        """A length and that many bytes of UTF-8, cut to fit."""
+        data = text.encode(errors="replace")[: TEXT_BYTES - WORD]
+        self._bytes[start + WORD : start + WORD + len(data)] = data
+        self._words[start // WORD] = len(data)
+
+    def _text(self, start: int) -> str:
+        length = min(max(0, self._words[start // WORD]), TEXT_BYTES - WORD)
+        return bytes(self._bytes[start + WORD : start + WORD + length]).decode(errors="replace")
+
+
+class Seat:
+    """A rank's own line: `beat` from a thread of its own, all else from the main thread."""
+
+    def __init__(self, page: ControlPage, number: int) -> None:
+        self._page, self._start = page, page._base(number)
+        self._first = self._start // WORD
+        self._words = page._words
+        self.epoch = page.epoch
+        """The epoch that this rank has adopted."""
+
+    def beat(self) -> None:
+        self._words[self._first + BEAT] = time.monotonic_ns()
+
+    def begin(self, step: int) -> None:
+        """The main thread begins a step."""
+        self._words[self._first + STEP] = step
+        self.enter(State.COMPUTING)
+
+    def enter(self, state: State, operation: str | None = None) -> None:
+        """The main thread goes over to a state, and to an operation if one is named."""
+        words, first = self._words, self._first
+        if operation is not None:
+            self._page._write(self._start + LINE_BYTES, operation)
+        words[first + STATE] = state
+        words[first + SINCE] = time.monotonic_ns()
+        words[first + PROGRESS] += 1
+
+    @property
+    def changed(self) -> bool:
+        """Whether the supervisor has declared an epoch that this rank has not adopted."""
+        return self._words[EPOCH] != self.epoch
+
+    def check(self) -> None:
+        if self.changed:
+            raise EpochChanged(self._page.epoch, self._page.reason)

@@ -1,0 +1,136 @@
+"""Which rank does what: pure arithmetic, without torch.
+
+Ranks are numbered replica by replica, in a replica stage by stage, in a stage by tensor-parallel
+rank. The tensor-parallel ranks of a stage are cut in two ways: into attention groups, each of which
+serves its own requests, and into expert groups, each of which holds its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands."""
+
+    rank: int
+    replica: int
+    stage: int
+    tp_rank: int
+    dp_rank: int
+    """The attention group, within the stage."""
+    attention_rank: int
+    """Within the attention group."""
+    ep_rank: int
+    moe_tp_rank: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Plans the steps of its attention group."""
+        return self.stage == 0 and self.attention_rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`dp`: attention groups of a stage. `replicas`: whole copies of the model. `dense_tp` and
+    `vocab_tp`: over how many ranks dense layers and the vocabulary's logits are cut: `tp`, or 1 or
+    the attention group's size."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    replicas: int = 1
+    nnodes: int = 1
+    dense_tp: int = 1
+    vocab_tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.replicas * self.pp * self.tp
+
+    @property
+    def attention_tp(self) -> int:
+        return self.tp // self.dp
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world // self.nnodes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that serve requests of their own."""
+        return self.replicas * self.dp
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def ranks_of_node(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def place(self, rank: int) -> Place:
+        assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
+        stage, tp_rank = divmod(rank % (self.pp * self.tp), self.tp)
+        return Place(
+            rank=rank,
+            replica=rank // (self.pp * self.tp),
+            stage=stage,
+            tp_rank=tp_rank,
+            dp_rank=tp_rank // self.attention_tp,
+            attention_rank=tp_rank % self.attention_tp,
+            ep_rank=tp_rank // self.moe_tp,
+            moe_tp_rank=tp_rank % self.moe_tp,
+        )
+
+    def rank(self, replica: int, stage: int, tp_rank: int) -> int:
+        return (replica * self.pp + stage) * self.tp + tp_rank
+
+    def replica_ranks(self, place: Place) -> Sequence[int]:
+        first = self.rank(place.replica, 0, 0)
+        return range(first, first + self.pp * self.tp)
+
+    def stage_ranks(self, place: Place) -> Sequence[int]:
+        """The tensor-parallel ranks of the same stage."""
+        first = self.rank(place.replica, place.stage, 0)
+        return range(first, first + self.tp)
+
+    def attention_ranks(self, place: Place) -> Sequence[int]:
+        first = self.rank(place.replica, place.stage, place.dp_rank * self.attention_tp)
+        return range(first, first + self.attention_tp)
+
+    def pipe_ranks(self, place: Place) -> Sequence[int]:
+        """The ranks of the other stages with which this one exchanges hidden states, and itself."""
+        return [self.rank(place.replica, stage, place.tp_rank) for stage in range(self.pp)]
+
+    def leader(self, group: int) -> int:
+        """The rank that plans the steps of a serving group."""
+        replica, dp_rank = divmod(group, self.dp)
+        return self.rank(replica, 0, dp_rank * self.attention_tp)
+
+    def group_of(self, place: Place) -> int:
+        """The serving group of a rank."""
+        return place.replica * self.dp + place.dp_rank
+
+    def describe(self, rank: int) -> str:
+        """A rank's coordinates as logs show them, those that say something only."""
+        place = self.place(rank)
+        sizes = (
+            ("replica", place.replica, self.replicas),
+            ("pp", place.stage, self.pp),
+            ("tp", place.tp_rank, self.tp),
+            ("dp", place.dp_rank, self.dp),
+            ("ep", place.ep_rank, self.ep),
+        )
+        told = [f"{name} {number}" for name, number, size in sizes if size > 1]
+        return f"rank {rank}" + (f" ({', '.join(told)})" if told else "")
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """A part of `count` things in order, as even as can be: 5 in 2 parts are 0..1 and 2..4."""
+    return range(count * part // parts, count * (part + 1) // parts)

@@ -1,0 +1,139 @@
+"""What processes tell each other: msgpack by msgspec, each message tagged with its type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Logprobs = list[float]
+TopLogprobs = list[tuple[float, int]]
+
+
+class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
+    """Of any type below."""
+
+
+class NewRequest(Message):
+    """A request to serve; `params` are SamplingParams as a dictionary. `emitted`: tokens that it
+    has got already, from the journal, when another group takes it over."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    seed: int
+    max_new_tokens: int
+    arrival: int
+    eos_ids: list[int]
+    return_logprob: bool = False
+    logprob_start: int = 0
+    top_logprobs_num: int = 0
+    emitted: list[int] = []
+
+
+class Submit(Message):
+    requests: list[NewRequest]
+
+
+class Abort(Message):
+    rid: str
+
+
+class Ask(Message):
+    """A question to every serving group; each leader answers it with a Reply of the same number.
+    `what`: info, flush_cache."""
+
+    number: int
+    what: str
+
+
+class Reply(Message):
+    number: int
+    group: int
+    value: Any
+
+
+class Finish(Message):
+    """Why a request ended; as core.request.FinishReason."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    failed: bool = False
+
+
+class Delta(Message):
+    """What a request has got since the last one; logprobs only where they were asked for."""
+
+    rid: str
+    token_ids: list[int]
+    logprobs: Logprobs = []
+    top_logprobs: list[TopLogprobs] = []
+    input_logprobs: Logprobs = []
+    input_top_logprobs: list[TopLogprobs] = []
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish: Finish | None = None
+
+
+class Output(Message):
+    """From a leader, once a step."""
+
+    deltas: list[Delta]
+
+
+class Ready(Message):
+    """From a rank once it can serve, and from the supervisor once all can. `facts` are those that
+    `ModelFacts` has, and what the rank holds."""
+
+    rank: int
+    facts: dict[str, Any]
+
+
+class Wake(Message):
+    """To all ranks of a replica: begin stepping, from this round on."""
+
+    round: int
+
+
+class Asleep(Message):
+    """From the first rank of a replica: all of its ranks have stopped stepping before this round,
+    for want of work. If there is work for any of them, they want a Wake."""
+
+    replica: int
+    round: int
+
+
+class Failed(Message):
+    """From a rank that cannot go on. `missing`: the ranks that it blames, if it blames others."""
+
+    rank: int
+    error: str
+    missing: list[int] = []
+
+
+class Fault(Message):
+    """From the supervisor: the service has ended. `ranks`: those at fault."""
+
+    message: str
+    ranks: list[int] = []
+
+
+class Stop(Message):
+    """End now; a rank answers by exiting with status 0."""
+
+
+AnyMessage = Submit | Abort | Ask | Reply | Output | Ready | Wake | Asleep | Failed | Fault | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """msgspec.ValidationError if it is not a message of a known type and shape."""
+    return _decoder.decode(data)

@@ -1,0 +1,41 @@
+"""How a layer's work is cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moesaic.comm.collective import Alone, Collective
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Who shares what in this rank's stage of the model.
+
+    `attention`: the ranks that share each request's attention and its embedding. `stage`: all
+    tensor-parallel ranks of the stage, attention group after attention group; `dp` groups of them.
+    `dense_tp`, `vocab_tp`: over how many ranks dense layers and logits are cut: 1, the size of
+    `attention`, or that of `stage`. `layers`: the decoder layers of this stage, None for all.
+    """
+
+    attention: Collective = field(default_factory=Alone)
+    stage: Collective = field(default_factory=Alone)
+    dp: int = 1
+    dense_tp: int = 1
+    vocab_tp: int = 1
+    layers: range | None = None
+    is_first: bool = True
+    is_last: bool = True
+    deterministic: bool = False
+
+    @property
+    def dp_rank(self) -> int:
+        return self.stage.rank // self.attention.size
+
+    def cut(self, size: int) -> tuple[Collective, int, int]:
+        """Who shares a layer that is cut over `size` ranks, this one's part, and the parts."""
+        if size == self.attention.size:
+            return self.attention, self.attention.rank, size
+        if size == self.stage.size:
+            return self.stage, self.stage.rank, size
+        assert size == 1, f"{size} of {self.attention.size} and {self.stage.size} ranks"
+        return Alone(), 0, 1
