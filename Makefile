@@ -2,7 +2,7 @@
 #   make setup    create .venv (again only when pyproject.toml changed)
 #   make test     format check, lint, types, tests: what CI runs
 #   make test-slow  all comparisons with transformers, and the whole product of MoE backends: 45 minutes
-#   make serve    talk to a tiny random model (there is no HTTP server yet)
+#   make serve    serve a tiny random model on port 30000 (MODEL=DIR serves another)
 
 PYTHON ?= python3
 # Installed first, and alone, so that the choice of build is yours and not the resolver's:
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m pip install -e '.[dev,server]'
 	touch $@
 
 test: setup
@@ -37,7 +37,7 @@ test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 serve: setup
-	$(BIN)/moesaic generate --model-path $(MODEL) $(ARGS)
+	$(BIN)/moesaic serve --model-path $(MODEL) $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -21,11 +21,12 @@ class Command:
 
 
 COMMANDS = (
-    Command(
-        "serve", "start the HTTP server (not built yet: checks the flags)", "moesaic.cli.serve"
-    ),
+    Command("serve", "start the HTTP server", "moesaic.cli.serve"),
     Command("generate", "answer prompts on the command line", "moesaic.cli.generate"),
     Command("quantize", "write a checkpoint anew with fewer bits", "moesaic.cli.quantize"),
+    Command(
+        "doctor", "what this machine has, and how a model would be laid out", "moesaic.cli.doctor"
+    ),
 )
 EXAMPLES = """\
 Try it without a checkpoint; the weights are random, so the text is noise:
@@ -33,6 +34,9 @@ Try it without a checkpoint; the weights are random, so the text is noise:
 
 Ask a model in a local Hugging Face folder, in chat form:
   moesaic generate --model-path DIR --chat
+
+See which rank would hold what, and whether it fits, without loading anything:
+  moesaic doctor tiny:deepseek_v3 --tp 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep
 
 Every flag of the engine, with its default and what works now:
   moesaic generate --help

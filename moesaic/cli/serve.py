@@ -1,16 +1,18 @@
 """`moesaic serve MODEL …`: the HTTP server."""
 
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moesaic.cli.common import add_model, read_args, set_up_logging
+from moesaic.comm.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
+from moesaic.server.listen import bind
 
 DESCRIPTION = """\
 Serve a Mixture-of-Experts model over HTTP.
-The HTTP server is not built yet: this command checks the flags and says what to use instead."""
+With --nnodes run the same line on every node, each with its --node-rank; node 0 has the server."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -19,10 +21,53 @@ def run(argv: Sequence[str]) -> int:
     parser.add_flags(ServerArgs)
     args = read_args(parser.parse(argv))
     set_up_logging(args.log_level)
-    args = resolve(args)
-    print(
-        "error: no flag is wrong in itself, but the HTTP server is not built yet; what works now: "
-        f"moesaic generate --model-path {args.model_path}",
-        file=sys.stderr,
+    torchrun = Torchrun.find()
+    return _start(args) if torchrun is None else _start_under(torchrun, args)
+
+
+def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:
+    """The first process of a node starts its ranks; the others are only in torchrun's way."""
+    world = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+    if torchrun.world != world:
+        raise ValueError(
+            f"torchrun started {torchrun.world} processes and the flags ask for {world} ranks: "
+            f"change --nproc-per-node, or --tp-size {args.tp_size} and --pp-size {args.pp_size}"
+        )
+    if not torchrun.is_launcher:
+        torchrun.wait_for_launcher()
+        return 0
+    args = replace(
+        args,
+        nnodes=torchrun.nnodes,
+        node_rank=torchrun.node_rank,
+        dist_init_addr=torchrun.dist_init_addr,
     )
-    return 1
+    with torchrun.launching():
+        return _start(args)
+
+
+def _start(args: ServerArgs) -> int:
+    args = resolve(args)  # before anything slow, so that a wrong flag is answered at once
+    return _join(args) if args.node_rank > 0 else _serve(args)
+
+
+def _join(args: ServerArgs) -> int:
+    """The ranks of another node than the first, which has the server."""
+    from moesaic.engine.remote import serve_node
+    from moesaic.models.tiny import materialise
+
+    return serve_node(replace(args, model_path=materialise(args.model_path)))
+
+
+def _serve(args: ServerArgs) -> int:
+    listener = bind(args.host, args.port)
+    try:
+        from moesaic.server.run import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise ValueError(
+            f"the HTTP server needs {error.name}, which is not installed: "
+            "pip install 'moesaic[server]'"
+        ) from None
+    return serve(args, listener)

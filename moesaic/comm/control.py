@@ -167,10 +167,10 @@ class Seat:
     def beat(self) -> None:
         self._words[self._first + BEAT] = time.monotonic_ns()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, operation: str = "begin a step") -> None:
         """The main thread begins a step."""
         self._words[self._first + STEP] = step
-        self.enter(State.COMPUTING)
+        self.enter(State.COMPUTING, operation)
 
     def enter(self, state: State, operation: str | None = None) -> None:
         """The main thread goes over to a state, and to an operation if one is named."""

@@ -41,6 +41,13 @@ class PeerTimeout(RuntimeError):
         return f"rank {rank} did not reach {self.operation!r} within {self.seconds:.1f} s ({where})"
 
 
+class PeerLost(PeerTimeout):
+    """Ranks of other nodes can no longer be heard or reached; `last_seen` says why."""
+
+    def _describe(self, rank: int) -> str:
+        return f"rank {rank} is lost in {self.operation!r}: {self.last_seen.get(rank)}"
+
+
 class WindowAborted(RuntimeError):
     """Somebody called `abort` on the window: the step in progress is to be abandoned."""
 

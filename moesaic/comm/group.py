@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from moesaic.comm.control import Seat
 from moesaic.comm.errors import PeerTimeout
+
+if TYPE_CHECKING:
+    from moesaic.comm.links import Links
 
 LOOPBACK: Final = "127.0.0.1"
 STORE_TIMEOUT: Final = 300.0
@@ -26,8 +29,9 @@ REPORT_POLL: Final = 0.02
 class Peers(ABC):
     """Ranks that meet to make something together, such as a window.
 
-    `nodes`: the node of each of them, empty where all are on one. `seat`: this rank's line in its
-    node's control page, where waits look for a new epoch and say what they are in.
+    `nodes`: the node of each of them, empty where all are on one. `links`: this rank's connections
+    to other nodes, needed where there are several. `seat`: this rank's line in its node's control
+    page, where waits look for a new epoch and say what they are in.
     """
 
     rank: int
@@ -35,6 +39,7 @@ class Peers(ABC):
     name: str
     timeout: float
     nodes: tuple[int, ...] = ()
+    links: Links | None = None
     seat: Seat | None = None
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """The control page of a shared window: who has come how far, who sleeps, what each rank does.
 
 Words are aligned int64, which a memoryview loads and stores in one piece. Every word has one
-writer, except the doorbells and the abort line; no two ranks' words share a cache line.
+writer, except the doorbells and the abort line; no two ranks' words share a cache line. For a rank
+of another node somebody in this node writes (bridge.py).
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
 from moesaic.comm import futex
-from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.control import Seat, State
+from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
 
 WORD: Final = 8
 LINE: Final = 8  # words of a cache line
@@ -25,15 +28,18 @@ MAX_RANKS: Final = 63
 # A yield lets a peer run on a machine with more ranks than cores, and costs a microsecond where
 # there is none to run.
 SPINS: Final = 12
-# The longest sleep without a look around: what a lost wake may cost.
+# The longest sleep without a look around: what a lost wake may cost, and how long a new epoch may
+# go unnoticed.
 SLICE: Final = 0.05
 
 # The line of a sleeper. The ticket is 0 while it is awake, and written last.
 TICKET, CHANNEL, EPOCH, MASK = range(4)
-# The line of its doorbell is the futex word and, next to it, the ticket that was rung for.
-RUNG: Final = 1
+# The line of its doorbell is the futex word and, next to it, the ticket that was rung for. Then,
+# whether the rank is lost; its text says why.
+RUNG, LOST = 1, 2
 
-ABORT: Final = 0
+# Whether somebody aborted, and whether any rank is lost.
+ABORT, LOSSES = range(2)
 ABORT_TEXT: Final = LINE
 
 _lock = threading.Lock()
@@ -57,8 +63,19 @@ def page_bytes(size: int, channels: int) -> int:
 class Signals:
     """Post, wait and abort over a control page that all ranks map. For one thread of each rank."""
 
-    def __init__(self, page: memoryview, address: int, rank: int, size: int, channels: int) -> None:
+    def __init__(
+        self,
+        page: memoryview,
+        address: int,
+        rank: int,
+        size: int,
+        channels: int,
+        seat: Seat | None = None,
+    ) -> None:
         self._rank = rank
+        self._seat = seat
+        self.unreachable: dict[int, str] = {}
+        """Ranks to which this one cannot send any more, and why: waits for them fail."""
         self._size = size
         self._bytes = page
         self._words = page.cast("q")
@@ -105,6 +122,10 @@ class Signals:
             seen = {rank: self._operation_of(rank) for rank in missing}
             raise PeerTimeout(missing, operation, timeout, seen)
 
+    def posted(self, channel: int) -> int:
+        """What this rank has posted last."""
+        return self._words[self._posted[self._rank] + channel]
+
     def abort(self, reason: str) -> None:
         """Make every wait, those in progress too, raise WindowAborted. The first reason stays."""
         if self._words[ABORT]:
@@ -113,6 +134,17 @@ class Signals:
         self._bytes[start : start + TEXT_BYTES] = _encode(reason)
         fence()
         self._words[ABORT] = 1
+        fence()
+        for peer in self._peers:
+            self._ring(peer)
+
+    def lose(self, reason: str) -> None:
+        """This rank will post no more: make every wait for it raise PeerLost."""
+        seen = self._operation_of(self._rank)
+        self._say(f"{reason} (last seen: {seen!r})" if seen else reason)
+        fence()
+        self._words[self._bell[self._rank] + LOST] = 1
+        self._words[LOSSES] = 1
         fence()
         for peer in self._peers:
             self._ring(peer)
@@ -128,10 +160,28 @@ class Signals:
             pending.pop()
         if words[ABORT]:
             raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
+        if self._seat is not None and self._seat.changed:
+            self._seat.check()
         if pending:
+            if words[LOSSES] or self.unreachable:
+                self._check_lost(pending, epoch)
             return False
         fence()
         return True
+
+    def _check_lost(self, pending: list[int], epoch: int) -> None:
+        lost = {}
+        for word in pending:
+            rank = bisect_right(self._posted, word) - 1
+            if self._words[self._bell[rank] + LOST]:
+                fence()
+                # What it posted before it was lost counts.
+                if self._words[word] < epoch:
+                    lost[rank] = self._operation_of(rank)
+            elif rank in self.unreachable:
+                lost[rank] = self.unreachable[rank]
+        if lost:
+            raise PeerLost(tuple(sorted(lost)), self._said, 0.0, lost)
 
     def _sleep(
         self, channel: int, epoch: int, ranks: Sequence[int], pending: list[int], timeout: float
@@ -144,6 +194,8 @@ class Signals:
         self._ticket += 1
         words[line + TICKET] = self._ticket
         deadline = time.monotonic() + timeout
+        if self._seat is not None:
+            self._seat.enter(State.WAITING, self._said)
         try:
             while True:
                 rung = self._bells[2 * bell]
@@ -158,6 +210,8 @@ class Signals:
                 futex.wait(self._address + bell * WORD, rung, min(left, SLICE))
         finally:
             words[line + TICKET] = 0
+            if self._seat is not None:
+                self._seat.enter(State.COMPUTING)
 
     def _wake_if_due(self, peer: int) -> None:
         """Wake a sleeper whose whole condition holds, unless somebody has done so already."""

@@ -7,14 +7,14 @@ import math
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.group import Peers
 from moesaic.comm.signals import MAX_RANKS, Signals, page_bytes
 
 PAGE: Final = 4096
@@ -44,11 +44,14 @@ class Window(ABC):
     rank: int
     size: int
     timeout: float
+    bridged: bool = False
+    """Whether some ranks are on other nodes, so that what is touched travels."""
 
     @abstractmethod
     def plane(self, name: str, rank: int | None = None) -> Tensor:
         """The array of a rank (None: of this one) itself, not a copy."""
 
+    @abstractmethod
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         """To be called after writing: `view`, a contiguous part of a plane, goes to those of
         `ranks` (None: all) that are on other nodes, with the next signal at the latest."""
@@ -96,6 +99,8 @@ class Window(ABC):
             place.copy_(source)
         else:
             torch.index_select(source, 0, index, out=place)
+        if self.bridged:
+            self.touch(place, (peer,))
         return place.nbytes
 
     def get(self, name: str, peer: int, index: Tensor | slice) -> Tensor:
@@ -117,7 +122,7 @@ class SharedWindow(Window):
         self,
         memory: mmap.mmap,
         specs: Sequence[PlaneSpec],
-        group: RankGroup,
+        group: Peers,
         timeout: float,
         channels: int,
     ) -> None:
@@ -131,27 +136,32 @@ class SharedWindow(Window):
             self._stacked = _planes(data, specs, self.size, channels)
             self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
         page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
-        self._signals = Signals(page, data.data_ptr(), self.rank, self.size, channels + 1)
+        self._signals = self._signals_over(page, data.data_ptr(), group)
 
     @classmethod
     def create(
         cls,
-        group: RankGroup,
+        group: Peers,
         specs: Sequence[PlaneSpec],
         timeout: float,
         channels: int = CHANNELS,
     ) -> SharedWindow:
-        """Called by all ranks of the group with the same planes."""
+        """Called by all ranks of the group with the same planes. Where they are on several nodes,
+        it is a BridgedWindow."""
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             raise ValueError(f"planes {names}: give each a name of its own")
         if group.size > MAX_RANKS:
             raise ValueError(f"a shared window holds {MAX_RANKS} ranks, not {group.size}")
+        if len(set(group.nodes)) > 1:
+            from moesaic.comm.bridge import bridge  # it builds on this module
+
+            return bridge(group, specs, timeout, channels)
         length = window_bytes(specs, group.size, channels)
         if group.size == 1:
             memory = mmap.mmap(-1, length)
         else:
-            memory = _share(group, length, repr((tuple(specs), channels)))
+            memory = share_memory(group, length, layout_of(specs, channels))
         return cls(memory, specs, group, timeout, channels)
 
     def stacked(self, name: str) -> Tensor:
@@ -160,6 +170,9 @@ class SharedWindow(Window):
 
     def plane(self, name: str, rank: int | None = None) -> Tensor:
         return self._own[self._known(name)][self.rank if rank is None else rank]
+
+    def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Nothing to do: all ranks see the same memory."""
 
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
@@ -193,6 +206,9 @@ class SharedWindow(Window):
         self._own.clear()
         self._signals.release()
 
+    def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
+        return Signals(page, address, self.rank, self.size, self._channels + 1, group.seat)
+
     def _known(self, name: str) -> str:
         if name not in self._own:
             raise ValueError(f"no plane {name!r}: this window has {sorted(self._own) or 'closed'}")
@@ -201,15 +217,23 @@ class SharedWindow(Window):
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int = CHANNELS) -> int:
     """Bytes of the whole mapping."""
-    control = _page_up(page_bytes(size, channels + 1))
-    return control + sum(_page_up(size * spec.nbytes) for spec in specs)
+    return control_bytes(size, channels) + sum(_page_up(size * spec.nbytes) for spec in specs)
+
+
+def control_bytes(size: int, channels: int) -> int:
+    """Bytes before the first plane."""
+    return _page_up(page_bytes(size, channels + 1))
+
+
+def layout_of(specs: Sequence[PlaneSpec], channels: int) -> str:
+    return repr((tuple(specs), channels))
 
 
 def _planes(
     data: Tensor, specs: Sequence[PlaneSpec], size: int, channels: int
 ) -> dict[str, Tensor]:
     planes = {}
-    start = _page_up(page_bytes(size, channels + 1))
+    start = control_bytes(size, channels)
     for spec in specs:
         end = start + size * spec.nbytes
         planes[spec.name] = data[start:end].view(spec.dtype).view(size, *spec.shape)
@@ -221,16 +245,31 @@ def _page_up(count: int) -> int:
     return -(-count // PAGE) * PAGE
 
 
-def _share(group: RankGroup, length: int, layout: str) -> mmap.mmap:
-    """A mapping that all ranks of the group see, or the same refusal on all of them."""
-    own, trouble = _new_file(length) if group.rank == 0 else (-1, "")
+def share_memory(
+    group: Peers,
+    length: int,
+    layout: str,
+    note: str = "",
+    join: Callable[[mmap.mmap, list[str]], str] | None = None,
+) -> mmap.mmap:
+    """A mapping that all ranks of a node see, one in each node, or the same refusal on all ranks.
+
+    `note` is told to all ranks; `join` gets the mapping and everybody's notes before anybody uses
+    the mapping, and says what is in the way, if anything.
+    """
+    nodes = group.nodes or (0,) * group.size
+    first = nodes.index(nodes[group.rank])
+    own, trouble = _new_file(length) if group.rank == first else (-1, "")
     try:
-        offer = {"path": f"/proc/{os.getpid()}/fd/{own}", "layout": layout, "trouble": trouble}
+        path = f"/proc/{os.getpid()}/fd/{own}"
+        offer = {"path": path, "layout": layout, "note": note, "trouble": trouble}
         offers = _exchange(group, offer)
-        _refuse_if(offers[0]["trouble"])
+        _refuse_if("; ".join(other["trouble"] for other in offers if other["trouble"]))
         strange = [r for r, other in enumerate(offers) if other["layout"] != offers[0]["layout"]]
         _refuse_if(f"ranks {strange} ask for other planes than rank 0" if strange else "")
-        memory, trouble = _map(offers[0]["path"], length)
+        memory, trouble = _map(offers[first]["path"], length)
+        if memory is not None and join is not None:
+            trouble = join(memory, [other["note"] for other in offers])
         troubles = [answer["trouble"] for answer in _exchange(group, {"trouble": trouble})]
     finally:
         if own >= 0:
@@ -240,7 +279,7 @@ def _share(group: RankGroup, length: int, layout: str) -> mmap.mmap:
     return memory
 
 
-def _exchange(group: RankGroup, message: dict[str, str]) -> list[dict[str, str]]:
+def _exchange(group: Peers, message: dict[str, str]) -> list[dict[str, str]]:
     parts = group.all_gather_bytes(json.dumps(message).encode(), "create a shared window")
     return [json.loads(part) for part in parts]
 

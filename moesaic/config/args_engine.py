@@ -32,7 +32,6 @@ ATTENTION_BACKENDS = (
     "trtllm_mha",
     "ascend",
 )
-NO_SERVER = "there is no HTTP server yet"
 NO_GRAPHS = "leave it out; there are no CUDA graphs on CPU"
 
 
@@ -98,20 +97,11 @@ class ServeArgs:
 
     GROUP: ClassVar[str] = "HTTP server"
 
-    host: Annotated[
-        str, Flag("Address to listen on.", built=ONLY_DEFAULT, instead=NO_SERVER, metavar="HOST")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        Flag(
-            "Port to listen on.", at_least=1, at_most=65535, built=ONLY_DEFAULT, instead=NO_SERVER
-        ),
-    ] = 30000
+    host: Annotated[str, Flag("Address to listen on.", metavar="HOST")] = "127.0.0.1"
+    port: Annotated[int, Flag("Port to listen on.", at_least=1, at_most=65535)] = 30000
     api_key: Annotated[
         str | None,
-        Flag(
-            "Key that API requests must carry.", secret=True, built=ONLY_DEFAULT, instead=NO_SERVER
-        ),
+        Flag("Key that API requests must carry.", secret=True, built=ONLY_DEFAULT),
     ] = None
     admin_api_key: Annotated[
         str | None,
@@ -119,7 +109,6 @@ class ServeArgs:
             "Key that administrative requests must carry.",
             secret=True,
             built=ONLY_DEFAULT,
-            instead=NO_SERVER,
         ),
     ] = None
     served_model_name: Annotated[
@@ -127,18 +116,15 @@ class ServeArgs:
         Flag(
             "Model name that the API shows; unset: the model path.",
             built=ONLY_DEFAULT,
-            instead=NO_SERVER,
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Flag("Format in which the model calls tools.", built=ONLY_DEFAULT, instead=NO_SERVER),
+        Flag("Format in which the model calls tools.", built=ONLY_DEFAULT),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        Flag(
-            "Format in which the model marks its reasoning.", built=ONLY_DEFAULT, instead=NO_SERVER
-        ),
+        Flag("Format in which the model marks its reasoning.", built=ONLY_DEFAULT),
     ] = None
     grammar_backend: Annotated[
         str | None,
@@ -146,30 +132,24 @@ class ServeArgs:
             "Engine for structured output.",
             choices=("llguidance", "none"),
             built=ONLY_DEFAULT,
-            instead=NO_SERVER,
         ),
     ] = None
     skip_server_warmup: Annotated[
-        bool, Flag("Send no request of our own at start.", built=ONLY_DEFAULT, instead=NO_SERVER)
+        bool, Flag("Send no request of our own at start.", built=ONLY_DEFAULT)
     ] = False
     enable_cache_report: Annotated[
-        bool, Flag("Report cached tokens in usage.", built=ONLY_DEFAULT, instead=NO_SERVER)
+        bool, Flag("Report cached tokens in usage.", built=ONLY_DEFAULT)
     ] = False
-    log_requests: Annotated[
-        bool, Flag("Log every request.", built=ONLY_DEFAULT, instead=NO_SERVER)
-    ] = False
+    log_requests: Annotated[bool, Flag("Log every request.", built=ONLY_DEFAULT)] = False
     log_requests_level: Annotated[
         int,
         Flag(
             "0: metadata; 1: and sampling; 2: and shortened texts; 3: everything.",
             choices=(0, 1, 2, 3),
             built=ONLY_DEFAULT,
-            instead=NO_SERVER,
         ),
     ] = 2
-    enable_metrics: Annotated[
-        bool, Flag("Serve Prometheus metrics.", built=ONLY_DEFAULT, instead=NO_SERVER)
-    ] = False
+    enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics.", built=ONLY_DEFAULT)] = False
 
 
 @dataclass(frozen=True)
@@ -283,7 +263,7 @@ class RuntimeArgs:
         ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
-        bool, Flag("Same bits whatever the batch, EP size or placement.", built=ONLY_DEFAULT)
+        bool, Flag("Same bits whatever the batch, EP size or placement.")
     ] = False
     disable_cuda_graph: Annotated[bool, Flag("Capture no CUDA graphs (on CPU there are none).")] = (
         False

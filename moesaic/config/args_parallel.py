@@ -44,7 +44,6 @@ class ParallelArgs:
             "Ranks that share a layer (tensor parallel).",
             aliases=("--tp", "--tensor-parallel-size"),
             at_least=1,
-            built=ONLY_DEFAULT,
         ),
     ] = 1
     ep_size: Annotated[
@@ -53,7 +52,6 @@ class ParallelArgs:
             "Ranks over which the experts of a layer are laid.",
             aliases=("--ep", "--expert-parallel-size"),
             at_least=1,
-            built=ONLY_DEFAULT,
         ),
     ] = 1
     dp_size: Annotated[
@@ -62,7 +60,6 @@ class ParallelArgs:
             "Data-parallel groups: of attention with --enable-dp-attention, else full replicas.",
             aliases=("--dp", "--data-parallel-size"),
             at_least=1,
-            built=ONLY_DEFAULT,
         ),
     ] = 1
     pp_size: Annotated[
@@ -71,14 +68,13 @@ class ParallelArgs:
             "Pipeline stages.",
             aliases=("--pp", "--pipeline-parallel-size"),
             at_least=1,
-            built=ONLY_DEFAULT,
         ),
     ] = 1
     enable_dp_attention: Annotated[
-        bool, Flag("Split attention by request over --dp-size groups.", built=ONLY_DEFAULT)
+        bool, Flag("Split attention by request over --dp-size groups.")
     ] = False
     enable_dp_lm_head: Annotated[
-        bool, Flag("Compute logits in each attention group on its own.", built=ONLY_DEFAULT)
+        bool, Flag("Compute logits in each attention group on its own.")
     ] = False
     enable_tp_lm_head_all_to_all: Annotated[
         bool | None,
@@ -91,25 +87,26 @@ class ParallelArgs:
     load_balance_method: Annotated[
         str,
         Flag(
-            "How requests are spread over data-parallel groups.",
+            "How requests are spread over data-parallel groups: in turn, or to the one with the "
+            "fewest requests or tokens; auto: in turn.",
             choices=LOAD_BALANCE_METHODS,
-            built=ONLY_DEFAULT,
+            built=("auto", "round_robin", "total_requests", "total_tokens"),
         ),
     ] = "auto"
-    nnodes: Annotated[int, Flag("Number of nodes.", at_least=1, built=ONLY_DEFAULT)] = 1
-    node_rank: Annotated[int, Flag("Number of this node.", at_least=0, built=ONLY_DEFAULT)] = 0
+    nnodes: Annotated[int, Flag("Number of nodes.", at_least=1)] = 1
+    node_rank: Annotated[int, Flag("Number of this node.", at_least=0)] = 0
     dist_init_addr: Annotated[
         str | None,
         Flag(
-            "Where the ranks meet.",
+            "Where the nodes meet: an address of node 0 and a free port there; unset: MASTER_ADDR "
+            "and MASTER_PORT of the environment.",
             aliases=("--nccl-init-addr",),
             metavar="HOST:PORT",
-            built=ONLY_DEFAULT,
         ),
     ] = None
     dist_timeout: Annotated[
         float | None,
-        Flag("Seconds after which a collective operation fails.", above=0, built=ONLY_DEFAULT),
+        Flag("Seconds that a rank waits for its peers in an operation; unset: 60.", above=0),
     ] = None
 
 
@@ -152,9 +149,7 @@ class MoeArgs:
     ] = 2
     moe_dense_tp_size: Annotated[
         int | None,
-        Flag(
-            "Tensor-parallel size of dense layers: 1 or --tp-size.", built=ONLY_DEFAULT, at_least=1
-        ),
+        Flag("Tensor-parallel size of dense layers: 1 or --tp-size; unset: that.", at_least=1),
     ] = None
     moe_dp_size: Annotated[
         int,
@@ -229,7 +224,7 @@ class BalanceArgs:
         ),
     ] = 1.0
     ep_num_redundant_experts: Annotated[
-        int, Flag("Extra slots for replicas of experts.", at_least=0, built=ONLY_DEFAULT)
+        int, Flag("Extra slots for replicas of experts.", at_least=0)
     ] = 0
     ep_dispatch_algorithm: Annotated[
         str | None,

@@ -5,9 +5,11 @@ other, then what is not built yet. A contradiction stays wrong in every version,
 """
 
 import logging
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from typing import Any
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
@@ -17,6 +19,18 @@ logger = logging.getLogger(__name__)
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # Installed packages that bring MoE backends name them here; moe/backends.py imports them.
 BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
+DIST_TIMEOUT = 60.0
+# The live ranks of a node are the bits of one signed word of its control page.
+MAX_RANKS_PER_NODE = 63
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a field becomes that was left open or has no effect, and why."""
+
+    field: str
+    value: Any
+    reason: str
 
 
 def resolve(args: ServerArgs) -> ServerArgs:
@@ -29,25 +43,65 @@ def resolve(args: ServerArgs) -> ServerArgs:
     refuse_unbuilt(args)
     if args.trust_remote_code:
         logger.info("--trust-remote-code changes nothing: no code from a checkpoint is ever run")
-    return _fill_in(args)
+    for change in _told(args):
+        logger.info("%s: %s", _shown(change), change.reason)
+    return replace(args, **{change.field: change.value for change in filled(args)})
 
 
-def _fill_in(args: ServerArgs) -> ServerArgs:
-    tokenizer = None if args.skip_tokenizer_init else args.tokenizer_path or args.model_path
-    return replace(
-        args,
-        tokenizer_path=tokenizer,
-        dtype=DTYPE_NAMES.get(args.dtype, args.dtype),
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-    )
+def problems(args: ServerArgs) -> Iterator[str]:
+    """Everything for which `resolve` would refuse these arguments, not only the first."""
+    yield from contradictions(args)
+    try:
+        refuse_unbuilt(args)
+    except ValueError as error:
+        yield str(error)
+
+
+def filled(args: ServerArgs) -> list[Filled]:
+    """What `resolve` changes in arguments that it accepts."""
+    changes = [*_told(args), *_defaults(args)]
+    return [change for change in changes if getattr(args, change.field) != change.value]
+
+
+def _shown(change: Filled) -> str:
+    return f"{specs(ServerArgs)[change.field].name} is {change.value}"
+
+
+def _told(args: ServerArgs) -> Iterator[Filled]:
+    """Changes that may surprise: they are logged."""
+    if expert_ranks(args) != args.ep_size:
+        why = f"with --moe-a2a-backend {args.moe_a2a_backend} experts are laid over all tp ranks"
+        yield Filled("ep_size", expert_ranks(args), f"{why} unless --ep-size says otherwise")
+    if args.enable_dp_attention and args.dp_size == 1:
+        why = "with --dp-size 1 there is one attention group"
+        yield Filled("enable_dp_attention", False, why)
+        if args.enable_dp_lm_head:
+            yield Filled("enable_dp_lm_head", False, why)
+    if args.nnodes > 1 and args.dist_init_addr is None:
+        yield Filled("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
+
+
+def _defaults(args: ServerArgs) -> Iterator[Filled]:
+    if args.skip_tokenizer_init:
+        yield Filled("tokenizer_path", None, "--skip-tokenizer-init")
+    else:
+        tokenizer = args.tokenizer_path or args.model_path
+        yield Filled("tokenizer_path", tokenizer, "the model's folder")
+    yield Filled("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
+    yield Filled("device", "cpu", "the only device that is built")
+    yield Filled("attention_backend", "torch_native", "the only one on cpu")
+    yield Filled("sampling_backend", "pytorch", "the only one on cpu")
+    if args.load_balance_method == "auto":
+        yield Filled("load_balance_method", "round_robin", "the default")
+    if args.dist_timeout is None:
+        yield Filled("dist_timeout", DIST_TIMEOUT, "the default")
 
 
 def contradictions(args: ServerArgs) -> Iterator[str]:
     """What is wrong with these arguments whatever is built, the first cause first."""
     yield from _model(args)
     yield from _sizes(args)
+    yield from _nodes(args)
     yield from _dp_attention(args)
     yield from _moe(args)
     yield from _balance(args)
@@ -69,17 +123,6 @@ def _model(args: ServerArgs) -> Iterator[str]:
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:
-    if args.node_rank >= args.nnodes:
-        yield (
-            f"--node-rank is {args.node_rank} with --nnodes {args.nnodes}: "
-            f"nodes are numbered from 0 to {args.nnodes - 1}"
-        )
-    world = args.tp_size * args.pp_size
-    if world % args.nnodes:
-        yield (
-            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be shared "
-            f"evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple of it"
-        )
     if args.ep_size > args.tp_size:
         yield (
             f"--ep-size is {args.ep_size} with --tp-size {args.tp_size}: experts are laid over the "
@@ -92,6 +135,65 @@ def _sizes(args: ServerArgs) -> Iterator[str]:
         )
 
 
+def _nodes(args: ServerArgs) -> Iterator[str]:
+    world = args.tp_size * args.pp_size
+    replicas = 1 if args.enable_dp_attention else args.dp_size
+    if args.node_rank >= args.nnodes:
+        yield (
+            f"--node-rank is {args.node_rank} with --nnodes {args.nnodes}: "
+            f"nodes are numbered from 0 to {args.nnodes - 1}"
+        )
+    if args.nnodes > 1 and replicas > 1:
+        yield (
+            f"--dp-size {replicas} means {replicas} copies of the model, which cannot be laid over "
+            f"--nnodes {args.nnodes}: give --enable-dp-attention, or start a server on each node"
+        )
+    elif world % args.nnodes:
+        yield (
+            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be shared "
+            f"evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple of it, or "
+            f"--nnodes {largest_divisor(world, args.nnodes)}"
+        )
+    elif world * replicas > MAX_RANKS_PER_NODE * args.nnodes:
+        yield (
+            f"{world * replicas} ranks on --nnodes {args.nnodes}: a node holds at most "
+            f"{MAX_RANKS_PER_NODE}, so give more nodes or smaller sizes"
+        )
+    yield from _meeting(args)
+
+
+def _meeting(args: ServerArgs) -> Iterator[str]:
+    source, address = "--dist-init-addr", args.dist_init_addr
+    if args.nnodes > 1 and address is None:
+        source, address = "MASTER_ADDR:MASTER_PORT", _master_address()
+        if address is None:
+            yield (
+                f"--nnodes {args.nnodes} without a place to meet: give all nodes "
+                "--dist-init-addr NODE0:PORT, an address of node 0 and a free port there "
+                "(or MASTER_ADDR and MASTER_PORT in the environment)"
+            )
+    if address is not None and not _is_address(address):
+        yield (
+            f"{source} is {address!r}: give HOST:PORT with a port from 1 to 65535, such as "
+            "10.0.0.1:29500 or [fd00::1]:29500"
+        )
+
+
+def _master_address() -> str | None:
+    """Where torchrun and others say in the environment that node 0 is met."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        return None
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", " ")
+    named = bool(bare) and not any(letter.isspace() or letter in "[]/" for letter in bare)
+    return named and port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535
+
+
 def _dp_attention(args: ServerArgs) -> Iterator[str]:
     if args.enable_dp_attention and args.tp_size % args.dp_size:
         yield (
@@ -100,7 +202,10 @@ def _dp_attention(args: ServerArgs) -> Iterator[str]:
             f"{largest_divisor(args.tp_size, args.dp_size)}"
         )
     if args.enable_dp_lm_head and not args.enable_dp_attention:
-        yield "--enable-dp-lm-head needs --enable-dp-attention"
+        yield (
+            "--enable-dp-lm-head needs --enable-dp-attention: without it there is one attention "
+            "group, so leave it out or give both"
+        )
 
 
 def _moe(args: ServerArgs) -> Iterator[str]:
@@ -110,7 +215,7 @@ def _moe(args: ServerArgs) -> Iterator[str]:
             f"--moe-dense-tp-size is {args.moe_dense_tp_size}: "
             f"give 1 or the value of --tp-size ({args.tp_size})"
         )
-    if args.tp_size % (args.ep_size * args.moe_dp_size):
+    if args.moe_dp_size > 1 and args.tp_size % (args.ep_size * args.moe_dp_size):
         yield (
             f"--moe-dp-size {args.moe_dp_size} × --ep-size {args.ep_size} "
             f"must divide --tp-size {args.tp_size}"

@@ -106,11 +106,12 @@ class Asleep(Message):
 
 
 class Failed(Message):
-    """From a rank that cannot go on. `missing`: the ranks that it blames, if it blames others."""
+    """From a rank that cannot go on. `waited`: it waited in vain for others, one of which is more
+    likely at fault."""
 
     rank: int
     error: str
-    missing: list[int] = []
+    waited: bool = False
 
 
 class Fault(Message):
@@ -124,7 +125,54 @@ class Stop(Message):
     """End now; a rank answers by exiting with status 0."""
 
 
-AnyMessage = Submit | Abort | Ask | Reply | Output | Ready | Wake | Asleep | Failed | Fault | Stop
+class Hello(Message):
+    """The first word of a client or a node to the supervisor. `node`: 0 for the client."""
+
+    node: int = 0
+
+
+class Relay(Message):
+    """Between nodes: an encoded message from a rank, or to it."""
+
+    rank: int
+    data: bytes
+
+
+class Sight(Message):
+    """A rank's line of the control page, as its node saw it; as comm.control.Seen."""
+
+    rank: int
+    state: int
+    step: int
+    operation: str
+    beat_age: float
+    state_age: float
+    progress: int
+
+
+class Beat(Message):
+    """Between nodes, several times a second: the sender lives, and this is what its ranks do."""
+
+    node: int
+    sights: list[Sight] = []
+
+
+AnyMessage = (
+    Submit
+    | Abort
+    | Ask
+    | Reply
+    | Output
+    | Ready
+    | Wake
+    | Asleep
+    | Failed
+    | Fault
+    | Stop
+    | Hello
+    | Relay
+    | Beat
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

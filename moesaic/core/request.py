@@ -31,7 +31,9 @@ class Request:
     """One sequence to continue.
 
     `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
-    their keys and values in `pages`. A retracted request keeps its tokens and loses its pages.
+    their keys and values in `pages`, or a step that is under way puts them there. `pending`: such a
+    step samples its next token. `num_scored`: prompt logprobs that steps gave or are to give.
+    A retracted request keeps its tokens and loses its pages.
     """
 
     rid: str
@@ -48,6 +50,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_scored: int = 0
+    pending: bool = False
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
@@ -84,7 +88,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """All tokens but the newest are computed, and that one was emitted, not given."""
-        return self.num_output > 0 and len(self.token_ids) - self.num_computed == 1
+        return self.num_output > 0 and len(self.token_ids) - self.num_computed <= 1
 
     @property
     def next_input_logprob(self) -> int:

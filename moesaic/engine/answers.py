@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.core.request import Request, TopLogprobs
-from moesaic.engine.core import Job, Progress
+from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.tokenizer import Tokenizer
 
 Signal = tuple[int, Progress]

@@ -1,78 +1,91 @@
-"""The engine without its surroundings: requests in, one step at a time, progress out."""
+"""The engine without its surroundings: requests in, steps planned, their results out."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from moesaic.config import ServerArgs
 from moesaic.core.request import FinishReason, Request
-from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.engine.jobs import Job
 from moesaic.engine.kv_manager import KVManager
-from moesaic.engine.model_runner import ModelRunner, StepOutput, Token
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResult
+from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a request is: what a reader in another thread may show."""
+class ModelFacts:
+    """What callers must know of the model that is served; limits are those of one serving group."""
 
-    rid: str
-    num_output: int
-    text: str
-    finished: bool
+    vocab_size: int
+    context_length: int
+    cache_tokens: int
+    max_running: int
+    eos_ids: tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request with its text and whoever waits for it; `listener` is called from the engine's
-    thread, at the first token and every `stream_interval` ones if that is set, and at the end."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An item of a step under way: the request's tokens up to `stop`, and whether the step samples
+    the next one."""
 
     request: Request
-    detokenizer: IncrementalDetokenizer | None
-    listener: Callable[[Progress], None]
-    stream_interval: int | None = None
-
-    def notify(self) -> None:
-        text = "" if self.detokenizer is None else self.detokenizer.text
-        finished = self.request.finish_reason is not None
-        try:
-            request = self.request
-            self.listener(Progress(request.rid, request.num_output, text, finished))
-        except Exception:
-            logger.exception("the listener of request %s failed", self.request.rid)
+    stop: int
+    samples: bool
 
 
 class EngineCore:
-    """Not thread-safe: one thread calls it."""
+    """The requests of one serving group. Not thread-safe: one thread calls it."""
 
-    def __init__(self, args: ServerArgs) -> None:
+    fault = ""
+
+    def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
         self.args = args
-        self.runner = ModelRunner(args)
+        self.runner = runner or ModelRunner(args)
+        self._taken: list[int] = []
         self.kv = KVManager(
             self.runner.num_pages,
             args.page_size,
             prefix_cache=not args.disable_radix_cache,
-            on_take=self.runner.cache.clear,
+            on_take=self._taken.extend,
         )
-        chunk = args.chunked_prefill_size
         config = SchedulerConfig(
             max_running=self.runner.max_running,
-            chunk_tokens=chunk if chunk > 0 else self.runner.context_length,
+            chunk_tokens=self.runner.chunk_tokens,
             conservativeness=args.schedule_conservativeness,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
+        self._under_way: deque[list[Planned]] = deque()
+
+    @property
+    def facts(self) -> ModelFacts:
+        runner = self.runner
+        return ModelFacts(
+            vocab_size=runner.vocab_size,
+            context_length=runner.context_length,
+            cache_tokens=runner.num_pages * self.args.page_size,
+            max_running=runner.max_running,
+            eos_ids=tuple(sorted(runner.eos_ids)),
+        )
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def wake(self) -> None:
+        """Called when the engine's thread has something to do besides its steps: it will look."""
+
+    def close(self) -> None:
+        """Nothing to give back but memory."""
 
     def add(self, job: Job) -> None:
         self.jobs[job.request.rid] = job
@@ -83,12 +96,19 @@ class EngineCore:
             self._finish(job, FinishReason("abort", message="aborted by the caller"))
 
     def fail_all(self, message: str) -> None:
+        self._under_way.clear()
         for job in list(self.jobs.values()):
             self._finish(job, FinishReason("abort", message=message, failed=True))
 
+    def ask(self, what: str, answer: Future[Any]) -> None:
+        """Answers at once; `what`: info or flush_cache."""
+        answer.set_result({"info": self.info, "flush_cache": self.kv.flush}[what]())
+
     def info(self) -> dict[str, Any]:
+        return {**asdict(self.args), **self.figures()}
+
+    def figures(self) -> dict[str, Any]:
         return {
-            **asdict(self.args),
             "max_total_num_tokens": self.runner.num_pages * self.kv.page_size,
             "max_running_requests": self.runner.max_running,
             "context_length": self.runner.context_length,
@@ -103,71 +123,117 @@ class EngineCore:
 
     def step(self) -> None:
         """One pass of the model; an error in it ends the requests that took part, no others."""
-        work = self.scheduler.schedule()
-        self.num_steps += 1
+        plan = self.plan()
         try:
-            output = self.runner.step(work)
+            result = self.runner.step(plan)
         except Exception as error:
+            work = self._under_way.popleft()
             logger.exception("a step failed; its %d requests are ended", len(work))
             for item in work:
                 self._fail(item.request, f"the step failed: {error!r}")
             return
-        for item in work:
+        self.apply(result)
+
+    def plan(self, parts: int = 1) -> StepPlan:
+        """The next step, which is then under way; `parts`: how many may be so at once. A step of
+        nothing is not under way."""
+        work = self.scheduler.schedule(parts)
+        prefill = any(not item.request.is_decoding for item in work)
+        items = [_plan_item(item) for item in work]
+        plan = StepPlan(items, list(self._taken), prefill)
+        self._taken.clear()
+        if work:
+            self.num_steps += 1
+            self._under_way.append([_begin(item) for item in work])
+        return plan
+
+    def apply(self, result: StepResult) -> None:
+        """The results of the oldest step under way."""
+        for item, found in zip(self._under_way.popleft(), result.items, strict=True):
             try:
-                self._advance(item, output)
+                self._advance(item, found)
             except Exception as error:
                 logger.exception("request %s failed", item.request.rid)
                 self._fail(item.request, f"its token could not be taken in: {error!r}")
 
-    def _advance(self, item: Scheduled, output: StepOutput) -> None:
+    def _advance(self, item: Planned, found: ItemResult) -> None:
         request = item.request
-        if request in output.broken:
+        job = self.jobs.get(request.rid)
+        if job is None or job.request is not request:  # it ended while the step was under way
+            return
+        if found.broken:
             self._fail(request, "the model gave numbers that are not finite for this request")
             return
-        done = item.samples
-        request.num_computed = item.stop
-        self.kv.share(request)
-        if not done:
+        request.input_logprobs += found.input_logprobs
+        request.input_top_logprobs += found.input_top_logprobs
+        if request in self.scheduler.running:
+            self.kv.share(request, min(item.stop, request.num_computed))
+        if not item.samples:
             return
-        job = self.jobs[request.rid]
-        token = output.tokens.get(request)
-        reason = FinishReason("length", length=0) if token is None else self._accept(job, token)
+        request.pending = False
+        if found.token_id is None:
+            reason: FinishReason | None = FinishReason("length", length=0)
+        else:
+            reason = job.accept(found.token_id, found.logprob, found.top_logprobs)
         if reason is not None:
             self._finish(job, reason)
-        elif job.stream_interval and (request.num_output - 1) % job.stream_interval == 0:
-            job.notify()
-
-    def _accept(self, job: Job, token: Token) -> FinishReason | None:
-        """Appends a token; the reason to stop, if that was the last."""
-        request, params, token_id = job.request, job.request.params, token.token_id
-        request.first_token = request.first_token or time.monotonic()
-        request.token_ids.append(token_id)
-        if token.logprob is not None:
-            request.output_logprobs.append(token.logprob)
-            request.output_top_logprobs.append(token.top_logprobs or [])
-        ends = token_id in params.stop_token_ids
-        ends = ends or (token_id in request.eos_ids and not params.ignore_eos)
-        if job.detokenizer is not None and (not ends or params.no_stop_trim):
-            matched = job.detokenizer.push([token_id])
-            if matched is not None:
-                return FinishReason("stop", matched=matched)
-        if ends:
-            return FinishReason("stop", matched=token_id)
-        if request.remaining_tokens <= 0:
-            return FinishReason("length", length=request.num_output)
-        return None
+        else:
+            job.notify_if_due()
 
     def _fail(self, request: Request, message: str) -> None:
-        if (job := self.jobs.get(request.rid)) is not None:
+        job = self.jobs.get(request.rid)
+        if job is not None and job.request is request:
             self._finish(job, FinishReason("abort", message=message, failed=True))
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
         self.scheduler.finish(job.request)
-        job.request.finish_reason = reason
-        job.request.finished = time.monotonic()
-        try:
-            if job.detokenizer is not None:
-                job.detokenizer.finish()
-        finally:
-            job.notify()
+        job.finish(reason)
+
+
+def _plan_item(item: Scheduled) -> PlanItem:
+    request = item.request
+    first, stop = request.num_computed, item.stop
+    sample = None
+    if item.samples and request.remaining_tokens > 0:
+        sample = _sample_row(request)
+    return PlanItem(
+        request.token_ids[first:stop], first, list(request.pages), _score(request, stop), sample
+    )
+
+
+def _score(request: Request, stop: int) -> Score | None:
+    """The prompt tokens whose logprobs this chunk's rows give."""
+    begin = request.logprob_start + request.num_scored
+    end = min(stop, request.prompt_len - 1)
+    if not request.return_logprob or begin >= end:
+        return None
+    assert begin >= request.num_computed, "a prefix was reused whose logprobs are wanted"
+    row = begin - request.num_computed
+    return Score(row, request.prompt_ids[begin + 1 : end + 1], request.top_logprobs_num)
+
+
+def _begin(item: Scheduled) -> Planned:
+    """What the step will have done is counted as done: steps are carried out in order."""
+    request, stop, samples = item.request, item.stop, item.samples
+    if request.return_logprob:
+        scored = min(stop, request.prompt_len - 1) - request.logprob_start
+        request.num_scored = max(request.num_scored, scored)
+    request.num_computed = stop
+    request.pending = samples
+    return Planned(request, stop, samples)
+
+
+def _sample_row(request: Request) -> SampleRow:
+    params = request.params
+    looks_back = params.penalised or params.min_new_tokens > 0
+    return SampleRow(
+        params=params,
+        seed=request.seed,
+        position=len(request.token_ids),
+        prompt_ids=request.prompt_ids if params.penalised else (),
+        output_ids=request.output_ids if looks_back else (),
+        eos_ids=request.eos_ids,
+        return_logprob=request.return_logprob,
+        top_logprobs_num=request.top_logprobs_num,
+    )

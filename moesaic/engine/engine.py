@@ -16,29 +16,33 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.engine.answers import Answers, Signal
-from moesaic.engine.core import EngineCore, Job, Progress
+from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
+from moesaic.engine.jobs import Job, Progress
+from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Command = Callable[[EngineCore], None]
+Core = EngineCore | RemoteCore
+Command = Callable[[Core], None]
 Output = dict[str, Any]
 
 
 class Engine:
-    """Serves one model in this process. Keyword arguments are the server's flags with underscores.
+    """Serves one model. Keyword arguments are the server's flags with underscores.
 
-    A thread of its own runs the model; `generate` may be called from any number of threads and
+    On one rank a thread of this process runs the model; several ranks are processes of their own,
+    which end with this one. `generate` may be called from any number of threads and
     tasks at once, and their requests are batched together.
     """
 
@@ -56,13 +60,16 @@ class Engine:
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = _load_tokenizer(self.args)
-        self._core = EngineCore(self.args)
+        self.mesh = mesh_of(self.args)
+        self._core: Core = self._make_core()
         eos_ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.eos_ids
+        facts = self._core.facts
+        self._max_running = facts.max_running * self.mesh.num_groups
         self._limits = Limits(
-            vocab_size=self._core.runner.vocab_size,
-            context_length=self._core.runner.context_length,
-            cache_tokens=self._core.runner.num_pages * self.args.page_size,
-            eos_ids=eos_ids or self._core.runner.eos_ids,
+            vocab_size=facts.vocab_size,
+            context_length=facts.context_length,
+            cache_tokens=facts.cache_tokens,
+            eos_ids=eos_ids or frozenset(facts.eos_ids),
             seeds=random.Random(self.args.random_seed),
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -75,6 +82,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
+
+    def _make_core(self) -> Core:
+        """In this process, or on ranks of their own."""
+        if self.mesh.world == 1:
+            return EngineCore(self.args)
+        return start_ranks(self.args, self.mesh)
 
     def __enter__(self) -> Engine:
         return self
@@ -158,11 +171,17 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""
-        return self._ask(lambda core: core.kv.flush())
+        return int(self._ask("flush_cache"))
 
     def get_server_info(self) -> dict[str, Any]:
         """What was resolved at start, and the state of scheduler and cache now."""
-        return self._ask(lambda core: core.info())
+        info: dict[str, Any] = self._ask("info")
+        return info
+
+    @property
+    def fault(self) -> str:
+        """Why the engine cannot serve any more; empty while it can."""
+        return self._core.fault
 
     def shutdown(self) -> None:
         """Ends running requests with an error and stops the engine's thread; may be repeated."""
@@ -170,6 +189,7 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
+                self._core.wake()
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -194,7 +214,7 @@ class Engine:
                 raise ValueError(f"rid {sorted(taken)} is in use: give each request its own")
             self._check_queue(len(rids))
 
-            def add(core: EngineCore) -> None:
+            def add(core: Core) -> None:
                 for job in answers.jobs:
                     core.add(job)
 
@@ -203,7 +223,7 @@ class Engine:
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
-        limit, running = self.args.max_queued_requests, self._core.runner.max_running
+        limit, running = self.args.max_queued_requests, self._max_running
         if limit is not None and len(self._in_flight) + number > running + limit:
             raise QueueFull(
                 f"{len(self._in_flight)} requests are open and {number} more would pass "
@@ -262,15 +282,16 @@ class Engine:
             if self._closed:
                 raise RuntimeError("the engine is shut down: make a new Engine")
             self._inbox.put(command)
+            self._core.wake()
 
-    def _ask(self, question: Callable[[EngineCore], T]) -> T:
+    def _ask(self, what: str) -> Any:
         """The answer to a question that only the engine's thread may look up."""
-        future: Future[T] = Future()
+        future: Future[Any] = Future()
 
-        def answer(core: EngineCore) -> None:
+        def answer(core: Core) -> None:
             try:
-                future.set_result(question(core))
-            except BaseException as error:
+                core.ask(what, future)
+            except Exception as error:
                 future.set_exception(error)
 
         self._tell(answer)
@@ -292,6 +313,7 @@ class Engine:
                 if (command := self._inbox.get()) is not None:
                     command(self._core)
             self._core.fail_all("the engine was shut down")
+            self._core.close()
 
     def _obey(self) -> bool:
         """Carries out what was asked, waiting while there is nothing to compute; False: stop."""

@@ -76,12 +76,12 @@ class KVManager:
         request.pages.extend(taken)
         return True
 
-    def share(self, request: Request) -> None:
-        """Moves the request's full, computed pages into the tree."""
+    def share(self, request: Request, num_tokens: int) -> None:
+        """Moves the full pages of the request's first tokens, which are computed, to the tree."""
         if not self.tree.enabled:
             return
         node = self._place[request]
-        for number in range(node.depth, request.num_computed // self.page_size):
+        for number in range(node.depth, num_tokens // self.page_size):
             key = self.tree.key(request.token_ids, number)
             node = self.tree.extend(node, key, request.pages[number])
             request.pages[number] = node.page

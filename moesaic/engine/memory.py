@@ -49,9 +49,15 @@ def _group_limits() -> Iterator[tuple[int, int]]:
 
 
 def cache_tokens(
-    args: ServerArgs, spec: CacheSpec, element_size: int, weight_bytes: int, wanted: int
+    args: ServerArgs,
+    spec: CacheSpec,
+    element_size: int,
+    weight_bytes: int,
+    wanted: int,
+    sharers: int = 1,
 ) -> int:
-    """Tokens that fit, in whole pages: as told, or by memory, but never more than `wanted`."""
+    """Tokens that fit, in whole pages: as told, or by memory, but never more than `wanted`. The
+    machine's memory belongs to `sharers` ranks."""
     page, per_token = args.page_size, spec.bytes_per_token(element_size)
     if args.max_total_tokens is not None:
         if args.max_total_tokens < page:
@@ -59,17 +65,18 @@ def cache_tokens(
                 f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} "
                 "tokens: raise it or lower --page-size"
             )
-        _check_fits(args.max_total_tokens, per_token, weight_bytes)
+        _check_fits(args.max_total_tokens, per_token, weight_bytes, sharers)
         return args.max_total_tokens // page * page
     if args.mem_fraction_static is None:
-        budget = int(DEFAULT_FREE_SHARE * free_memory())
+        budget = int(DEFAULT_FREE_SHARE * free_memory() / sharers)
     else:
-        budget = int(args.mem_fraction_static * total_memory()) - weight_bytes
+        budget = int(args.mem_fraction_static * total_memory() / sharers) - weight_bytes
         if budget < per_token * page:
-            least = (weight_bytes + per_token * page) / total_memory()
+            least = (weight_bytes + per_token * page) * sharers / total_memory()
             raise ValueError(
                 f"--mem-fraction-static {args.mem_fraction_static} leaves no room for a KV cache: "
-                f"the weights take {weight_bytes / GIB:.2f} GiB of {total_memory() / GIB:.2f} GiB; "
+                f"the weights take {weight_bytes * sharers / GIB:.2f} GiB of "
+                f"{total_memory() / GIB:.2f} GiB; "
                 f"give more than {least:.3g}"
             )
     tokens = min(budget // per_token, -(-wanted // page) * page) // page * page
@@ -81,11 +88,15 @@ def cache_tokens(
     return tokens
 
 
-def _check_fits(tokens: int, per_token: int, weight_bytes: int) -> None:
-    most = (total_memory() - weight_bytes) // per_token
+def _check_fits(tokens: int, per_token: int, weight_bytes: int, sharers: int) -> None:
+    most = (total_memory() // sharers - weight_bytes) // per_token
     if tokens > most:
         raise ValueError(
             f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB beside "
-            f"{weight_bytes / GIB:.1f} GiB of weights, and this machine has "
-            f"{total_memory() / GIB:.1f} GiB: give at most {most}"
+            f"{weight_bytes / GIB:.1f} GiB of weights{' on each rank' if sharers > 1 else ''}, and "
+            f"this machine has {total_memory() / GIB:.1f} GiB{_for(sharers)}: give at most {most}"
         )
+
+
+def _for(sharers: int) -> str:
+    return f" for {sharers} ranks" if sharers > 1 else ""

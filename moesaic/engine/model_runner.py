@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,67 +17,58 @@ from torch import Tensor
 
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
-from moesaic.core.request import Request, TopLogprobs
-from moesaic.core.step import DECODE, PREFILL
-from moesaic.engine.memory import GIB, cache_tokens, total_memory
-from moesaic.engine.moe_setup import (
-    StepLimits,
-    moe_context,
-    report_buffers,
-    weight_format,
+from moesaic.core.step import Step
+from moesaic.engine.layout import (
+    chunk_tokens,
+    context_length,
+    max_running,
+    outline,
+    step_limits,
+    whole_outline,
 )
-from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
-from moesaic.engine.scheduler import Scheduled
+from moesaic.engine.memory import GIB, cache_tokens, total_memory
+from moesaic.engine.moe_setup import moe_context, report_buffers, weight_format
+from moesaic.engine.plan import ItemResult, StepPlan, StepResult, Turn
+from moesaic.engine.ranks import RankContext
+from moesaic.engine.sampler import NonFiniteLogits, sample, token_logprobs
+from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
-from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.weights import fill_randomly, load_weights, settle_input_scales
-from moesaic.moe.context import MoeContext
-from moesaic.moe.quant.weights import WeightFormat
+from moesaic.moe.layer import FusedMoE
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_RUNNING = 64
-# Logits for prompt logprobs are made for this many rows at a time: a vocabulary is wide.
-LOGPROB_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """What a step gave one request."""
-
-    token_id: int
-    logprob: float | None
-    top_logprobs: TopLogprobs | None
-
-
-@dataclass(slots=True)
-class StepOutput:
-    tokens: dict[Request, Token] = field(default_factory=dict)
-    broken: set[Request] = field(default_factory=set)
-    """Requests whose numbers were not finite."""
+# Logits are made for this many rows at a time: a vocabulary is wide.
+LOGIT_ROWS = 128
 
 
 class ModelRunner:
-    def __init__(self, args: ServerArgs) -> None:
+    """The weights and the cache of one rank, and what it computes with them."""
+
+    def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         keep_freed_memory()
+        self.ranks = ranks = ranks or RankContext()
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
-        self.max_running = args.max_running_requests or DEFAULT_MAX_RUNNING
+        self.max_running = max_running(args, ranks.mesh)
         self.dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
-        self.context_length = _context_length(args, raw)
+        self.deterministic = args.enable_deterministic_inference
+        self.context_length = context_length(args, raw)
+        self.chunk_tokens = chunk_tokens(args, ranks.mesh, self.context_length)
+        self.limits = step_limits(args, ranks.mesh, self.context_length)
         started = time.monotonic()
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else self.context_length
-        limits = StepLimits(chunk + self.max_running, self.max_running)
-        outline = _outline(raw, self.dtype, weights)
-        self.moe = moe_context(args, self.dtype, weights, limits, outline)
-        weight_bytes = outline.nbytes + report_buffers(self.moe, outline)
-        _check_weights_fit(folder, weight_bytes)
-        self.model = build_model(raw, BuildContext(self.context_length, self.moe))
+        whole = whole_outline(raw, self.dtype, weights)
+        self.moe = moe_context(args, self.dtype, weights, self.limits, whole, ranks)
+        self.parallel = ranks.parallel(raw.integer("num_hidden_layers"), self.deterministic)
+        part = outline(raw, self.moe, self.parallel)
+        weight_bytes = part.nbytes + report_buffers(self.moe, part)
+        _check_weights_fit(folder, weight_bytes, ranks.mesh.ranks_per_node)
+        self.model = build_model(raw, BuildContext(self.context_length, self.moe, self.parallel))
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size
         if args.load_format == "dummy":
@@ -85,10 +76,7 @@ class ModelRunner:
         else:
             load_weights(self.model, folder, scheme)
             settle_input_scales(self.model, folder)
-        wanted = self.max_running * self.context_length
-        tokens = cache_tokens(args, self.model.cache, self.dtype.itemsize, weight_bytes, wanted)
-        self.num_pages = tokens // args.page_size
-        self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+        self._make_cache(args, weight_bytes)
         logger.info(
             "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB), "
             "context of %d tokens",
@@ -96,118 +84,146 @@ class ModelRunner:
             time.monotonic() - started,
             weight_bytes / GIB,
             str(self.dtype).removeprefix("torch."),
-            tokens,
+            self.num_pages * args.page_size,
             self.cache.num_bytes / GIB,
             self.context_length,
         )
 
-    @torch.inference_mode()
-    def step(self, work: Sequence[Scheduled]) -> StepOutput:
-        try:
-            hidden_TH, starts = self._forward(work)
-        except Exception:
-            self.moe.restart()
-            raise
-        output = StepOutput()
-        for item, start in zip(work, starts, strict=True):
-            if item.request.wants_input_logprobs and not self._score(item, hidden_TH, start):
-                output.broken.add(item.request)
-        rows = [
-            (item.request, start + item.length - 1)
-            for item, start in zip(work, starts, strict=True)
-            if item.samples and item.request.remaining_tokens > 0
-        ]
-        if rows:
-            last_BH = hidden_TH[torch.tensor([row for _, row in rows])]
-            self._sample([request for request, _ in rows], self.model.logits(last_BH), output)
-        return output
+    @property
+    def moe_layers(self) -> list[FusedMoE]:
+        return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
 
-    def _forward(self, work: Sequence[Scheduled]) -> tuple[Tensor, list[int]]:
+    def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
+        """As many pages as the rank of the replica with the least room for them has."""
+        ranks = self.ranks
+        ranks.least(0, "load the weights")  # what is free is known once all have loaded
+        wanted = self.max_running * self.context_length
+        tokens = cache_tokens(
+            args,
+            self.model.cache,
+            self.dtype.itemsize,
+            weight_bytes,
+            wanted,
+            sharers=ranks.mesh.ranks_per_node,
+        )
+        self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
+        self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """A whole step, on one rank."""
+        turn = Turn(0, (plan.num_tokens,), (sum(1 for _ in plan.logit_rows()),), plan.prefill)
+        try:
+            return self.results(plan, turn, self.forward(plan, turn))
+        except Exception:
+            if self.ranks.mesh.world == 1:
+                self.moe.restart()
+            raise
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, turn: Turn, x_TH: Tensor | None = None) -> Tensor:
+        """This stage's layers over the plan's tokens; `x_TH`: what the stage before gave."""
+        if plan.clear:
+            self.cache.clear(plan.clear)
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
-        for item in work:
-            first, stop = item.request.num_computed, item.stop
-            spans.append(Span(len(ids), item.length, stop, item.request.pages))
-            ids += item.request.token_ids[first:stop]
-            positions += range(first, stop)
-        attention = TorchAttention(self.cache, spans)
-        prefill = any(not item.request.is_decoding for item in work)
-        hidden_TH = self.model(
-            torch.tensor(ids), torch.tensor(positions), attention, PREFILL if prefill else DECODE
+        for item in plan.items:
+            spans.append(Span(len(ids), len(item.token_ids), item.stop, item.pages))
+            ids += item.token_ids
+            positions += range(item.first, item.stop)
+        attend = DeterministicAttention if self.deterministic else TorchAttention
+        counts = turn.counts if self.ranks.mesh.dp > 1 else ()
+        hidden_TH: Tensor = self.model(
+            torch.tensor(ids, dtype=torch.int64),
+            torch.tensor(positions, dtype=torch.int64),
+            attend(self.cache, spans),
+            Step(prefill=turn.prefill, counts=counts),
+            x_TH,
         )
-        return hidden_TH, [span.start for span in spans]
+        return hidden_TH
 
-    def _score(self, item: Scheduled, hidden_TH: Tensor, start: int) -> bool:
-        """Logprobs of the prompt tokens that follow this chunk's; False if they are not finite."""
-        request, first = item.request, item.request.num_computed
-        stop = min(item.stop, request.prompt_len - 1)
-        for begin in range(request.next_input_logprob, stop, LOGPROB_ROWS):
-            end = min(begin + LOGPROB_ROWS, stop)
-            logits_TV = self.model.logits(hidden_TH[start + begin - first : start + end - first])
-            targets = request.prompt_ids[begin + 1 : end + 1]
-            logprobs, top = token_logprobs(logits_TV, targets, request.top_logprobs_num)
+    @torch.inference_mode()
+    def results(self, plan: StepPlan, turn: Turn, hidden_TH: Tensor) -> StepResult:
+        """Samples and scores; on the first rank of an attention group, others only help.
+
+        All groups go through as many pieces of rows as the one with most."""
+        rows = list(plan.logit_rows())
+        results = [ItemResult() for _ in plan.items]
+        sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
+        scoring = _ScoreQueue(plan, results)
+        for begin in range(0, max(turn.logits), LOGIT_ROWS):
+            piece = rows[begin : begin + LOGIT_ROWS]
+            wanted = [min(max(0, count - begin), LOGIT_ROWS) for count in turn.logits]
+            logits_RV = self.model.logits(hidden_TH[torch.tensor(piece, dtype=torch.int64)], wanted)
+            if self.ranks.place.attention_rank > 0 or not piece:
+                continue
+            here = sampling[begin : begin + LOGIT_ROWS]
+            _sample(plan, here, logits_RV[: len(here)], results)
+            scoring.take(logits_RV[len(here) :])
+        return StepResult(results)
+
+
+class _ScoreQueue:
+    """Hands rows of logits to the prompt tokens that wait for them, in the plan's order."""
+
+    def __init__(self, plan: StepPlan, results: list[ItemResult]) -> None:
+        self._waiting = deque(
+            (result, target, item.score.top)
+            for item, result in zip(plan.items, results, strict=True)
+            if item.score is not None
+            for target in item.score.targets
+        )
+
+    def take(self, logits_RV: Tensor) -> None:
+        rows = [self._waiting.popleft() for _ in range(len(logits_RV))]
+        for start, stop in _runs([(id(result), top) for result, _, top in rows]):
+            result, _, top = rows[start]
+            targets = [target for _, target, _ in rows[start:stop]]
+            logprobs, tops = token_logprobs(logits_RV[start:stop], targets, top)
             if not all(map(math.isfinite, logprobs)):
-                return False
-            request.input_logprobs += logprobs
-            request.input_top_logprobs += top
-        return True
-
-    def _sample(self, requests: list[Request], logits_BV: Tensor, output: StepOutput) -> None:
-        rows = [_sample_row(request) for request in requests]
-        try:
-            sampled = sample(logits_BV, rows)
-        except NonFiniteLogits as error:
-            output.broken.update(requests[row] for row in error.rows)
-            good = [row for row in range(len(rows)) if row not in error.rows]
-            if good:
-                self._sample([requests[row] for row in good], logits_BV[good], output)
-            return
-        tokens = map(Token, sampled.token_ids, sampled.logprobs, sampled.top_logprobs)
-        output.tokens.update(zip(requests, tokens, strict=True))
+                result.broken = True
+            result.input_logprobs += logprobs
+            result.input_top_logprobs += tops
 
 
-def _sample_row(request: Request) -> SampleRow:
-    params = request.params
-    looks_back = params.penalised or params.min_new_tokens > 0
-    return SampleRow(
-        params=params,
-        seed=request.seed,
-        position=len(request.token_ids),
-        prompt_ids=request.prompt_ids,
-        output_ids=request.output_ids if looks_back else (),
-        eos_ids=request.eos_ids,
-        return_logprob=request.return_logprob,
-        top_logprobs_num=request.top_logprobs_num,
-    )
+def _runs(keys: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """[start, stop) of each run of equal keys."""
+    start = 0
+    for stop in range(1, len(keys) + 1):
+        if stop == len(keys) or keys[stop] != keys[start]:
+            yield start, stop
+            start = stop
 
 
-def _outline(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
-    """The model without memory and on one rank, to count on."""
-    with torch.device("meta"):
-        moe = MoeContext.single(dtype, weights)
-        return build_model(raw, BuildContext(positions=1, moe=moe))
+def _sample(
+    plan: StepPlan, items: Sequence[int], logits_RV: Tensor, results: list[ItemResult]
+) -> None:
+    if not items:
+        return
+    rows = [plan.items[item].sample for item in items]
+    try:
+        sampled = sample(logits_RV, [row for row in rows if row is not None])
+    except NonFiniteLogits as error:
+        for row in error.rows:
+            results[items[row]].broken = True
+        good = [row for row in range(len(items)) if row not in error.rows]
+        _sample(plan, [items[row] for row in good], logits_RV[good], results)
+        return
+    for row, item in enumerate(items):
+        results[item].token_id = sampled.token_ids[row]
+        results[item].logprob = sampled.logprobs[row]
+        results[item].top_logprobs = sampled.top_logprobs[row]
 
 
-def _check_weights_fit(folder: Path, weight_bytes: int) -> None:
+def _check_weights_fit(folder: Path, weight_bytes: int, ranks: int) -> None:
     """Memory is only taken when weights are written: without this the kernel kills the process."""
-    if weight_bytes > total_memory():
+    if weight_bytes * ranks > total_memory():
+        each = f" in {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
-            f"the weights of {folder} take {weight_bytes / GIB:.1f} GiB and this machine has "
-            f"{total_memory() / GIB:.1f} GiB: use a smaller model or --dtype bfloat16"
+            f"the weights of {folder} take {weight_bytes * ranks / GIB:.1f} GiB{each} and this "
+            f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or --dtype bfloat16"
         )
-
-
-def _context_length(args: ServerArgs, raw: RawConfig) -> int:
-    limit = raw.integer("max_position_embeddings")
-    if args.context_length is None:
-        return limit
-    if args.context_length > limit:
-        raise ValueError(
-            f"--context-length {args.context_length} is longer than the model's "
-            f"max_position_embeddings {limit}: give at most that"
-        )
-    return args.context_length
 
 
 def _eos_ids(raw: RawConfig) -> frozenset[int]:

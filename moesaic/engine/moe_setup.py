@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
+from moesaic.engine.ranks import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
@@ -65,7 +67,11 @@ def weight_format(
 
 
 def moe_problem(
-    args: ServerArgs, dtype: torch.dtype, weights: WeightFormat | None, outline: CausalLM
+    args: ServerArgs,
+    dtype: torch.dtype,
+    weights: WeightFormat | None,
+    outline: CausalLM,
+    mesh: Mesh,
 ) -> Problem:
     """`outline`: the model without memory, for its sizes."""
     name = DTYPE_NAMES[dtype]
@@ -78,8 +84,8 @@ def moe_problem(
         payload=args.deepep_dispatch_output_dtype,
         weights=name if weights is None else weights.name,
         dtype=name,
-        ep=args.ep_size,
-        tp=args.tp_size,
+        ep=mesh.ep,
+        tp=mesh.tp,
         phases=(role,) if role in PHASES else PHASES,
         hidden_size=layers[0].hidden_size if layers else 0,
         intermediate_size=layers[0].intermediate_size if layers else 0,
@@ -92,17 +98,37 @@ def moe_context(
     weights: WeightFormat | None,
     limits: StepLimits,
     outline: CausalLM,
+    ranks: RankContext,
 ) -> MoeContext:
     """`weights` is None for unquantised experts."""
     load_backends([args.moe_backend_module] if args.moe_backend_module is not None else [])
-    problem = moe_problem(args, dtype, weights, outline)
+    mesh, deterministic = ranks.mesh, args.enable_deterministic_inference
+    # Sums over cut experts would depend on the cut.
+    copies = mesh.moe_tp if deterministic else 1
+    if copies > 1:
+        logger.info("moe: deterministic: experts are not cut, %d ranks hold each", copies)
+        mesh = replace(mesh, ep=mesh.tp)
+    problem = moe_problem(args, dtype, weights, outline, mesh)
+    replicated = problem.a2a == "none" and ranks.replicated
+    own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
     context = MoeContext.make(
         problem,
         dtype,
+        ranks.stage_peers,
         weight_format=weights or WEIGHT_FORMATS[problem.weights],
-        max_tokens=limits.tokens,
-        max_decode_tokens=limits.decode_tokens,
+        timeout=ranks.timeout,
+        max_tokens=own(limits.tokens),
+        max_decode_tokens=own(limits.decode_tokens),
+        redundant_experts=args.ep_num_redundant_experts,
+        copies=copies,
+        deterministic=deterministic,
+        replicated=replicated,
     )
+    _log_choice(context)
+    return context
+
+
+def _log_choice(context: MoeContext) -> None:
     choice = context.choice
     for reason in context.reasons:
         logger.info("moe: %s", reason)
@@ -117,7 +143,6 @@ def moe_context(
         choice.weights,
         choice.payload,
     )
-    return context
 
 
 def _provider(make: Callable[..., object]) -> str:

@@ -62,11 +62,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> list[Scheduled]:
-        """The next step's work; empty only if there is no request at all."""
+    def schedule(self, parts: int = 1) -> list[Scheduled]:
+        """The next step's work; empty only if there is no request but those whose next token is
+        under way. `parts`: steps that are to be under way at once, each with its share of them."""
         planned: dict[Request, int] = {}
-        by_age = sorted(self.running, key=_arrival)
-        for request in (r for r in by_age if r.is_decoding):
+        by_age = sorted((r for r in self.running if not r.pending), key=_arrival)
+        decoding = [r for r in by_age if r.is_decoding]
+        for request in decoding[: -(-len(self.running) // parts)]:
             self._plan(request, 1, planned)
         budget = self.config.chunk_tokens
         for request in (r for r in by_age if not r.is_decoding):
@@ -113,6 +115,8 @@ class Scheduler:
         computing = {self._frontier(r) for r in self.running if not r.is_decoding}
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
             request = self.waiting[0]
+            if request.pending:  # retracted while its next token is under way
+                break
             node, pages = self.kv.lookup(request)
             key = self.kv.next_key(request, len(pages))
             if key is not None and (node, key) in computing and self._may_reuse(request, pages):

@@ -11,11 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.comm.collective import Collective
+from moesaic.comm.mesh import share
 from moesaic.layers.context import AttentionSpec, ForwardContext
-from moesaic.layers.linear import Linear, MergedLinear
-from moesaic.layers.module import Module, parameter
+from moesaic.layers.linear import (
+    Linear,
+    LinearConfig,
+    MergedLinear,
+    Part,
+    RowLinear,
+    head_products,
+)
+from moesaic.layers.module import Cut, Module, parameter
 from moesaic.layers.norm import RMSNorm
+from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RotaryTable
+
+FEWER_RANKS = (
+    "attention is split over --tp-size ranks, or over --tp-size / --dp-size of them with "
+    "--enable-dp-attention: a larger --dp-size makes them fewer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +55,77 @@ class AttentionConfig:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Those of one rank. Ranks that share a key/value head split the queries which attend to it."""
+
+    queries: range
+    kv: range
+
+    @classmethod
+    def of(cls, config: AttentionConfig, rank: int, size: int) -> Heads:
+        per_kv = config.num_heads // config.num_kv_heads
+        if not _splits(config, size):
+            raise ValueError(_no_split(config, size))
+        if size <= config.num_kv_heads:
+            kv = share(config.num_kv_heads, rank, size)
+            return cls(range(kv.start * per_kv, kv.stop * per_kv), kv)
+        first = rank * config.num_kv_heads // size
+        return cls(share(config.num_heads, rank, size), range(first, first + 1))
+
+
+def _splits(config: AttentionConfig, size: int) -> bool:
+    """Each rank has whole key/value heads, or so many share one that its queries split evenly."""
+    if size <= config.num_kv_heads:
+        return True
+    return size % config.num_kv_heads == 0 and config.num_heads % size == 0
+
+
+def _no_split(config: AttentionConfig, size: int) -> str:
+    works = [n for n in range(1, config.num_heads + 1) if _splits(config, n)]
+    nearest = [str(n) for n in (max(n for n in works if n < size), *(n for n in works if n > size))]
+    return (
+        f"num_attention_heads {config.num_heads} with num_key_value_heads {config.num_kv_heads} "
+        f"cannot be split over {size} ranks of attention: {' and '.join(nearest[:2])} can be; "
+        f"{FEWER_RANKS}"
+    )
+
+
 class Attention(Module):
+    """Heads are split over the ranks of the attention group."""
+
     def __init__(
-        self, config: AttentionConfig, layer: int, rope: RotaryTable, dtype: torch.dtype
+        self,
+        config: AttentionConfig,
+        layer: int,
+        rope: RotaryTable,
+        dtype: torch.dtype,
+        parallel: Parallel,
     ) -> None:
         super().__init__()
         self.config, self.rope = config, rope
-        dim = config.head_dim
-        parts = {
-            "q_proj": config.num_heads * dim,
-            "k_proj": config.num_kv_heads * dim,
-            "v_proj": config.num_kv_heads * dim,
-        }
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype, config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * dim, config.hidden_size, dtype, config.output_bias)
+        hidden, dim, same = config.hidden_size, config.head_dim, parallel.deterministic
+        queries, kv = config.num_heads * dim, config.num_kv_heads * dim
+        group = parallel.attention
+        heads = Heads.of(config, group.rank, group.size)
+        held, held_kv = _channels(heads.queries, dim), _channels(heads.kv, dim)
+        self.qkv_proj = MergedLinear(
+            LinearConfig(hidden, queries + 2 * kv, dtype, config.qkv_bias, same),
+            {"q_proj": Part(queries, held), "k_proj": Part(kv, held_kv)}
+            | {"v_proj": Part(kv, held_kv)},
+        )
+        output = LinearConfig(queries, hidden, dtype, config.output_bias, same)
+        self.o_proj = RowLinear(output, held, group, f"attention of layer {layer}")
         eps = config.qk_norm_eps
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
-        self.sinks = parameter(config.num_heads, dtype=dtype) if config.sinks else None
-        self.spec = AttentionSpec(layer, dim**-0.5, config.window, self.sinks)
+        self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
+        self.cuts = {"sinks": Cut.of((config.num_heads,), heads.queries)}
+        self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        if not len(x_TH):
+            return x_TH
         dim = self.config.head_dim
         q_TND, k_TMD, v_TMD = (part.unflatten(-1, (-1, dim)) for part in self.qkv_proj.split(x_TH))
         if self.q_norm is not None and self.k_norm is not None:
@@ -90,30 +155,49 @@ LATENT_NORM_EPS = 1e-6
 
 class LatentAttention(Module):
     """MLA: the cache holds one latent of R + rope channels a token, shared by all heads, instead of
-    keys and values. How queries meet it is up to the backend (`LatentMaps`)."""
+    keys and values. How queries meet it is up to the backend (`LatentMaps`). Heads are split over
+    the ranks of the attention group, latents are not."""
 
     def __init__(
-        self, config: LatentAttentionConfig, layer: int, rope: RotaryTable, dtype: torch.dtype
+        self,
+        config: LatentAttentionConfig,
+        layer: int,
+        rope: RotaryTable,
+        dtype: torch.dtype,
+        parallel: Parallel,
     ) -> None:
         super().__init__()
         self.config, self.rope = config, rope
-        hidden, rank = config.hidden_size, config.kv_rank
-        queries = config.num_heads * (config.nope_dim + config.rope_dim)
+        hidden, rank, count = config.hidden_size, config.kv_rank, config.num_heads
+        query_dim, up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
+        self.deterministic, group = parallel.deterministic, parallel.attention
+        heads = _latent_heads(count, group)
+        self.num_heads = len(heads)
+
+        def dense(inputs: int, outputs: int, bias: bool = False) -> LinearConfig:
+            return LinearConfig(inputs, outputs, dtype, bias, parallel.deterministic)
+
+        queries = _channels(heads, query_dim)
         if config.q_rank is None:
-            self.q_proj = Linear(hidden, queries, dtype)
+            self.q_proj = Linear(dense(hidden, count * query_dim), queries)
         else:
-            self.q_a_proj = Linear(hidden, config.q_rank, dtype, config.bias)
+            self.q_a_proj = Linear(dense(hidden, config.q_rank, config.bias))
             self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_NORM_EPS, dtype)
-            self.q_b_proj = Linear(config.q_rank, queries, dtype)
-        self.kv_a_proj_with_mqa = Linear(hidden, rank + config.rope_dim, dtype, config.bias)
+            self.q_b_proj = Linear(dense(config.q_rank, count * query_dim), queries)
+        self.kv_a_proj_with_mqa = Linear(dense(hidden, rank + config.rope_dim, config.bias))
         self.kv_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, dtype)
-        self.kv_b_proj = Linear(
-            rank, config.num_heads * (config.nope_dim + config.value_dim), dtype
+        self.kv_b_proj = Linear(dense(rank, count * up_dim), _channels(heads, up_dim))
+        self.o_proj = RowLinear(
+            dense(count * config.value_dim, hidden, config.bias),
+            _channels(heads, config.value_dim),
+            group,
+            f"attention of layer {layer}",
         )
-        self.o_proj = Linear(config.num_heads * config.value_dim, hidden, dtype, config.bias)
-        self.spec = AttentionSpec(layer, config.scale)
+        self.spec = AttentionSpec(parallel.in_stage(layer), config.scale)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        if not len(x_TH):
+            return x_TH
         cfg = self.config
         q_nope, q_rope = self._queries(x_TH).split([cfg.nope_dim, cfg.rope_dim], dim=-1)
         q_TND = torch.cat((q_nope, self.rope.rotate(q_rope, ctx.cos, ctx.sin)), dim=-1)
@@ -130,25 +214,27 @@ class LatentAttention(Module):
 
     def absorb(self, q_TND: Tensor) -> Tensor:
         q_nope, q_rope = q_TND.split([self.config.nope_dim, self.config.rope_dim], dim=-1)
-        q_latent_NTR = torch.bmm(q_nope.transpose(0, 1), self._up_projections()[0])
+        keys_NRD = self._up_projections()[0].transpose(1, 2)
+        q_latent_NTR = head_products(q_nope.transpose(0, 1), keys_NRD, self.deterministic)
         return torch.cat((q_latent_NTR.transpose(0, 1), q_rope), dim=-1)
 
     def release(self, mixed_TNC: Tensor) -> Tensor:
         mixed_NTR = mixed_TNC[..., : self.config.kv_rank].transpose(0, 1)
-        return torch.bmm(mixed_NTR, self._up_projections()[1].transpose(1, 2)).transpose(0, 1)
+        values_NVR = self._up_projections()[1]
+        return head_products(mixed_NTR, values_NVR, self.deterministic).transpose(0, 1)
 
     def expand(self, latents_LC: Tensor) -> tuple[Tensor, Tensor]:
         cfg = self.config
         latents_LR, k_rope = latents_LC.split([cfg.kv_rank, cfg.rope_dim], dim=-1)
-        both = self.kv_b_proj(latents_LR).unflatten(-1, (cfg.num_heads, -1))
+        both = self.kv_b_proj(latents_LR).unflatten(-1, (self.num_heads, -1))
         k_nope, values_LNV = both.split([cfg.nope_dim, cfg.value_dim], dim=-1)
-        k_rope = k_rope.unsqueeze(1).expand(-1, cfg.num_heads, -1)
+        k_rope = k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)
         return torch.cat((k_nope, k_rope), dim=-1), values_LNV
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """From the latent to each head's keys [N, nope, R] and values [N, V, R]."""
         cfg = self.config
-        both = self.kv_b_proj.weight.view(cfg.num_heads, -1, cfg.kv_rank)
+        both = self.kv_b_proj.weight.view(self.num_heads, -1, cfg.kv_rank)
         keys, values = both.split([cfg.nope_dim, cfg.value_dim], dim=1)
         return keys, values
 
@@ -157,10 +243,23 @@ class LatentAttention(Module):
             q = self.q_proj(x_TH)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TH)))
-        return q.unflatten(-1, (self.config.num_heads, -1))
+        return q.unflatten(-1, (self.num_heads, -1))
 
     def _latents(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         compressed = self.kv_a_proj_with_mqa(x_TH)
         latent, k_rope = compressed.split([self.config.kv_rank, self.config.rope_dim], dim=-1)
         k_rope = self.rope.rotate(k_rope.unsqueeze(1), ctx.cos, ctx.sin).squeeze(1)
         return torch.cat((self.kv_a_layernorm(latent), k_rope), dim=-1)
+
+
+def _channels(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def _latent_heads(count: int, group: Collective) -> range:
+    if group.size > count:
+        raise ValueError(
+            f"num_attention_heads {count} cannot be split over {group.size} ranks of attention: "
+            f"at most {count} can share them; {FEWER_RANKS}"
+        )
+    return share(count, group.rank, group.size)

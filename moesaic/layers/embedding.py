@@ -1,18 +1,84 @@
-"""Token embedding."""
+"""Token embedding and its counterpart at the other end, the logits of the vocabulary.
+
+T tokens · H hidden · R rows whose logits are wanted · V vocabulary, or this rank's part of it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.module import Module, parameter
+from moesaic.comm.mesh import share
+from moesaic.layers.linear import product
+from moesaic.layers.module import Cut, MatrixSlot, Module, TensorSlot, parameter
+from moesaic.layers.parallel import Parallel
 
 
 class Embedding(Module):
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    """The vocabulary is cut over the ranks of the attention group: one of them has a token's row,
+    the others add zeros."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, parallel: Parallel
+    ) -> None:
         super().__init__()
-        self.weight = parameter(vocab_size, hidden_size, dtype=dtype)
+        self.group = parallel.attention
+        self.held = share(vocab_size, self.group.rank, self.group.size)
+        self.weight = parameter(len(self.held), hidden_size, dtype=dtype)
+        self.cuts = {"weight": Cut.of((vocab_size, hidden_size), self.held, range(hidden_size))}
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        return F.embedding(ids_T, self.weight)
+        if self.group.size == 1:
+            return F.embedding(ids_T, self.weight)
+        here_T = (ids_T >= self.held.start) & (ids_T < self.held.stop)
+        x_TH = self.weight.new_zeros(len(ids_T), self.weight.shape[1])
+        x_TH[here_T] = self.weight[ids_T[here_T] - self.held.start]
+        return self.group.all_reduce(x_TH, "embedding")
+
+
+class Head(Module):
+    """Logits, cut by vocabulary over `parallel.vocab_tp` ranks. A tied one takes the weights of the
+    embedding where these are cut alike, and holds a copy where they are not."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        parallel: Parallel,
+        embedding: Embedding | None = None,
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.group, rank, size = parallel.cut(parallel.vocab_tp)
+        self.widths = [len(share(vocab_size, part, size)) for part in range(size)]
+        held = share(vocab_size, rank, size)
+        self.borrows = embedding is not None and embedding.held == held
+        if embedding is not None and self.borrows:
+            self.weight = embedding.weight
+        else:
+            self.weight = parameter(len(held), hidden_size, dtype=dtype)
+        self.product = product(parallel.deterministic)
+        self.cuts = {"weight": Cut.of((vocab_size, hidden_size), held, range(hidden_size))}
+
+    def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
+        return iter(()) if self.borrows else super().slots(prefix)
+
+    def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
+        """`rows`: how many rows each attention group brings, where there are several."""
+        wanted = slice(0, len(x_RH))
+        if self.parallel.spans_groups(self.parallel.vocab_tp):
+            wanted = self.parallel.group_rows(rows)
+            x_RH = self._rows_of_all(x_RH, rows)
+        part_RV = self.product(x_RH, self.weight, None)
+        return self.group.gather_columns(part_RV, self.widths, wanted, "logits").float()
+
+    def _rows_of_all(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
+        """The first rank of a group brings all of its rows: they are few."""
+        group, others = self.parallel.attention, [0] * (self.parallel.attention.size - 1)
+        counts = [brought for count in rows for brought in (count, *others)]
+        mine_RH = x_RH if group.rank == 0 else x_RH[:0]
+        return self.parallel.stage.gather_rows(mine_RH, counts, "rows of logits")

@@ -1,47 +1,120 @@
-"""Dense projections. T tokens, I inputs, O outputs."""
+"""Dense projections, whole or cut over ranks. T tokens, I inputs, O outputs, N heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.module import Module, TensorSlot, parameter, slot
+from moesaic.comm.collective import Collective
+from moesaic.layers import invariant
+from moesaic.layers.module import Cut, Module, TensorSlot, parameter, slot
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def product(deterministic: bool) -> Product:
+    """What computes x W' + bias; in deterministic mode no row depends on its neighbours."""
+    return invariant.linear if deterministic else F.linear
+
+
+def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
+    """A product for each head."""
+    if not deterministic:
+        return torch.bmm(x_NTI, w_NOI.transpose(1, 2))
+    linear = product(deterministic)
+    return torch.stack([linear(x, w, None) for x, w in zip(x_NTI, w_NOI, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Sizes are those of the whole layer."""
+
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    bias: bool = False
+    deterministic: bool = False
 
 
 class Linear(Module):
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False) -> None:
+    """`outputs` and `inputs`: those that this rank holds, all of them unless told otherwise."""
+
+    def __init__(
+        self, config: LinearConfig, outputs: range | None = None, inputs: range | None = None
+    ) -> None:
         super().__init__()
-        self.weight = parameter(outputs, inputs, dtype=dtype)
-        self.bias = parameter(outputs, dtype=dtype) if bias else None
+        outputs = range(config.outputs) if outputs is None else outputs
+        inputs = range(config.inputs) if inputs is None else inputs
+        self.weight = parameter(len(outputs), len(inputs), dtype=config.dtype)
+        self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
+        self.product = product(config.deterministic)
+        self.cuts = {
+            "weight": Cut.of((config.outputs, config.inputs), outputs, inputs),
+            "bias": Cut.of((config.outputs,), outputs),
+        }
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return F.linear(x_TI, self.weight, self.bias)
+        return self.product(x_TI, self.weight, self.bias)
+
+
+class RowLinear(Linear):
+    """The ranks of a group hold some of the inputs each; their sum is the result. The bias is added
+    to the sum, once."""
+
+    def __init__(
+        self, config: LinearConfig, inputs: range, group: Collective, operation: str
+    ) -> None:
+        super().__init__(config, inputs=inputs)
+        self.group, self.operation = group, operation
+
+    def forward(self, x_TI: Tensor, rows: slice | None = None) -> Tensor:
+        """`rows`: those that this rank wants of the result; all by default."""
+        rows = slice(0, len(x_TI)) if rows is None else rows
+        if self.group.size == 1:
+            return self.product(x_TI[rows], self.weight, self.bias)
+        part_TO = self.product(x_TI, self.weight, None)
+        sum_TO = self.group.sum_rows(part_TO, rows, self.operation)
+        return sum_TO if self.bias is None else sum_TO + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several projections: its outputs, and those of them that this rank holds."""
+
+    outputs: int
+    held: range
 
 
 class MergedLinear(Linear):
     """Several projections of one input as one matrix product.
 
-    `parts` gives the checkpoint name and the outputs of each, e.g. {"q_proj": 64, "k_proj": 16}.
+    `parts` has the checkpoint name of each, e.g. {"q_proj": Part(64, range(64)), …}; the outputs of
+    the whole layer are theirs together.
     """
 
-    def __init__(
-        self, inputs: int, parts: Mapping[str, int], dtype: torch.dtype, bias: bool = False
-    ) -> None:
-        super().__init__(inputs, sum(parts.values()), dtype, bias)
-        self.parts = dict(parts)
+    def __init__(self, config: LinearConfig, parts: Mapping[str, Part]) -> None:
+        assert config.outputs == sum(part.outputs for part in parts.values())
+        sizes = [len(part.held) for part in parts.values()]
+        super().__init__(config, outputs=range(sum(sizes)))
+        self.parts, self.sizes = dict(parts), sizes
 
     def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        return self.forward(x_TI).split(list(self.parts.values()), dim=-1)
+        return self.forward(x_TI).split(self.sizes, dim=-1)
 
     def slots(self, prefix: str) -> Iterator[TensorSlot]:
         # The merged layer has no name of its own in the checkpoint: drop the last part of the path.
         stem = prefix.rstrip(".").rpartition(".")[0]
+        inputs = self.weight.shape[1]
         start = 0
-        for name, size in self.parts.items():
-            yield slot(f"{stem}.{name}.weight", self.weight[start : start + size])
+        for name, part in self.parts.items():
+            stop = start + len(part.held)
+            cut = Cut.of((part.outputs, inputs), part.held, range(inputs))
+            yield slot(f"{stem}.{name}.weight", self.weight[start:stop], cut)
             if self.bias is not None:
-                yield slot(f"{stem}.{name}.bias", self.bias[start : start + size])
-            start += size
+                cut = Cut.of((part.outputs,), part.held)
+                yield slot(f"{stem}.{name}.bias", self.bias[start:stop], cut)
+            start = stop

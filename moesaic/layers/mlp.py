@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.core.step import Step
-from moesaic.layers.linear import Linear, MergedLinear
+from moesaic.comm.mesh import share
+from moesaic.core.step import PREFILL, Step
+from moesaic.layers.invariant import silu
+from moesaic.layers.linear import LinearConfig, MergedLinear, Part, RowLinear
 from moesaic.layers.module import Module
+from moesaic.layers.parallel import Parallel
 
 
 class GatedMLP(Module):
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, bias: bool = False
-    ) -> None:
-        super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, dtype, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype, bias)
+    """Cut over `parallel.dense_tp` ranks by its inner size. Where these are of several attention
+    groups, the tokens of all groups come together first."""
 
-    def forward(self, x_TH: Tensor, step: Step | None = None) -> Tensor:
-        """The step changes nothing here; sparse blocks, which stand in the same place, need it."""
+    def __init__(self, config: LinearConfig, parallel: Parallel, operation: str) -> None:
+        """`config`: inputs are the hidden size, outputs the inner one."""
+        super().__init__()
+        self.parallel, self.operation = parallel, operation
+        group, rank, size = parallel.cut(parallel.dense_tp)
+        hidden, inner = config.inputs, config.outputs
+        held = share(inner, rank, size)
+        dtype, bias, same = config.dtype, config.bias, config.deterministic
+        self.gate_up_proj = MergedLinear(
+            LinearConfig(hidden, 2 * inner, dtype, bias, same),
+            {"gate_proj": Part(inner, held), "up_proj": Part(inner, held)},
+        )
+        down = LinearConfig(inner, hidden, dtype, bias, same)
+        self.down_proj = RowLinear(down, held, group, operation)
+
+    def forward(self, x_TH: Tensor, step: Step = PREFILL) -> Tensor:
+        parallel, rows = self.parallel, None
+        if parallel.spans_groups(parallel.dense_tp):
+            rows = parallel.group_rows(step.counts)
+            mine_TH = x_TH[parallel.own_rows(len(x_TH))]
+            counts = parallel.row_counts(step.counts)
+            x_TH = parallel.stage.gather_rows(mine_TH, counts, self.operation)
         gate, up = self.gate_up_proj.split(x_TH)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu(gate) * up, rows)

@@ -12,11 +12,26 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that a rank holds: `where` of `shape`, nothing in it for the whole."""
+
+    shape: tuple[int, ...]
+    where: tuple[slice, ...] = ()
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *held: range) -> Cut:
+        if all(part == range(size) for part, size in zip(held, shape, strict=True)):
+            return cls(shape)
+        return cls(shape, tuple(slice(part.start, part.stop) for part in held))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSlot:
     """A place to fill from a checkpoint.
 
     `shape` is the whole tensor's shape in the checkpoint; with `index` only that entry of its first
-    dimension is read; `arrange` turns what was read into the layout of `into`.
+    dimension is read, with `cut` only that part; `arrange` turns what was read into the layout of
+    `into`.
     """
 
     name: str
@@ -24,6 +39,7 @@ class TensorSlot:
     shape: tuple[int, ...]
     index: int | None = None
     arrange: Callable[[Tensor], Tensor] | None = None
+    cut: tuple[slice, ...] = ()
 
 
 class MatrixFormat(Protocol):
@@ -58,8 +74,9 @@ class MatrixSlot:
     tell_input_scale: Callable[[float], None] | None = None
 
 
-def slot(name: str, into: Tensor) -> TensorSlot:
-    return TensorSlot(name, into, tuple(into.shape))
+def slot(name: str, into: Tensor, cut: Cut | None = None) -> TensorSlot:
+    cut = cut or Cut(tuple(into.shape))
+    return TensorSlot(name, into, cut.shape, cut=cut.where)
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -67,14 +84,15 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Module(nn.Module):
-    """Attribute names are checkpoint names but for those in `renamed`; a layer that fuses tensors
-    overrides `slots`."""
+    """Attribute names are checkpoint names but for those in `renamed`; `cuts` says which of the
+    parameters are parts of a tensor; a layer that fuses tensors overrides `slots`."""
 
     renamed: Mapping[str, str] = MappingProxyType({})
+    cuts: Mapping[str, Cut] = MappingProxyType({})
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         for name, tensor in self.named_parameters(recurse=False):
-            yield slot(prefix + name, tensor)
+            yield slot(prefix + name, tensor, self.cuts.get(name))
         for name, child in self.named_children():
             assert isinstance(child, Module), f"{prefix}{name} is not a moesaic layer"
             yield from child.slots(f"{prefix}{self.renamed.get(name, name)}.")

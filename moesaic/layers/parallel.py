@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moesaic.comm.collective import Alone, Collective
+from moesaic.comm.mesh import share
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,27 @@ class Parallel:
             return self.stage, self.stage.rank, size
         assert size == 1, f"{size} of {self.attention.size} and {self.stage.size} ranks"
         return Alone(), 0, 1
+
+    def spans_groups(self, size: int) -> bool:
+        """Whether a layer that is cut over `size` ranks needs the tokens of all groups."""
+        return size not in (1, self.attention.size)
+
+    def in_stage(self, layer: int) -> int:
+        """The number of a layer among those of the stage."""
+        return layer - (0 if self.layers is None else self.layers.start)
+
+    def own_rows(self, count: int) -> slice:
+        """This rank's part of its group's `count` rows, where each row is to be brought once."""
+        rows = share(count, self.attention.rank, self.attention.size)
+        return slice(rows.start, rows.stop)
+
+    def row_counts(self, counts: Sequence[int]) -> list[int]:
+        """How many rows each rank of the groups brings then; `counts`: the rows of each group."""
+        size = self.attention.size
+        return [len(share(count, rank, size)) for count in counts for rank in range(size)]
+
+    def group_rows(self, counts: Sequence[int]) -> slice:
+        """Where the rows of this rank's group lie among those of all."""
+        assert len(counts) == self.dp, f"counts of {len(counts)} groups, and there are {self.dp}"
+        start = sum(counts[: self.dp_rank])
+        return slice(start, start + counts[self.dp_rank])

@@ -5,19 +5,20 @@ T tokens · H hidden · E experts · V vocabulary · R rows whose logits are wan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
-from moesaic.layers.attention import Attention, LatentAttention
+from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
-from moesaic.layers.embedding import Embedding
-from moesaic.layers.linear import Linear
+from moesaic.layers.embedding import Embedding, Head
+from moesaic.layers.linear import product
+from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot, parameter
 from moesaic.layers.norm import RMSNorm
+from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.config import ModelConfig
 from moesaic.moe.formats import TopKOutput
@@ -36,6 +37,7 @@ class Router(Module):
         bias: bool = False,
         float32: bool = False,
         correction_bias: bool = False,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         self.weight = parameter(num_experts, hidden_size, dtype=dtype)
@@ -44,26 +46,64 @@ class Router(Module):
             parameter(num_experts, dtype=torch.float32) if correction_bias else None
         )
         self.float32 = float32
+        self.product = product(deterministic)
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_experts: int, **options: bool) -> Router:
+        """`options` are flags of the constructor."""
+        deterministic = config.parallel.deterministic
+        return cls(
+            config.hidden_size, num_experts, config.dtype, deterministic=deterministic, **options
+        )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         if self.float32:
-            return F.linear(x_TH.float(), self.weight.float())
-        return F.linear(x_TH, self.weight, self.bias)
+            return self.product(x_TH.float(), self.weight.float(), None)
+        return self.product(x_TH, self.weight, self.bias)
 
 
 class SparseBlock(Module):
     """Router, top-k and routed experts; families add their shared experts."""
 
-    def __init__(self, gate: Router, topk: TopK, experts: FusedMoE) -> None:
+    def __init__(
+        self, gate: Router, topk: TopK, experts: FusedMoE, parallel: Parallel | None = None
+    ) -> None:
         super().__init__()
         topk.config.check(experts.config.num_experts)
         self.gate, self.topk, self.experts = gate, topk, experts
+        self.parallel = parallel or Parallel()
 
     def route(self, x_TH: Tensor) -> TopKOutput:
         return self.topk(self.gate(x_TH), self.gate.e_score_correction_bias, self.experts.slot_map)
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
-        return self.experts(x_TH, self.route(x_TH), step)
+        return self.routed(x_TH, step)
+
+    def routed(self, x_TH: Tensor, step: Step) -> Tensor:
+        """All ranks of an attention group have its tokens. Each takes its part of them to the
+        experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
+        group = self.parallel.attention
+        if group.size == 1 or self.experts.context.replicated:
+            return self.experts(x_TH, self.route(x_TH), step)
+        mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
+        y_TH = self.experts(mine_TH, self.route(mine_TH), step)
+        layer = self.experts.dispatcher.config.layer
+        counts = self.parallel.row_counts([len(x_TH)])
+        return group.gather_rows(y_TH, counts, f"experts of layer {layer}")
+
+
+def dense_mlp(
+    config: ModelConfig, layer: int, inner: int, bias: bool = False, name: str = "mlp"
+) -> GatedMLP:
+    return GatedMLP(config.linear(inner, bias), config.parallel, f"{name} of layer {layer}")
+
+
+def kv_cache(config: ModelConfig, attention: AttentionConfig) -> CacheSpec:
+    """Of this rank's heads, in this stage's layers."""
+    group = config.parallel.attention
+    heads = Heads.of(attention, group.rank, group.size)
+    dim = attention.head_dim
+    return CacheSpec(len(config.layers), len(heads.kv), dim, dim)
 
 
 class DecoderLayer(Module):
@@ -88,21 +128,31 @@ class DecoderLayer(Module):
 
 
 class Backbone(Module):
-    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer]) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.dtype)
-        self.layers = ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+    """A stage's decoder layers, with the embedding before the first and the norm after the last."""
 
-    def forward(self, ids_T: Tensor, ctx: ForwardContext) -> Tensor:
-        x_TH = self.embed_tokens(ids_T)
+    def __init__(self, config: ModelConfig, make_layer: Callable[[int], DecoderLayer]) -> None:
+        super().__init__()
+        size, parallel = config.hidden_size, config.parallel
+        self.embed_tokens = self.norm = None
+        if parallel.is_first:
+            self.embed_tokens = Embedding(config.vocab_size, size, config.dtype, parallel)
+        self.layers = ModuleList(map(make_layer, config.layers))
+        self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
+        if parallel.is_last:
+            self.norm = RMSNorm(size, config.rms_norm_eps, config.dtype)
+
+    def forward(self, ids_T: Tensor, ctx: ForwardContext, x_TH: Tensor | None) -> Tensor:
+        if self.embed_tokens is not None:
+            x_TH = self.embed_tokens(ids_T)
+        assert x_TH is not None, "a later stage needs the hidden states of the one before it"
         for layer in self.layers:
             x_TH = layer(x_TH, ctx)
-        return self.norm(x_TH)
+        return x_TH if self.norm is None else self.norm(x_TH)
 
 
 class CausalLM(Module):
-    """A language model: `forward` gives hidden states, `logits` those of the wanted rows."""
+    """A language model, or a rank's part of it: `forward` gives hidden states, `logits` those of
+    the wanted rows."""
 
     def __init__(
         self,
@@ -113,20 +163,33 @@ class CausalLM(Module):
     ) -> None:
         super().__init__()
         self.config, self.cache, self.rope = config, cache, rope
-        self.model = Backbone(config, map(make_layer, range(config.num_layers)))
+        self.model = Backbone(config, make_layer)
         self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, config.dtype)
+        if config.parallel.is_last:
+            tied = self.model.embed_tokens if config.tie_word_embeddings else None
+            sizes = (config.vocab_size, config.hidden_size)
+            self.lm_head = Head(*sizes, config.dtype, config.parallel, tied)
+        if config.tie_word_embeddings:
+            self.renamed = {"lm_head": "model.embed_tokens"}
 
     def forward(
-        self, ids_T: Tensor, positions_T: Tensor, attention: AttentionStep, step: Step = PREFILL
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionStep,
+        step: Step = PREFILL,
+        x_TH: Tensor | None = None,
     ) -> Tensor:
+        """`x_TH`: what the stage before this one gave; the first stage has none. Normed hidden
+        states come out of the last stage."""
         cos, sin = self.rope.at(positions_T)
-        return self.model(ids_T, ForwardContext(cos, sin, attention, step))
+        return self.model(ids_T, ForwardContext(cos, sin, attention, step), x_TH)
 
-    def logits(self, x_RH: Tensor) -> Tensor:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(x_RH, head.weight).float()
+    def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
+        """`rows`: how many rows each attention group of the stage wants, where there are several;
+        all ranks of the last stage call this together then, also those that want none."""
+        assert self.lm_head is not None, "only the last stage has logits"
+        return self.lm_head(x_RH, rows)
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +208,7 @@ class CausalLM(Module):
         if name.endswith("rotary_emb.inv_freq"):
             return True
         if name == "lm_head.weight":
-            return self.lm_head is None
+            return self.config.tie_word_embeddings
         first = self.config.num_layers
         behind = range(first, first + self.config.num_nextn_layers)
         return any(name.startswith(f"model.layers.{layer}.") for layer in behind)

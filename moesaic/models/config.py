@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moesaic.layers.linear import LinearConfig
+from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
 from moesaic.moe.context import MoeContext
 
@@ -107,6 +109,18 @@ class ModelConfig:
     positions: int
     """Length of the rotary tables: the context that will be served."""
     moe: MoeContext
+    parallel: Parallel
+
+    @property
+    def layers(self) -> range:
+        """The decoder layers of this stage."""
+        layers = self.parallel.layers
+        return range(self.num_layers) if layers is None else layers
+
+    def linear(self, outputs: int, bias: bool = False) -> LinearConfig:
+        """A projection of hidden states."""
+        deterministic = self.parallel.deterministic
+        return LinearConfig(self.hidden_size, outputs, self.dtype, bias, deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +129,7 @@ class BuildContext:
 
     positions: int
     moe: MoeContext
+    parallel: Parallel = field(default_factory=Parallel)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,6 +163,7 @@ def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelCon
         num_nextn_layers=raw.integer("num_nextn_predict_layers", 0, minimum=0),
         positions=context.positions,
         moe=context.moe,
+        parallel=context.parallel,
     )
 
 

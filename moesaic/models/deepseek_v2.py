@@ -12,7 +12,7 @@ from moesaic.layers.context import CacheSpec
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
@@ -38,25 +38,24 @@ class DeepseekSparseBlock(SparseBlock):
             top_k=variant.topk.top_k,
         )
         super().__init__(
-            Router(
-                config.hidden_size,
-                moe.num_experts,
-                config.dtype,
-                float32=True,
-                correction_bias=variant.correction_bias,
+            Router.of(
+                config, moe.num_experts, float32=True, correction_bias=variant.correction_bias
             ),
             TopK(variant.topk),
             FusedMoE(moe, config.moe, layer),
+            config.parallel,
         )
         self.shared_experts: GatedMLP | None = None
         if shared := inner * raw.integer("n_shared_experts", 0, minimum=0):
-            self.shared_experts = GatedMLP(
-                config.hidden_size, shared, config.dtype, variant.mlp_bias
+            self.shared_experts = dense_mlp(
+                config, layer, shared, variant.mlp_bias, "shared experts"
             )
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
-        routed_TH = super().forward(x_TH, step)
-        return routed_TH if self.shared_experts is None else routed_TH + self.shared_experts(x_TH)
+        routed_TH = self.routed(x_TH, step)
+        if self.shared_experts is None:
+            return routed_TH
+        return routed_TH + self.shared_experts(x_TH, step)
 
 
 def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig:
@@ -88,10 +87,11 @@ def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> Caus
             mlp = DeepseekSparseBlock(raw, config, variant, layer)
         else:
             inner = raw.integer("intermediate_size")
-            mlp = GatedMLP(config.hidden_size, inner, config.dtype, variant.mlp_bias)
-        return DecoderLayer(config, LatentAttention(attention, layer, rope, config.dtype), mlp)
+            mlp = dense_mlp(config, layer, inner, variant.mlp_bias)
+        attend = LatentAttention(attention, layer, rope, config.dtype, config.parallel)
+        return DecoderLayer(config, attend, mlp)
 
-    cache = CacheSpec(config.num_layers, 1, attention.kv_rank + attention.rope_dim, 0)
+    cache = CacheSpec(len(config.layers), 1, attention.kv_rank + attention.rope_dim, 0)
     return CausalLM(config, cache, rope, make_layer)
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moesaic.layers.attention import Attention, AttentionConfig
-from moesaic.layers.context import CacheSpec
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
 from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.layer import MoeConfig, StackedMoE
@@ -61,12 +60,10 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     rope = RotaryTable(rotary, context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
-        gate = Router(config.hidden_size, moe.num_experts, config.dtype, bias=True)
+        gate = Router.of(config, moe.num_experts, bias=True)
         spec = replace(attention, window=_window(raw, layer))
-        block = GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer))
-        return DecoderLayer(config, Attention(spec, layer, rope, config.dtype), block)
+        block = GptOssBlock(gate, topk, StackedMoE(moe, config.moe, layer), config.parallel)
+        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
+        return DecoderLayer(config, attend, block)
 
-    cache = CacheSpec(
-        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
-    )
-    return CausalLM(config, cache, rope, make_layer)
+    return CausalLM(config, kv_cache(config, attention), rope, make_layer)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from moesaic.layers.attention import Attention, AttentionConfig
-from moesaic.layers.context import CacheSpec
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
 from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
@@ -32,15 +31,12 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     rope = RotaryTable(rope_config(raw, attention.head_dim, theta=1e6), context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:
-        gate = Router(config.hidden_size, moe.num_experts, config.dtype)
+        gate = Router.of(config, moe.num_experts)
         return DecoderLayer(
             config,
-            Attention(attention, layer, rope, config.dtype),
-            SparseBlock(gate, topk, FusedMoE(moe, config.moe, layer)),
+            Attention(attention, layer, rope, config.dtype, config.parallel),
+            SparseBlock(gate, topk, FusedMoE(moe, config.moe, layer), config.parallel),
             mlp_name="block_sparse_moe",
         )
 
-    cache = CacheSpec(
-        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
-    )
-    return CausalLM(config, cache, rope, make_layer)
+    return CausalLM(config, kv_cache(config, attention), rope, make_layer)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.layers.attention import Attention, AttentionConfig
-from moesaic.layers.context import CacheSpec
+from moesaic.layers.invariant import sigmoid
 from moesaic.layers.linear import Linear
-from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.blocks import (
+    CausalLM,
+    DecoderLayer,
+    Router,
+    SparseBlock,
+    dense_mlp,
+    kv_cache,
+)
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
@@ -24,17 +29,18 @@ class Qwen2SparseBlock(SparseBlock):
     def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
         moe = moe_config(raw, config)
         super().__init__(
-            Router(config.hidden_size, moe.num_experts, config.dtype),
+            Router.of(config, moe.num_experts),
             topk_of(raw),
             FusedMoE(moe, config.moe, layer),
+            config.parallel,
         )
         shared = raw.integer("shared_expert_intermediate_size")
-        self.shared_expert = GatedMLP(config.hidden_size, shared, config.dtype)
-        self.shared_expert_gate = Linear(config.hidden_size, 1, config.dtype)
+        self.shared_expert = dense_mlp(config, layer, shared, name="shared expert")
+        self.shared_expert_gate = Linear(config.linear(1))
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
-        share_T1 = torch.sigmoid(self.shared_expert_gate(x_TH))
-        return super().forward(x_TH, step) + share_T1 * self.shared_expert(x_TH)
+        share_T1 = sigmoid(self.shared_expert_gate(x_TH))
+        return self.routed(x_TH, step) + share_T1 * self.shared_expert(x_TH, step)
 
 
 def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:
@@ -84,12 +90,10 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
         mlp: Module = (
             Qwen2SparseBlock(raw, config, layer)
             if is_sparse(raw, layer)
-            else GatedMLP(config.hidden_size, raw.integer("intermediate_size"), config.dtype)
+            else dense_mlp(config, layer, raw.integer("intermediate_size"))
         )
         spec = replace(attention, window=_window(raw, layer))
-        return DecoderLayer(config, Attention(spec, layer, rope, config.dtype), mlp)
+        attend = Attention(spec, layer, rope, config.dtype, config.parallel)
+        return DecoderLayer(config, attend, mlp)
 
-    cache = CacheSpec(
-        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
-    )
-    return CausalLM(config, cache, rope, make_layer)
+    return CausalLM(config, kv_cache(config, attention), rope, make_layer)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from moesaic.layers.attention import Attention, AttentionConfig
-from moesaic.layers.context import CacheSpec
-from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock
+from moesaic.models.blocks import (
+    CausalLM,
+    DecoderLayer,
+    Router,
+    SparseBlock,
+    dense_mlp,
+    kv_cache,
+)
 from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.models.qwen2_moe import is_sparse, moe_config, topk_of
 from moesaic.moe.layer import FusedMoE
@@ -34,13 +39,11 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     def make_layer(layer: int) -> DecoderLayer:
         mlp: Module
         if is_sparse(raw, layer):
-            gate = Router(config.hidden_size, moe.num_experts, config.dtype)
-            mlp = SparseBlock(gate, topk, FusedMoE(moe, config.moe, layer))
+            gate, experts = Router.of(config, moe.num_experts), FusedMoE(moe, config.moe, layer)
+            mlp = SparseBlock(gate, topk, experts, config.parallel)
         else:
-            mlp = GatedMLP(config.hidden_size, raw.integer("intermediate_size"), config.dtype)
-        return DecoderLayer(config, Attention(attention, layer, rope, config.dtype), mlp)
+            mlp = dense_mlp(config, layer, raw.integer("intermediate_size"))
+        attend = Attention(attention, layer, rope, config.dtype, config.parallel)
+        return DecoderLayer(config, attend, mlp)
 
-    cache = CacheSpec(
-        config.num_layers, attention.num_kv_heads, attention.head_dim, attention.head_dim
-    )
-    return CausalLM(config, cache, rope, make_layer)
+    return CausalLM(config, kv_cache(config, attention), rope, make_layer)

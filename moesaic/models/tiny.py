@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from moesaic.models.registry import build_model
 logger = logging.getLogger(__name__)
 
 PREFIX = "tiny:"
+SMALLEST_VOCAB = 258
 EOS, TURN = "<|end|>", "<|turn|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}" + TURN + "{{ m.role }}\n{{ m.content }}" + EOS + "{% endfor %}"
     "{% if add_generation_prompt %}" + TURN + "assistant\n{% endif %}"
 )
 _COMMON: dict[str, Any] = {
-    "vocab_size": 258,
+    "vocab_size": SMALLEST_VOCAB,
     "eos_token_id": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -82,12 +84,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
-    """Writes a whole Hugging Face folder; the same seed gives the same bytes."""
-    if family not in FAMILIES:
-        raise ValueError(f"unknown tiny model {family!r}; known are {', '.join(FAMILIES)}")
+def make_tiny_checkpoint(
+    family: str, folder: Path, seed: int = 0, changes: Mapping[str, int] | None = None
+) -> Path:
+    """Writes a whole Hugging Face folder; the same seed gives the same bytes. `changes` take the
+    place of integers in config.json."""
+    config = _config(family, changes or {})
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**_COMMON, **FAMILIES[family], "model_type": family}
     with torch.device("meta"):
         model = build_model(RawConfig(config, family), BuildContext.single(torch.float32, 1))
     shapes = {slot.name: _stored_shape(slot, config) for slot in model.checkpoint_slots()}
@@ -97,6 +100,22 @@ def make_tiny_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     _save_tokenizer(folder)
     return folder
+
+
+def _config(family: str, changes: Mapping[str, int]) -> dict[str, Any]:
+    if family not in FAMILIES:
+        raise ValueError(f"unknown tiny model {family!r}; known are {', '.join(FAMILIES)}")
+    config = {**_COMMON, **FAMILIES[family], "model_type": family}
+    known = sorted({key for key, value in config.items() if type(value) is int} | {"head_dim"})
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"tiny {family} has no {key!r} to change; it has {', '.join(known)}")
+    if changes.get("vocab_size", SMALLEST_VOCAB) < SMALLEST_VOCAB:
+        raise ValueError(
+            f"vocab_size={changes['vocab_size']}: a tiny model needs at least {SMALLEST_VOCAB}, "
+            "all bytes and two special tokens"
+        )
+    return config | dict(changes)
 
 
 def _stored_shape(slot: TensorSlot | MatrixSlot, config: dict[str, Any]) -> tuple[int, ...]:
@@ -128,20 +147,37 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def materialise(model_path: str) -> str:
-    """The folder of a `tiny:FAMILY` checkpoint; any other path as it is."""
+    """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes;
+    any other path as it is."""
     if not model_path.startswith(PREFIX):
         return model_path
-    family = model_path.removeprefix(PREFIX)
+    family, *changes = model_path.removeprefix(PREFIX).split(",")
     if not family.isidentifier():
         raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
-    folder = _cached(family)
+    folder = _cached(family, _changes(model_path, changes))
     logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
     return str(folder)
 
 
-def _cached(family: str) -> Path:
+def _changes(model_path: str, texts: list[str]) -> dict[str, int]:
+    changes: dict[str, int] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if not key.isidentifier() or not (value.isascii() and value.isdecimal()):
+            raise ValueError(
+                f"{text!r} in {model_path!r} is not KEY=INTEGER, as in tiny:mixtral,"
+                "num_hidden_layers=4"
+            )
+        if key in changes:
+            raise ValueError(f"{model_path!r} gives {key} twice")
+        changes[key] = int(value)
+    return changes
+
+
+def _cached(family: str, changes: dict[str, int]) -> Path:
     # The key covers the maker's source: a changed maker must not find an old checkpoint.
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
+    key = hashlib.sha256(made_of).hexdigest()[:12]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
     folder = root / f"tiny-{family}-{key}"
     if folder.is_dir():
@@ -150,7 +186,7 @@ def _cached(family: str) -> Path:
     # Made aside and renamed, so that nobody ever sees half a checkpoint.
     work = Path(tempfile.mkdtemp(dir=root))
     try:
-        make_tiny_checkpoint(family, work / "model")
+        make_tiny_checkpoint(family, work / "model", changes=changes)
         if not folder.is_dir():
             (work / "model").rename(folder)
     finally:

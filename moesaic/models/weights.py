@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from tqdm import tqdm
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import Checkpoint, Spec
-from moesaic.models.config import RawConfig
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WeightFormat
@@ -24,7 +24,6 @@ from moesaic.moe.quant.weights import WeightFormat
 logger = logging.getLogger(__name__)
 
 Slot = TensorSlot | MatrixSlot
-EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,18 @@ class Loader:
         if isinstance(slot, MatrixSlot):
             self._fill_planes(slot)
             return
+        if not slot.into.numel():  # there are more ranks than rows to cut
+            return
         tensor = self._read(slot)
         slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
 
     def _read(self, slot: TensorSlot) -> Tensor:
         matrix = self.matrix(slot)
         if matrix is not None:
-            return self.scheme.dense(self.checkpoint, matrix)
+            return self.scheme.dense(self.checkpoint, matrix, *slot.cut)
         if slot.index is not None:
-            return self.checkpoint.read(slot.name, slot.index)
-        return self.checkpoint.read(slot.name)
+            return self.checkpoint.read(slot.name, slot.index, *slot.cut)
+        return self.checkpoint.read(slot.name, *slot.cut)
 
     def _fill_planes(self, slot: MatrixSlot) -> None:
         matrix = self.matrix(slot)
@@ -104,16 +105,14 @@ def settle_input_scales(model: CausalLM, folder: Path) -> None:
 def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted: set[str]) -> None:
     checkpoint, scheme = loader.checkpoint, loader.scheme
     missing = sorted(wanted - checkpoint.location.keys())
-    matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
-    known = {name for matrix in matrices for name in scheme.may_have(matrix)}
-    known.update(_other_experts(matrices, loader))
-    extra = sorted(
+    others = {
         name
-        for name in checkpoint.location.keys() - wanted - known
-        if not model.is_optional(name)
-        and not scheme.is_optional(name)
-        and not checkpoint.is_empty(name)
-    )
+        for name in checkpoint.location.keys() - wanted - _beside(slots, loader)
+        if not model.is_optional(name) and not scheme.is_optional(name)
+    }
+    if others:
+        others -= _names_of_all(loader)
+    extra = sorted(name for name in others if not checkpoint.is_empty(name))
     if missing or extra:
         problems = [f"missing {_some(missing)}"] * bool(missing)
         problems += [f"not in the model {_some(extra)}"] * bool(extra)
@@ -122,22 +121,20 @@ def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted:
         )
 
 
-def _other_experts(matrices: Iterable[Matrix], loader: Loader) -> Iterator[str]:
-    """Tensors of experts that are not this rank's, in the layers and forms of those that are."""
-    scheme = loader.scheme
-    here = {name for matrix in matrices for name in (matrix.name, *scheme.may_have(matrix))}
-    if scheme.storage is not None:
-        here.update(name for matrix in matrices for name in scheme.storage.tensors(matrix))
-    ours: dict[str, str] = {}
-    for name in here:
-        if found := EXPERT.fullmatch(name):
-            ours[found[1]] = found[2]
-    for name in loader.checkpoint.location:
-        found = EXPERT.fullmatch(name)
-        if found is None or found[1] not in ours or int(found[2]) >= scheme.num_experts:
-            continue
-        if found[2] != ours[found[1]] and f"{found[1]}{ours[found[1]]}{found[3]}" in here:
-            yield name
+def _beside(slots: Iterable[Slot], loader: Loader) -> set[str]:
+    """Tensors that may lie beside those of the slots."""
+    matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
+    return {name for matrix in matrices for name in loader.scheme.may_have(matrix)}
+
+
+def _names_of_all(loader: Loader) -> set[str]:
+    """Tensors of the whole model, whichever rank holds them."""
+    with torch.device("meta"):
+        context = BuildContext.single(torch.float32, positions=1)
+        model = build_model(RawConfig.read(loader.checkpoint.folder), context)
+    slots = list(model.checkpoint_slots())
+    names = {name for slot in slots for name in loader.tensors(slot)}
+    return names | _beside(slots, loader)
 
 
 def _some(names: list[str], limit: int = 5) -> str:
@@ -165,7 +162,7 @@ def fill_randomly(model: CausalLM, seed: int) -> None:
         elif slot.into.dim() == 1:
             slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
         else:
-            slot.into.copy_(_random(slot, tuple(slot.into.shape), seed))
+            slot.into.copy_(_random(slot, slot.shape, seed)[slot.cut])
 
 
 def _random(slot: Slot, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.layers.invariant import sigmoid, silu
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 
@@ -19,10 +18,10 @@ class Swiglu(SwigluSpec):
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is None:
-            return F.silu(gate).mul_(up)
+            return silu(gate).mul_(up)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit).add_(1)
-        return gate.mul(torch.sigmoid(self.alpha * gate)).mul_(up)
+        return gate.mul(sigmoid(self.alpha * gate)).mul_(up)
 
 
 silu_and_mul = Swiglu()

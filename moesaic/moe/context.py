@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import Lanes
+from moesaic.moe.outline import OutlineDispatcher, OutlineGroup
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -39,7 +40,8 @@ class BufferReport:
 @dataclass(frozen=True)
 class MoeContext:
     """`choice` has nothing left open, for `reasons`. `max_tokens`: the most of a rank in a step,
-    `max_decode_tokens`: in a step in which nobody prefills."""
+    `max_decode_tokens`: in a step in which nobody prefills. `copies`: of each block of experts on
+    ranks next to each other, which would else have cut it."""
 
     choice: Problem
     reasons: tuple[str, ...]
@@ -49,6 +51,7 @@ class MoeContext:
     max_tokens: int = 8192
     max_decode_tokens: int = 128
     redundant_experts: int = 0
+    copies: int = 1
     deterministic: bool = False
     replicated: bool = False
     workspace: Workspace = field(default_factory=Workspace)
@@ -58,7 +61,7 @@ class MoeContext:
         cls,
         problem: Problem,
         dtype: torch.dtype,
-        group: RankGroup | None = None,
+        group: Peers | None = None,
         weight_format: WeightFormat | None = None,
         timeout: float = 60.0,
         **options: bool | int,
@@ -78,7 +81,12 @@ class MoeContext:
         return cls.make(problem, dtype, weight_format=weights)
 
     def placement(self, num_experts: int) -> Placement:
-        return Placement.trivial(num_experts, self.redundant_experts)
+        placement = Placement.trivial(num_experts, self.redundant_experts)
+        if self.copies == 1:
+            return placement
+        groups = self.choice.ep // self.copies
+        EpLayout(len(placement.slots), groups)  # refuses what cannot be laid evenly
+        return placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
         return EpLayout(num_slots, self.choice.ep, self.choice.moe_tp, self.comm.group.rank)
@@ -107,6 +115,8 @@ class MoeContext:
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
+        if isinstance(self.comm.group, OutlineGroup):
+            return OutlineDispatcher(config, self.comm)
         backend = A2A_REGISTRY[self.choice.a2a]
         dispatcher: BaseDispatcher = backend.providers[self.choice.device](config, self.comm)
         return dispatcher

@@ -65,7 +65,6 @@ RESOLVED = (
 )
 REFUSED = (
     Problem(a2a="mooncake", mode="normal", ep=4, tp=4),
-    Problem(a2a="ascend_fuseep", ep=4, tp=4),
     Problem(runner="flashinfer_mxfp4"),
     Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
     Problem(a2a="deepep", ep=3, tp=4),

@@ -84,6 +84,12 @@ class Placement:
         """Slot i holds expert i modulo their number."""
         return cls(num_experts, tuple(i % num_experts for i in range(num_experts + redundant)))
 
+    def copied(self, groups: int, copies: int) -> Placement:
+        """Slots lie in `groups` blocks; each block so many times in a row."""
+        size = len(self.slots) // groups
+        blocks = (self.slots[start : start + size] for start in range(0, len(self.slots), size))
+        return Placement(self.num_experts, tuple(e for block in blocks for e in block * copies))
+
     @property
     def is_identity(self) -> bool:
         return self.slots == tuple(range(self.num_experts))

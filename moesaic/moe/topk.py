@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moesaic.layers.invariant import sigmoid
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import SlotMap
 
@@ -78,7 +79,7 @@ class TopK:
         cfg = self.config
         if cfg.custom is not None:
             return cfg.custom(logits_TE, cfg.top_k)
-        scores_TE = logits_TE.sigmoid() if cfg.scoring == "sigmoid" else logits_TE.softmax(-1)
+        scores_TE = sigmoid(logits_TE) if cfg.scoring == "sigmoid" else logits_TE.softmax(-1)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if cfg.topk_groups < cfg.num_groups:
             choice_TE = self._limit_to_groups(choice_TE)

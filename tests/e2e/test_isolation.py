@@ -14,6 +14,7 @@ from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
 from moesaic.engine.core import Job
 from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import StepPlan
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 
 POISON = 5
@@ -78,10 +79,10 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(
     expected = engine.generate(input_ids=prompts()[0], sampling_params=GREEDY)
     step = ModelRunner.step
 
-    def fail_on_99(self: ModelRunner, work: Any) -> Any:
-        if any(item.request.prompt_ids[0] == 99 for item in work):
+    def fail_on_99(self: ModelRunner, plan: StepPlan) -> Any:
+        if any(item.token_ids[0] == 99 for item in plan.items):
             raise ZeroDivisionError("made up")
-        return step(self, work)
+        return step(self, plan)
 
     monkeypatch.setattr(ModelRunner, "step", fail_on_99)
     with pytest.raises(RuntimeError, match="made up"):
@@ -174,7 +175,7 @@ def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
 def test_an_error_in_the_engine_itself_ends_requests_but_not_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> Any:
+    def fail(parts: int) -> Any:
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(engine._core.scheduler, "schedule", fail)

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import socket
 import subprocess
 import sys
 import types
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from moesaic.cli.main import COMMANDS, main
+from moesaic.config.args import ServerArgs
+from moesaic.config.parser import FlagParser, merge
+from moesaic.config.resolve import problems
 
-SMALL = "--tp-size 8|--ep-size 8"
-LARGE = SMALL.replace("8", "16")
 NODE = "--model-path M --tp 16 --ep 16 --nnodes 2 --moe-a2a-backend deepep"
 FP4 = (
     "--model-path M --trust-remote-code --quantization modelopt_fp4 --tp 4 "
@@ -23,89 +25,85 @@ FP4 = (
     "--enable-dp-lm-head --cuda-graph-bs 1 2 4 8 16 32 64 128 256 512 --disable-radix-cache "
     "--moe-a2a-backend flashinfer"
 )
-FP4_REFUSED = (
-    "--tp-size 4|--ep-size 4|"
-    "--dp-size 4|--enable-dp-attention|--enable-dp-lm-head|"
-    "--cuda-graph-bs 1 2 4 8 16 32 64 128 256 512"
-)
+FP4_REFUSED = "--cuda-graph-bs 1 2 4 8 16 32 64 128 256 512"
 # Command lines of the expert-parallelism guide, and every flag that this version refuses in them.
 GUIDE = (
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm",
-        SMALL,
+        "",
     ),
     (
         f"{NODE} --node-rank 0 --dist-init-addr 10.0.0.1:29500 --moe-runner-backend deep_gemm",
-        f"{LARGE}|--nnodes 2|--dist-init-addr 10.0.0.1:29500",
+        "",
     ),
     (
         f"{NODE} --node-rank 1 --dist-init-addr 10.0.0.1:29500 --moe-runner-backend deep_gemm",
-        f"{LARGE}|--nnodes 2|--node-rank 1|--dist-init-addr 10.0.0.1:29500",
+        "",
     ),
-    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto", SMALL),
+    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto", ""),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-two-batch-overlap",
-        f"{SMALL}|--enable-two-batch-overlap",
+        "--enable-two-batch-overlap",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-single-batch-overlap",
-        f"{SMALL}|--enable-single-batch-overlap",
+        "--enable-single-batch-overlap",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --enable-eplb",
-        f"{SMALL}|--enable-eplb",
+        "--enable-eplb",
     ),
-    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend auto", SMALL),
+    ("--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend auto", ""),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep "
         "--moe-runner-backend flashinfer_trtllm",
-        SMALL,
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend mori --deepep-mode normal",
-        SMALL,
+        "",
     ),
     (
         "--model-path M --disaggregation-mode prefill --tp 16 --ep 16 --moe-a2a-backend deepep "
         "--deepep-mode normal",
-        f"{LARGE}|--disaggregation-mode prefill",
+        "--disaggregation-mode prefill",
     ),
     (
         "--model-path M --disaggregation-mode decode --tp 16 --ep 16 "
         "--moe-a2a-backend ascend_fuseep --deepep-mode low_latency",
-        f"{LARGE}|--disaggregation-mode decode",
+        "--disaggregation-mode decode",
     ),
-    ("--model-path M --tp 16 --ep 16 --moe-a2a-backend deepep", LARGE),
+    ("--model-path M --tp 16 --ep 16 --moe-a2a-backend deepep", ""),
     (
         "--model-path M --tp 8 --ep 8 --dp-size 8 --enable-dp-attention --moe-a2a-backend deepep "
         "--moe-runner-backend deep_gemm",
-        f"{SMALL}|--dp-size 8|--enable-dp-attention",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --pp-size 4 --nnodes 4 --node-rank 0 "
         "--moe-a2a-backend deepep --chunked-prefill-size 4096",
-        f"{SMALL}|--pp-size 4|--nnodes 4",
+        "",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-runner-backend flashinfer_trtllm "
         "--speculative-moe-runner-backend triton",
-        f"{SMALL}|--speculative-moe-runner-backend triton",
+        "--speculative-moe-runner-backend triton",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --moe-runner-backend deep_gemm "
         "--deepep-mode auto --enable-two-batch-overlap --enable-eplb --mem-fraction-static 0.85",
-        f"{SMALL}|--enable-two-batch-overlap|--enable-eplb",
+        "--enable-two-batch-overlap|--enable-eplb",
     ),
-    ("--model-path M --tp 8 --ep 8 --moe-runner-backend triton", SMALL),
-    ("--model-path M --tp 8 --ep 4 --moe-a2a-backend none", "--tp-size 8|--ep-size 4"),
+    ("--model-path M --tp 8 --ep 8 --moe-runner-backend triton", ""),
+    ("--model-path M --tp 8 --ep 4 --moe-a2a-backend none", ""),
     (
         "--model-path M --tp 8 --ep 8 --enable-eplb --max-running-requests 128",
-        "--tp-size 8|--ep-size 8|--enable-eplb",
+        "--enable-eplb",
     ),
     (
         "--model-path M --tp 8 --ep 8 --moe-a2a-backend deepep --deepep-mode auto "
         "--enable-two-batch-overlap --enable-single-batch-overlap",
-        f"{SMALL}|--enable-two-batch-overlap|--enable-single-batch-overlap",
+        "--enable-two-batch-overlap|--enable-single-batch-overlap",
     ),
     (f"{FP4} --attention-backend triton", f"{FP4_REFUSED}|--attention-backend triton"),
     (f"{FP4} --disable-shared-experts-fusion", f"{FP4_REFUSED}|--disable-shared-experts-fusion"),
@@ -113,37 +111,62 @@ GUIDE = (
         "--model-path M --tp 4 --mem-fraction-static 0.8 --max-total-tokens 66000 "
         "--trust-remote-code --attention-backend ascend --device npu --host 127.0.0.1 --port 30088 "
         "--moe-a2a-backend deepep --deepep-mode auto --cuda-graph-max-bs 128 --disable-radix-cache",
-        "--tp-size 4|--attention-backend ascend|--device npu|--port 30088|--cuda-graph-max-bs 128",
+        "--attention-backend ascend|--device npu|--cuda-graph-max-bs 128",
     ),
 )
 
 
+def parse(line: str) -> ServerArgs:
+    parser = FlagParser("moesaic serve", "", "")
+    parser.add_flags(ServerArgs)
+    return merge(ServerArgs, parser.parse(line.split()), {})
+
+
 @pytest.mark.parametrize(("line", "refused"), GUIDE)
 def test_commands_of_the_guide_are_understood(
-    line: str, refused: str, capsys: pytest.CaptureFixture[str]
+    line: str,
+    refused: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    found = list(problems(parse(line)))
+    if not refused:
+        assert found == []
+        return
     assert main(["serve", *line.split()]) == 2
     message = capsys.readouterr().err.strip()
+    assert message == f"error: {found[0]}"
     assert message.startswith("error: not built yet: ")
     named = message.removeprefix("error: not built yet: ").split("; --")
     shown = {part.split(" (")[0].removeprefix("--") for part in named}
     assert shown == {flag.removeprefix("--") for flag in refused.split("|")}
 
 
-@pytest.mark.parametrize("line", ["M --page-size 8", "M --moe-runner-backend deep_gemm"])
-def test_serve_says_that_there_is_no_server(line: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["serve", *line.split()]) == 1
-    assert capsys.readouterr().err == (
-        "error: no flag is wrong in itself, but the HTTP server is not built yet; what works now: "
-        "moesaic generate --model-path M\n"
-    )
+def test_nodes_of_the_guide_must_know_where_to_meet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    line = "M --tp 8 --ep 8 --pp-size 4 --nnodes 4 --node-rank 0 --moe-a2a-backend deepep"
+    assert main(["serve", *line.split()]) == 2
+    assert "give all nodes --dist-init-addr NODE0:PORT" in capsys.readouterr().err
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def test_launch_server_is_serve():
-    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "M"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "the HTTP server is not built yet" in done.stderr
+    for command in ("moesaic.launch_server", "moesaic.cli.main serve"):
+        flags = f"--model-path gone --port {free_port()} --log-level error"
+        words = [sys.executable, "-m", *command.split(), *flags.split()]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: --model-path gone is not a folder: give a Hugging")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +174,8 @@ def test_launch_server_is_serve():
     [
         (
             ["sreve"],
-            "unknown command sreve: choose one of serve, generate, quantize; did you mean serve?",
+            "unknown command sreve: choose one of serve, generate, quantize, doctor; "
+            "did you mean serve?",
         ),
         (
             ["serve"],
@@ -211,7 +235,7 @@ def test_help_does_not_import_torch(command: str):
         return
     assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
     assert "Expert load balancing:" in done.stdout
-    assert ("--port" in done.stdout) == (command == "serve")
+    assert ("--port" in done.stdout) == (command in ("serve", "doctor"))
 
 
 def test_package_offers_engine_lazily():

@@ -16,7 +16,9 @@ from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.config.resolve import (
     BACKEND_ENTRY_POINTS,
     expert_ranks,
+    filled,
     largest_divisor,
+    problems,
     resolve,
 )
 from moesaic.moe.backends import ENTRY_POINTS
@@ -226,11 +228,30 @@ def test_missing_file_is_named(tmp_path: Path):
     ("line", "message"),
     [
         ("--nnodes 2 --node-rank 2 --tp 2", "nodes are numbered from 0 to 1"),
-        ("--nnodes 3 --tp 4", "--tp-size 4 × --pp-size 1 = 4 ranks cannot be shared evenly"),
+        (
+            "--nnodes 3 --tp 4 --dist-init-addr h:1",
+            "--tp-size 4 × --pp-size 1 = 4 ranks cannot be shared evenly by --nnodes 3: choose "
+            "sizes whose product is a multiple of it, or --nnodes 2",
+        ),
+        (
+            "--nnodes 2 --tp 2 --dp 2 --dist-init-addr h:1",
+            "--dp-size 2 means 2 copies of the model, which cannot be laid over --nnodes 2: give "
+            "--enable-dp-attention, or start a server on each node",
+        ),
+        ("--tp 64", "64 ranks on --nnodes 1: a node holds at most 63"),
+        ("--tp 8 --dp 8", "64 ranks on --nnodes 1: a node holds at most 63"),
+        (
+            "--tp 2 --nnodes 2 --node-rank 0",
+            "--nnodes 2 without a place to meet: give all nodes --dist-init-addr NODE0:PORT",
+        ),
         ("--ep 4 --tp 2", "raise --tp-size to 4 or lower --ep-size"),
         ("--tp 8 --ep 3", "--ep-size is 3: give a divisor of --tp-size 8, such as 2 or 8"),
         ("--tp 8 --dp 3 --enable-dp-attention", "--dp-size must divide --tp-size, such as 2"),
-        ("--tp 2 --enable-dp-lm-head", "--enable-dp-lm-head needs --enable-dp-attention"),
+        (
+            "--tp 2 --enable-dp-lm-head",
+            "--enable-dp-lm-head needs --enable-dp-attention: without it there is one attention "
+            "group, so leave it out or give both",
+        ),
         ("--tp 8 --moe-dense-tp-size 4", "give 1 or the value of --tp-size (8)"),
         ("--tp 8 --ep 8 --moe-dp-size 2", "--moe-dp-size 2 × --ep-size 8 must divide --tp-size 8"),
         ("--tp 8 --dwdp-size 4", "--dwdp-size is 4: give 1 or the value of --tp-size (8)"),
@@ -347,6 +368,12 @@ ACCEPTED = (
     "--moe-a2a-backend none --deepep-mode normal --deepep-dispatch-output-dtype mxfp4",
     "--moe-backend-module m --moe-a2a-backend ring --moe-runner-backend loop",
     "--disable-cuda-graph --disable-overlap-schedule --chat-template c.jinja",
+    "--tp 8 --ep 4 --dp 4 --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size 1",
+    "--tp 3 --pp 5 --dp 2 --moe-dense-tp-size 3 --dist-timeout 0.5",
+    "--tp 63 --enable-deterministic-inference --ep-num-redundant-experts 31",
+    "--tp 8 --pp 2 --nnodes 4 --node-rank 3 --dist-init-addr [::1]:29500 --moe-a2a-backend deepep",
+    "--tp 2 --dp 1 --enable-dp-attention --enable-dp-lm-head --load-balance-method total_tokens",
+    "--tp 128 --nnodes 4 --dist-init-addr 10.0.0.1:65535 --load-balance-method total_requests",
 )
 
 
@@ -376,7 +403,12 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
     ("line", "message"),
     [
         ("--device cuda", "not built yet: --device cuda (works now: auto, cpu)"),
-        ("--tp 2", "not built yet: --tp-size 2 (works now: 1)"),
+        (
+            "--load-balance-method follow_bootstrap_room",
+            "not built yet: --load-balance-method follow_bootstrap_room (works now: auto, "
+            "round_robin, total_requests, total_tokens)",
+        ),
+        ("--tp 2 --moe-dp-size 2", "not built yet: --moe-dp-size 2 (works now: 1)"),
         (
             "--quantization modelslim",
             "not built yet: --quantization modelslim (works now: fp8, w8a8_fp8, w8a8_int8, mxfp4, "
@@ -394,8 +426,7 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
         ),
         (
             "--api-key hunter2 --schedule-policy lpm",
-            "not built yet: --api-key *** (there is no HTTP server yet); "
-            "--schedule-policy lpm (works now: fcfs)",
+            "not built yet: --api-key *** (leave it out); --schedule-policy lpm (works now: fcfs)",
         ),
     ],
 )
@@ -410,6 +441,86 @@ def test_resolve_fills_in_what_was_left_open():
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
+    assert (args.load_balance_method, args.dist_timeout) == ("round_robin", 60.0)
+    assert (args.ep_size, args.dist_init_addr) == (1, None)
+
+
+@pytest.fixture(autouse=True)
+def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of whoever runs the tests says nothing of nodes."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value", "told"),
+    [
+        ("--tp 8 --moe-a2a-backend deepep", "ep_size", 8, "--ep-size is 8: with --moe-a2a-backend"),
+        ("--tp 8 --ep 4 --moe-a2a-backend deepep", "ep_size", 4, ""),
+        ("--tp 8", "ep_size", 1, ""),
+        ("--tp 2 --enable-dp-attention", "enable_dp_attention", False, "there is one attention"),
+        (
+            "--tp 2 --enable-dp-attention --enable-dp-lm-head",
+            "enable_dp_lm_head",
+            False,
+            "--enable-dp-lm-head is False: with --dp-size 1",
+        ),
+        ("--tp 2 --dp 2 --enable-dp-attention", "enable_dp_attention", True, ""),
+        ("--dist-timeout 5", "dist_timeout", 5.0, ""),
+    ],
+)
+def test_what_flags_imply_is_filled_in_and_told(
+    line: str, field: str, value: object, told: str, caplog: pytest.LogCaptureFixture
+):
+    asked = parse("--model-path m " + line)
+    changes = {change.field: change.value for change in filled(asked)}
+    with caplog.at_level(logging.INFO):
+        args = resolve(asked)
+    assert getattr(args, field) == value
+    assert changes.get(field, value) == value
+    assert (told in caplog.text) if told else caplog.text == ""
+    assert filled(args) == []
+    caplog.clear()
+    assert resolve(args) == args
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"),
+    [
+        ("10.0.0.1", "29500", "10.0.0.1:29500"),
+        ("fd00::1", "29500", "[fd00::1]:29500"),
+        ("node0", "1", "node0:1"),
+    ],
+)
+def test_nodes_meet_where_the_environment_says(
+    host: str, port: str, address: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+    line = "--model-path m --tp 8 --ep 8 --pp-size 4 --nnodes 4 --node-rank 0"
+    assert resolve(parse(line)).dist_init_addr == address
+    assert resolve(parse(f"{line} --dist-init-addr other:2")).dist_init_addr == "other:2"
+    assert resolve(parse("--model-path m --tp 8")).dist_init_addr is None
+
+
+@pytest.mark.parametrize(
+    "address", ["h", "h:", ":1", "h:0", "h:65536", "h:x", "h:-1", "::1:5", "[]:5", "a b:5", "h:²"]
+)
+def test_an_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError) as caught:
+        resolve(make(dist_init_addr=address))
+    assert f"--dist-init-addr is {address!r}: give HOST:PORT" in str(caught.value)
+    monkeypatch.setenv("MASTER_ADDR", "h")
+    monkeypatch.setenv("MASTER_PORT", "x")
+    with pytest.raises(ValueError, match="MASTER_ADDR:MASTER_PORT is 'h:x': give HOST:PORT"):
+        resolve(make(tp_size=2, nnodes=2))
+
+
+def test_all_problems_are_found():
+    found = list(problems(parse("--model-path m --tp 8 --ep 3 --nnodes 3 --device cuda")))
+    assert [text.split(" ")[0] for text in found] == ["--ep-size", "--tp-size", "--nnodes", "not"]
+    assert list(problems(make())) == []
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("half", "float16"), ("float", "float32")])

@@ -88,7 +88,7 @@ class Pages(RuleBasedStateMachine):
     def emit(self, data: st.DataObject, token: int) -> None:
         request = data.draw(st.sampled_from(self.running))
         if request.num_computed == len(request.token_ids):
-            self.kv.share(request)
+            self.kv.share(request, request.num_computed)
             request.token_ids.append(token)
 
     @precondition(lambda self: self.running)
@@ -168,7 +168,7 @@ class Serving(RuleBasedStateMachine):
                 self._emit(item.request)
 
     def _emit(self, request: Request) -> None:
-        self.kv.share(request)
+        self.kv.share(request, request.num_computed)
         request.token_ids.append(len(request.token_ids) % 2)
         if request.remaining_tokens == 0:
             self.open.remove(request)
@@ -222,7 +222,7 @@ def test_the_last_token_is_always_computed(tokens: int, shared: int) -> None:
     kv.admit(first, *kv.lookup(first))
     kv.grow(first, 12)
     first.num_computed = 12
-    kv.share(first)
+    kv.share(first, 12)
     _, pages = kv.lookup(make_request([1] * tokens))
     assert len(pages) * 4 == shared
     assert pages == first.pages[: len(pages)]
@@ -239,7 +239,7 @@ def test_a_prompt_that_another_computes_is_waited_for() -> None:
     same[0].num_computed = 4
     assert {w.request: w.length for w in scheduler.schedule()} == {same[0]: 2, other: 2}
     same[0].num_computed = 6
-    kv.share(same[0])
+    kv.share(same[0], same[0].num_computed)
     same[0].token_ids.append(7)
     work = {w.request: w.length for w in scheduler.schedule()}
     assert work[same[1]] == 2 and same[1].cached_tokens == 4
@@ -253,14 +253,14 @@ def test_only_the_common_part_is_waited_for() -> None:
     scheduler.add(short)
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 4}
     long.num_computed = 4
-    kv.share(long)
+    kv.share(long, long.num_computed)
     # The whole budget goes to the older one, but the younger one no longer waits for its pages.
     assert kv.lookup(short)[1] == long.pages[:2]
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=6)
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 6}
     scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=20)
     long.num_computed = 10
-    kv.share(long)
+    kv.share(long, long.num_computed)
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 10, short: 2}
 
 
@@ -272,7 +272,7 @@ def test_eviction_does_not_walk_the_tree() -> None:
         kv.admit(request, *kv.lookup(request))
         kv.grow(request, 100)
         request.num_computed = 100
-        kv.share(request)
+        kv.share(request, request.num_computed)
         kv.release(request)
     assert kv.allocator.num_free == 0 and len(kv.tree._idle) == 40
     kv.tree.nodes = None  # type: ignore[method-assign,assignment]

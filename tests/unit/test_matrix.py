@@ -149,7 +149,6 @@ def test_message_names_flag_and_value(problem: Problem):
         (Problem(weights="int3"), "weights 'int3' is not known"),
         (Problem(payload="fp6"), "payload 'fp6' is not known"),
         (Problem(a2a="mooncake", mode="normal"), "mooncake has no normal mode, only low_latency"),
-        (Problem(a2a="ascend_fuseep"), "serves decode steps only, not prefill"),
         (Problem(ep=3, tp=4), "ep 3 does not divide tp 4; use --ep-size 4"),
         (Problem(ep=8, tp=4), "ep 8 does not divide tp 4"),
         (Problem(device="tpu"), "none has no provider for tpu; no choice of backends would help"),

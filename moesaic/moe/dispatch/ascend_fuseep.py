@@ -1,4 +1,5 @@
-"""`ascend_fuseep`: one function from dispatch to combine, for decode steps.
+"""`ascend_fuseep`: one function from dispatch to combine. The vendor's serves decode steps only;
+here buffers follow the largest step, so that prefill goes through it as well.
 
 Nothing is copied in between: the gather in front of the first product reads the other ranks' tokens
 where they lie, the last product writes where their owners read, and the reading adds up.
@@ -59,8 +60,8 @@ class FuseEPDispatcher(WindowDispatcher):
         if len(x_TH) > self.config.max_decode_tokens:
             raise ValueError(
                 f"{self.operation('dispatch')}: {len(x_TH)} tokens are more than the "
-                f"{self.config.max_decode_tokens} of a decode step: use --moe-a2a-backend deepep "
-                f"for prefill, or raise --max-running-requests"
+                f"{self.config.max_decode_tokens} that there is room for: raise "
+                f"--max-running-requests or --chunked-prefill-size"
             )
         x = self.config.encode(x_TH)
         self.lanes.begin(step.lane, self.operation("dispatch"))
@@ -86,7 +87,10 @@ class FuseEPDispatcher(WindowDispatcher):
         y_YH = exchange.results(lane)[: places.total]
         inputs = StandardInput(x_YH, places.groups, None, False, y_YH)
         context.core.run(inputs, context.weights, context.workspace)
-        exchange.window.plane("bases")[lane] = torch.tensor(places.bases)
+        exchange.touch_results(lane, places.bases, plan.rows_R.split(plan.filled))
+        bases = exchange.window.plane("bases")[lane]
+        bases.copy_(torch.tensor(places.bases))
+        exchange.window.touch(bases)
         self.verify(Signal.OFFERED, lane)
         self.signal(Signal.RESULTS, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
@@ -140,7 +144,6 @@ ASCEND_FUSEEP = register_a2a(
         summary="one fused function from dispatch to combine",
         formats={"low_latency": "fused"},
         payloads=UNQUANTIZED,
-        phases=("decode",),
         providers={"cpu": FuseEPDispatcher},
         buffers=lambda config: (FuseEPDispatcher.buffer_spec(config),),
     )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.group import Peers
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
@@ -66,7 +66,7 @@ class CommContext:
     """What the dispatchers of all layers share: the ranks, how long to wait for them, the buffers
     in use, and the count of what moved."""
 
-    group: RankGroup
+    group: Peers
     timeout: float = 60.0
     buffers: dict[Any, Any] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)

@@ -10,7 +10,9 @@ of a rank at most · T tokens of this rank · S results of a token.
 Why nothing is overwritten too early, without a barrier: a rank offers new tokens in a lane only
 after it has all results of the lane's last step, which their owners gave after taking its tokens;
 and it offers new results only after it has seen everybody's new tokens, which they gave after
-taking its last results. Where a step has several rounds, `taken` says it instead.
+taking its last results. Where a step has several rounds, `taken` says it instead. This holds
+between nodes too, where writes arrive later (comm/bridge.py): who has answered has read its node's
+copy, and all ranks of a node have answered before a copy there is overwritten.
 """
 
 from __future__ import annotations
@@ -110,6 +112,7 @@ class Lanes:
         self._busy: list[str] = [""] * LANES
         self._epochs = [0] * (LANES * len(Signal))
         self._tags = window.stacked("tags").numpy()
+        self._own_tags = window.plane("tags").split(1)
 
     def begin(self, lane: int, operation: str) -> None:
         if not 0 <= lane < LANES:
@@ -140,11 +143,13 @@ class Lanes:
         self._epochs = [generation << 32] * (LANES * len(Signal))
         # Before any new data: whoever sees that sees this too.
         self._tags[self.rank] = self._tag(NOWHERE)
+        self.window.touch(self.window.plane("tags"))
 
     def signal(self, kind: Signal, lane: int, layer: int, operation: str) -> None:
         channel = lane * len(Signal) + kind
         self._epochs[channel] += 1
         self._tags[self.rank, channel] = self._tag(layer)
+        self.window.touch(self._own_tags[channel])
         self.window.signal(channel, self._epochs[channel], operation)
 
     def wait(self, kind: Signal, lane: int, layer: int, operation: str) -> None:
@@ -199,12 +204,17 @@ class Exchange(Lanes):
     def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
         """Puts these tokens where others can take them, once it is signalled."""
         count = len(range(*tokens.indices(len(x))))
-        window = self.window
         for name, tensor in planes_of(x).items():
-            window.plane(name)[lane, :count] = tensor[tokens].view(wire(tensor.dtype))
-        window.plane("ids")[lane, :count] = topk.ids_TK[tokens]
-        window.plane("weights")[lane, :count] = topk.weights_TK[tokens]
-        window.plane("counts")[lane] = torch.tensor((count, len(x)))
+            self._write(name, lane, count, tensor[tokens].view(wire(tensor.dtype)))
+        self._write("ids", lane, count, topk.ids_TK[tokens])
+        self._write("weights", lane, count, topk.weights_TK[tokens])
+        self._write("counts", lane, 2, torch.tensor((count, len(x))))
+
+    def _write(self, name: str, lane: int, count: int, source: Tensor) -> None:
+        """Into the first `count` of a lane of this rank's plane."""
+        place = self.window.plane(name)[lane, :count]
+        place.copy_(source)
+        self.window.touch(place)
 
     def offers(self, lane: int, layout: EpLayout) -> Offers:
         """What everybody offers in this lane, once it has been waited for."""
@@ -280,6 +290,21 @@ class Exchange(Lanes):
     def results(self, lane: int) -> Tensor:
         """Where this rank's results go."""
         return self.window.plane("results")[lane]
+
+    def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        """Between nodes: each result goes to the node of its token. The results from a start on are
+        those of the offered rows in its block, in order."""
+        if not self.window.bridged:
+            return
+        results = self.results(lane)
+        for start, rows in zip(starts, blocks, strict=True):
+            sources, counts = (rows // (LANES * self.spec.tokens)).unique_consecutive(
+                return_counts=True
+            )
+            stop = start
+            for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
+                start, stop = stop, stop + count
+                self.window.touch(results[start:stop], (source,))
 
     def collect(self, lane: int, terms: Terms, width: int) -> tuple[Tensor, int]:
         """The sum of each token's results, and how many of them other ranks held."""

@@ -140,7 +140,9 @@ class FlashInferDispatcher(WindowDispatcher):
             put(name, rank, start, tensor.view(wire(tensor.dtype)), tokens)
         put("ids", rank, start, ids_TK, tokens)
         put("weights", rank, start, weights_TK, tokens)
-        self.window.plane("counts", rank)[lane, self.layout.rank] = len(tokens)
+        count = self.window.plane("counts", rank)[lane, self.layout.rank]
+        count.fill_(len(tokens))
+        self.window.touch(count, (rank,))
         if rank != self.layout.rank:
             self.note_dispatch(len(tokens))
 
@@ -175,7 +177,9 @@ class FlashInferDispatcher(WindowDispatcher):
             target = self.window.plane("results")
             for source, rows in enumerate(results.y_RH.split(route.counts)):
                 start = self._first(route.lane, source)
-                target[start : start + len(rows)] = rows
+                place = target[start : start + len(rows)]
+                place.copy_(rows)
+                self.window.touch(place, (source,))
         self.signal(Signal.RESULTS, route.lane)
         return route
 
@@ -188,7 +192,10 @@ class FlashInferDispatcher(WindowDispatcher):
             [torch.arange(n) + start for start, n in zip(starts, route.counts, strict=True)]
         )
         places = (rows_R.unsqueeze(1) * top_k + torch.arange(top_k))[route.valid_RK]
-        self.window.plane("results").index_copy_(0, places, y_NH)
+        target = self.window.plane("results")
+        target.index_copy_(0, places, y_NH)
+        for source, (start, count) in enumerate(zip(starts, route.counts, strict=True)):
+            self.window.touch(target[start * top_k : (start + count) * top_k], (source,))
 
     def _combine_b(self, route: Route) -> Tensor:
         self.wait(Signal.RESULTS, route.lane)

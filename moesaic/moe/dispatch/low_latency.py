@@ -36,6 +36,7 @@ class Route:
     lane: int
     terms: Terms
     filled: list[int]
+    rows_R: Tensor
 
 
 class LowLatencyDispatcher(WindowDispatcher):
@@ -92,7 +93,9 @@ class LowLatencyDispatcher(WindowDispatcher):
         places_TK = torch.where(ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(ids_TK), places_TK, pending.topk.weights_TK)
         y_eMH = self.exchange.results(lane).unflatten(0, (-1, self.block))
-        return LowLatencyDispatchOutput(Route(lane, terms, plan.filled), x, plan.filled, y_eMH)
+        return LowLatencyDispatchOutput(
+            Route(lane, terms, plan.filled, plan.rows_R), x, plan.filled, y_eMH
+        )
 
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, LowLatencyCombineInput)
@@ -101,6 +104,8 @@ class LowLatencyDispatcher(WindowDispatcher):
         if results.y_eMH.data_ptr() != target.data_ptr():
             for slot, count in enumerate(route.filled):
                 target[slot, :count] = results.y_eMH[slot, :count]
+        starts = range(0, len(route.filled) * self.block, self.block)
+        self.exchange.touch_results(route.lane, starts, route.rows_R.split(route.filled))
         self.signal(Signal.RESULTS, route.lane)
         return route
 

@@ -109,7 +109,9 @@ class ReplicatedDispatcher(StandardDispatcher):
     def give(self, results: RowsCombineInput, number: int) -> None:
         route: Route = results.handle
         half = self._half(route.lane, 0)
-        self.exchange.results(route.lane)[half : half + len(results.y_RH)] = results.y_RH
+        target = self.exchange.results(route.lane)[half : half + len(results.y_RH)]
+        target.copy_(results.y_RH)
+        self.exchange.window.touch(target)
         self.signal(Signal.RESULTS, route.lane)
 
     def collect(self, route: Route, number: int) -> Tensor:

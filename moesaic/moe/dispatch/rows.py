@@ -49,7 +49,8 @@ class Route:
 
     `owners_TS`, `places_TS`: the group and the row there of each result, -1 for none. `weights_TS`:
     to be applied on the way back, None where they have been. `starts`: for each round, the first
-    row of it in each group; `tokens`: this rank's tokens of each round.
+    row of it in each group; `tokens`: this rank's tokens of each round. `sources`: for each round,
+    the offered row that each result belongs to; only where results go to other nodes.
     """
 
     lane: int
@@ -58,6 +59,7 @@ class Route:
     weights_TS: Tensor | None
     starts: list[list[int]]
     tokens: list[slice]
+    sources: list[Tensor]
 
 
 class RowsDispatcher(WindowDispatcher):
@@ -178,6 +180,9 @@ class RowsDispatcher(WindowDispatcher):
         target = self.exchange.results(route.lane)[: stop - start]
         if target.data_ptr() != results.y_RH[start:stop].data_ptr():
             target.copy_(results.y_RH[start:stop])
+        if route.sources:
+            rows = route.sources[number] if self.rounds.combine else joined(route.sources)
+            self.exchange.touch_results(route.lane, [0], [rows])
         self.signal(Signal.RESULTS, route.lane)
 
     def collect(self, route: Route, number: int) -> Tensor:
@@ -205,6 +210,7 @@ class Plan:
         self.tokens: list[slice] = []
         self.places: list[Tensor] = []
         self.parts: list[tuple[Tensor, Tensor]] = []
+        self.sources: list[Tensor] = []
         self.x: Payload | None = None
 
     def add(self, tokens: Tokens, own: slice) -> None:
@@ -215,6 +221,10 @@ class Plan:
         scale = dispatcher.config.global_scale
         self.x = dispatcher.exchange.take(lane, plan.rows_R, len(self.x or ()), scale)
         self.parts.append((plan.ids_RK, plan.weights_RK))
+        if dispatcher.exchange.window.bridged:
+            each_R = (plan.ids_RK >= 0).sum(1) if dispatcher.config.deterministic else None
+            rows_R = plan.rows_R
+            self.sources.append(rows_R if each_R is None else rows_R.repeat_interleave(each_R))
         dispatcher.note_dispatch(len(plan.rows_R) - plan.own)
 
     def route(self, tokens: Tokens) -> RowPlan:
@@ -240,6 +250,7 @@ class Plan:
             weights_TS=topk.weights_TK if pairs else None,
             starts=self.starts,
             tokens=self.tokens,
+            sources=self.sources,
         )
         return self.dispatcher.output(self.x, ids_RK, weights_RK, route)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moesaic.kernels.cpu import linear as kernel
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunnerConfig, Workspace
@@ -80,6 +81,14 @@ def in_pieces(groups: Iterable[Group]) -> Iterator[Group]:
             yield replace(group, start=start, rows=SMALL_ROWS, stride=SMALL_ROWS)
 
 
+def invariant(weight_OI: Tensor, x_IC: Tensor) -> Tensor:
+    """A product whose bits depend neither on the number of threads nor on the rows beside; without
+    the compiled kernel, for one number of threads and pieces of equal size."""
+    if kernel.fits(weight_OI):
+        return kernel.run(x_IC.t(), weight_OI).t()
+    return torch.mm(weight_OI, x_IC)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedMLP:
     """y = down(activation(gate(x), up(x))) of each group's rows, by the weights of its slots.
@@ -92,9 +101,10 @@ class GroupedMLP:
     workspace: Workspace
 
     def run(self, x_YH: Tensor, y_YH: Tensor, groups: list[Group], quantized: bool) -> None:
-        plain = self.weights.w13_eJH.plain is not None
+        together = self.weights.w13_eJH.plain is not None and not self.config.deterministic
+        product = invariant if self.config.deterministic else torch.mm
         for group in groups:
-            if plain and len(group.slots) > 1:
+            if together and len(group.slots) > 1:
                 x_eHC = group.view(x_YH).transpose(1, 2).contiguous()
                 which = slice(group.slots.start, group.slots.stop)
                 group.view(y_YH).copy_(self._mlp(torch.bmm, which, x_eHC).transpose(1, 2))
@@ -102,7 +112,7 @@ class GroupedMLP:
             for slot, start in zip(group.slots, group.starts, strict=True):
                 x_CH = x_YH[start : start + group.rows]
                 x_CH = x_CH if quantized else self._on_grid(x_CH, self.weights.input_scale)
-                y_HC = self._mlp(torch.mm, slot, x_CH.t())
+                y_HC = self._mlp(product, slot, x_CH.t())
                 y_YH[start : start + group.rows].copy_(y_HC.t())
 
     def _on_grid(self, x_CH: Tensor, scale: float) -> Tensor:

@@ -1,0 +1,208 @@
+"""`moesaic doctor [MODEL] …`: what this machine has, what runs here, and how a command line would
+lay a model over ranks. Nothing is loaded and nothing is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.cli.common import add_model, read_args
+from moesaic.config.args import ServerArgs
+from moesaic.config.flags import specs
+from moesaic.config.parser import FlagParser
+from moesaic.config.resolve import Filled, filled, problems, resolve
+
+if TYPE_CHECKING:
+    from moesaic.engine.layout import Layout, RankShare
+    from moesaic.moe.registry import A2aBackend, Problem, RunnerBackend
+
+DESCRIPTION = """\
+Say what this machine has, which backends run here and why not the others.
+With MODEL: which rank would hold which layers, experts and heads, and how many bytes of weights, KV
+cache and buffers. Takes all flags of the server; loads and starts nothing.
+The exit status is 1 if the command line cannot work."""
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = FlagParser("moesaic doctor", "moesaic doctor [MODEL] [flags]", DESCRIPTION)
+    add_model(parser)
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.flags.append("--json")
+    parser.add_flags(ServerArgs)
+    given = parser.parse(argv)
+    report = examine(read_args(given))
+    if given["json"]:
+        print(json.dumps(report, indent=2))
+    else:
+        from moesaic.cli.doctor_text import render
+
+        print(render(report))
+    return 0 if report["ok"] else 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known of a command line: the layout is missing where something rules it out."""
+
+    flags: list[Filled]
+    problems: list[str]
+    layout: Layout | None = None
+    cache_tokens: int | None = None
+
+
+def examine(args: ServerArgs) -> dict[str, Any]:
+    """The whole report, as plain data with keys that stay."""
+    from moesaic.cli.machine import describe_libraries, describe_machine
+
+    machine = describe_machine()
+    found = _check(args)
+    layout = None if found.layout is None else _describe_layout(found.layout, found.cache_tokens)
+    problem = None if found.layout is None else found.layout.moe.choice
+    return {
+        "ok": not found.problems,
+        "problems": found.problems,
+        "machine": machine,
+        "backends": {**_describe_backends(problem), "libraries": describe_libraries()},
+        "model": args.model_path or None,
+        "flags": [_describe_flag(change) for change in found.flags],
+        "layout": layout,
+    }
+
+
+def _check(args: ServerArgs) -> Findings:
+    wrong = list(problems(args if args.model_path else replace(args, model_path="MODEL")))
+    if wrong or not args.model_path:
+        return Findings([], wrong)
+    flags = filled(args)
+    try:
+        layout = _lay_out(resolve(args))
+    except ValueError as error:
+        return Findings(flags, [str(error)])
+    tokens = None
+    try:
+        layout.check_memory()
+        tokens = layout.cache_tokens(args)
+    except ValueError as error:
+        wrong.append(str(error))
+    return Findings(flags, wrong, layout, tokens)
+
+
+def _lay_out(args: ServerArgs) -> Layout:
+    from moesaic.engine.layout import lay_out
+    from moesaic.models.tiny import materialise
+
+    folder = materialise(args.model_path)
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"--model-path {folder} is not a folder: give a Hugging Face folder with config.json, "
+            "safetensors and tokenizer.json"
+        )
+    return lay_out(replace(args, model_path=folder))
+
+
+def _describe_flag(change: Filled) -> dict[str, Any]:
+    name = specs(ServerArgs)[change.field].name
+    return {"flag": name, "value": change.value, "reason": change.reason}
+
+
+def _describe_backends(asked: Problem | None) -> dict[str, Any]:
+    """Each backend by itself, with all else left open."""
+    from moesaic.moe.backends import load_backends
+    from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, Problem, supports
+
+    load_backends()
+    base = asked or Problem()
+    base = replace(base, a2a="none", mode="auto", runner="auto", payload="auto")
+
+    def row(backend: A2aBackend | RunnerBackend, **choice: str) -> dict[str, Any]:
+        support = supports(replace(base, **choice))  # type: ignore[arg-type]
+        return {
+            "name": backend.name,
+            "summary": backend.summary,
+            "providers": {device: _provider(make) for device, make in backend.providers.items()},
+            "runs": support.ok,
+            "reason": support.reason,
+        }
+
+    return {
+        "device": base.device,
+        "weights": base.weights,
+        "dtype": base.dtype,
+        "a2a": [row(backend, a2a=name) for name, backend in A2A_REGISTRY.items()],
+        "runners": [row(backend, runner=name) for name, backend in RUNNER_REGISTRY.items()],
+    }
+
+
+def _provider(make: Callable[..., Any]) -> str:
+    """Ours, or the module it comes from."""
+    return "native" if make.__module__.startswith("moesaic.") else make.__module__
+
+
+def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:
+    mesh, choice = layout.mesh, layout.moe.choice
+    ranks = [_describe_rank(share, tokens or 0) for share in layout.ranks]
+    return {
+        "mesh": {
+            "world": mesh.world,
+            "nnodes": mesh.nnodes,
+            "replicas": mesh.replicas,
+            "pp": mesh.pp,
+            "tp": mesh.tp,
+            "dp": mesh.dp,
+            "attention_tp": mesh.attention_tp,
+            "ep": mesh.ep,
+            "moe_tp": mesh.moe_tp,
+            "dense_tp": mesh.dense_tp,
+            "vocab_tp": mesh.vocab_tp,
+        },
+        "moe": {
+            "a2a": choice.a2a,
+            "mode": choice.mode,
+            "runner": choice.runner,
+            "payload": choice.payload,
+            "weights": choice.weights,
+            "copies": layout.moe.copies,
+            "reasons": list(layout.moe.reasons),
+        },
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "num_layers": layout.num_layers,
+        "context_length": layout.context_length,
+        "cache_tokens": tokens,
+        "ranks": ranks,
+        "node_bytes": [
+            sum(rank["total_bytes"] for rank in ranks if rank["node"] == node)
+            for node in range(mesh.nnodes)
+        ],
+    }
+
+
+def _describe_rank(share: RankShare, tokens: int) -> dict[str, Any]:
+    place = share.place
+    cache_bytes = share.cache_bytes_per_token * tokens
+    return {
+        "rank": place.rank,
+        "node": share.node,
+        "replica": place.replica,
+        "stage": place.stage,
+        "tp_rank": place.tp_rank,
+        "dp_rank": place.dp_rank,
+        "attention_rank": place.attention_rank,
+        "ep_rank": place.ep_rank,
+        "moe_tp_rank": place.moe_tp_rank,
+        "layers": list(share.layers),
+        "moe_layers": list(share.moe_layers),
+        "first_slot": share.first_slot,
+        "experts": list(share.experts),
+        "query_heads": share.query_heads,
+        "kv_heads": share.kv_heads,
+        "dense_bytes": share.dense_bytes,
+        "expert_bytes": share.expert_bytes,
+        "cache_bytes_per_token": share.cache_bytes_per_token,
+        "cache_bytes": cache_bytes,
+        "a2a_bytes": share.a2a_bytes,
+        "collective_bytes": share.collective_bytes,
+        "total_bytes": share.fixed_bytes + cache_bytes,
+    }

@@ -1,0 +1,140 @@
+"""What this machine has, as plain data."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "msgspec",
+    "pyzmq",
+    "pyyaml",
+    "tqdm",
+)
+# Instructions that make a difference to the kernels and to torch.
+INSTRUCTIONS = (
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx2",
+    "sve",
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A vendor's library and the backends whose contracts it implements elsewhere."""
+
+    module: str
+    backends: str
+
+
+LIBRARIES = (
+    Library("deep_ep", "deepep"),
+    Library("mooncake", "mooncake"),
+    Library("mori", "mori"),
+    Library("flashinfer", "flashinfer, flashinfer_*"),
+    Library("torch_npu", "ascend_fuseep"),
+    Library("deep_gemm", "deep_gemm"),
+    Library("triton_kernels", "triton_kernel"),
+    Library("cutlass", "cutlass"),
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    from moesaic.engine.memory import free_memory, total_memory
+
+    command = (shlex.split(os.environ.get("CC") or "cc") or ["cc"])[0]
+    return {
+        "cpu": describe_cpu(),
+        "memory": {"total_bytes": total_memory(), "free_bytes": free_memory()},
+        "shared_memory": _shared_memory(),
+        "gpus": list(_gpus()),
+        "mps": _mps_runs(),
+        "compiler": {"command": command, "path": shutil.which(command)},
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+    }
+
+
+def describe_libraries() -> list[dict[str, Any]]:
+    return [
+        {
+            "module": library.module,
+            "backends": library.backends,
+            "installed": find_spec(library.module) is not None,
+        }
+        for library in LIBRARIES
+    ]
+
+
+def describe_cpu() -> dict[str, Any]:
+    from moesaic.kernels.cpu.build import cpu_flags
+
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "model": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": [name for name in INSTRUCTIONS if name in cpu_flags()],
+    }
+
+
+def _shared_memory() -> dict[str, int] | None:
+    """Of /dev/shm; windows do not need it, other programs may."""
+    with suppress(OSError):
+        status = os.statvfs("/dev/shm")
+        unit = status.f_frsize
+        return {
+            "total_bytes": unit * status.f_blocks,
+            "free_bytes": unit * status.f_bavail,
+        }
+    return None
+
+
+def _gpus() -> Iterator[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        yield {"name": facts.name, "memory_bytes": facts.total_memory}
+
+
+def _mps_runs() -> bool:
+    """Whether CUDA's MPS daemon runs, with which ranks may share a GPU."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):
+            if path.read_text().startswith("nvidia-cuda-mps"):
+                return True
+    return False
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, None

@@ -1,0 +1,190 @@
+"""A rank's side of the supervisor: what a rank is born with, and how it talks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import zmq
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
+from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.links import Links
+from moesaic.comm.meeting import StoreGroup
+from moesaic.comm.mesh import Place
+from moesaic.comm.store_host import connect_store
+from moesaic.comm.supervise.nursery import function_of
+from moesaic.comm.supervise.orphans import die_with_fork_server
+from moesaic.comm.supervise.spec import Boot, unpack_boot
+from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
+from moesaic.core.process import keep_freed_memory
+
+BEAT_SECONDS: Final = 0.05
+LINGER_MS: Final = 1000
+# Exit code of a rank that ends because of another one; the supervisor knows of that already.
+ABANDONED: Final = 3
+
+logger = logging.getLogger(__name__)
+
+
+class RankLink:
+    """Made by the rank's process; the main thread uses it. `config` is the ServiceSpec's."""
+
+    def __init__(self, boot: Boot) -> None:
+        self.rank, self.mesh, self.config = boot.rank, boot.mesh, boot.config
+        self.place: Place = boot.mesh.place(boot.rank)
+        self.timeout = boot.timeout
+        """Seconds after which an operation between ranks fails."""
+        self._boot = boot
+        self._page = ControlPage.open(boot.control, self.mesh.ranks_of_node(self.node).start)
+        self.seat: Seat = self._page.seat(boot.rank)
+        self._store: Store | None = None
+        self._links: Links | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = LINGER_MS
+        self._socket.identity = str(boot.rank).encode()
+        self._socket.connect(boot.endpoint)
+        self.seat.beat()
+        self.seat.enter(State.STARTING, "start")
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    @property
+    def node(self) -> int:
+        return self.mesh.node_of(self.rank)
+
+    @property
+    def shows_progress(self) -> bool:
+        """One rank is enough to show how far all are."""
+        return self.rank == 0
+
+    @property
+    def store(self) -> Store:
+        """Where ranks meet; connected at first use."""
+        if self._store is None:
+            boot = self._boot
+            self._store = connect_store(boot.store_host, boot.store_port, boot.timeout)
+        return self._store
+
+    @property
+    def links(self) -> Links | None:
+        """This rank's connections to other nodes, where there are any; made at first use."""
+        if self._links is None and self.mesh.nnodes > 1:
+            boot = self._boot
+            self._links = Links(boot.rank, self.node, boot.host, boot.secret)
+        return self._links
+
+    def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:
+        """This rank and others of the service, in that order; they all ask for the same."""
+        nodes = [self.mesh.node_of(rank) for rank in ranks]
+        across = len(set(nodes)) > 1
+        group = StoreGroup(
+            self.store if len(ranks) > 1 else None,
+            name,
+            list(ranks).index(self.rank),
+            len(ranks),
+            self.timeout,
+            nodes if across else (),
+            self.seat,
+        )
+        if across:
+            group.links = self.links
+        return group
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        self.send(Ready(self.rank, facts))
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, timeout: float | None = None) -> AnyMessage | None:
+        """The next message, or None after `timeout` seconds (None: never). While it waits the rank
+        counts as idle. Stop ends the process by SystemExit, with status 0."""
+        if not self._socket.poll(0):
+            if timeout == 0:
+                return None
+            self.seat.enter(State.IDLE, "wait for requests")
+            arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
+            self.seat.enter(State.COMPUTING)
+            if not arrived:
+                return None
+        message = decode(self._socket.recv())
+        if isinstance(message, Stop):
+            raise SystemExit(0)
+        return message
+
+    def close(self) -> None:
+        """Waits, for a short time, until what was sent is gone."""
+        self._socket.close()
+        self._context.term()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the supervisor has ended the membership of all ranks."""
+        return self._page.live == 0
+
+    def _beat(self) -> None:
+        while True:
+            self.seat.beat()
+            time.sleep(BEAT_SECONDS)
+
+
+def main(data: bytes) -> None:
+    """The life of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_fork_server()
+    boot = unpack_boot(data)
+    _set_up(boot)
+    link = RankLink(boot)
+    code = _run(link, boot.target)
+    link.close()
+    logging.shutdown()
+    sys.stderr.flush()
+    # Threads and destructors of what the target left behind must not hold the process up.
+    os._exit(code)
+
+
+def _run(link: RankLink, target: str) -> int:
+    """The target's exit code; an error is told to the supervisor first."""
+    try:
+        function_of(target)(link)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except (EpochChanged, WindowAborted) as error:
+        if link.is_stopping:
+            return 0
+        logger.info("abandoned: %s", error)
+        return ABANDONED
+    except Exception as error:
+        logger.exception("rank %d failed", link.rank)
+        waited = isinstance(error, PeerTimeout)
+        link.send(Failed(link.rank, _last_lines(error), waited=waited))
+        return 1
+    return 0
+
+
+def _last_lines(error: Exception) -> str:
+    """The error, and where it was raised."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} (in {last.name}, {os.path.basename(last.filename)}:{last.lineno})"
+
+
+def _set_up(boot: Boot) -> None:
+    torch.set_num_threads(boot.threads)
+    keep_freed_memory()
+    form = f"[%(asctime)s] [rank {boot.rank}] %(message)s"
+    logging.basicConfig(level=boot.log_level.upper(), format=form, force=True)

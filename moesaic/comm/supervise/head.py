@@ -1,0 +1,289 @@
+"""The supervisor of node 0: membership, the journal, and who gets which request."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from moesaic.comm.control import Seen, State
+from moesaic.comm.supervise.guard import StepGuard
+from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.node import Node
+from moesaic.comm.supervise.nodes import BEAT_SECONDS, OtherNodes, Sightings, numeric
+from moesaic.comm.supervise.spec import LOOPBACK, ServiceSpec, split_address
+from moesaic.core.messages import (
+    Abort,
+    AnyMessage,
+    Ask,
+    Asleep,
+    Beat,
+    Delta,
+    Failed,
+    Fault,
+    Finish,
+    Hello,
+    Message,
+    NewRequest,
+    Output,
+    Ready,
+    Relay,
+    Reply,
+    Stop,
+    Submit,
+    Wake,
+    decode,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Replica:
+    """Asleep, its ranks wait for a Wake; awake, they step together, and say when they stop."""
+
+    ranks: range
+    groups: range
+    awake: bool = False
+    round: int = 0
+
+
+class Head(Node):
+    def __init__(
+        self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        super().__init__(spec, folder, context)
+        mesh, times = spec.mesh, spec.timeouts
+        self.journal = Journal(mesh.num_groups, spec.load_balance)
+        self._guard = StepGuard(mesh, times.guard, times.hang)
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._asked = [0] * mesh.num_groups
+        """Questions that each group has still to answer."""
+        size = mesh.pp * mesh.tp
+        self._replicas = [
+            Replica(range(i * size, (i + 1) * size), range(i * mesh.dp, (i + 1) * mesh.dp))
+            for i in range(mesh.replicas)
+        ]
+        self._deadline = time.monotonic() + times.start
+        self._others: OtherNodes | None = None
+        self._elsewhere = Sightings({})
+        self._beaten = 0.0
+
+    def begin(self) -> None:
+        """Starts the ranks; those of other nodes are started there."""
+        if self.mesh.nnodes == 1:
+            listener = socket.create_server((LOOPBACK, 0))
+            self.start_store("serve", listener, {})
+            self.start_ranks(listener.getsockname()[:2])
+            return
+        try:
+            host, port = split_address(self.spec.dist_init_addr or "")
+            host = numeric(host)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family)
+            others = OtherNodes(self.spec, self.socket(zmq.ROUTER))
+        except (OSError, RuntimeError) as error:
+            self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
+            return
+        self._others = others
+        self.loop.add(others.router, self._on_others)
+        own = self.spec.host or host
+        self.start_store("serve", listener, {**others.facts, "host/0": own})
+        self.start_ranks((host, port), others.secret, own)
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self._look_after_others(now)
+        if self.exit_code is not None:
+            return
+        if not self.is_serving:
+            self._check_start(now)
+            return
+        hung = self._guard.look(self.sights(now), now)
+        if hung is not None:
+            self.fail(hung.text, hung.ranks)
+
+    def sights(self, now: float) -> dict[int, Seen]:
+        """What each rank was last seen doing."""
+        here = {rank: self.page.seen(rank) for rank in self.spec.ranks}
+        return here | self._elsewhere.at(now)
+
+    def fail(self, message: str, ranks: Sequence[int]) -> None:
+        if self.exit_code is not None:
+            return
+        self.exit_code = 1
+        logger.error("the service ends: %s", message)
+        self._tell_others(Fault(message, list(ranks)))
+        self.fence(ranks, message)
+        for answer in self.journal.end_all(message, failed=True):
+            self.tell_client(answer)
+        self.tell_client(Fault(message, list(ranks)))
+
+    def stop(self, reason: str) -> None:
+        if self.exit_code is not None:
+            return
+        self.exit_code = 0
+        logger.info("the service stops: %s", reason)
+        for answer in self.journal.end_all(f"the service stops: {reason}", failed=False):
+            self.tell_client(answer)
+        self._tell_others(Stop())
+        self.stop_ranks()
+        self.tell_client(Stop())
+
+    def on_client(self, message: AnyMessage) -> None:
+        match message:
+            case Submit(requests):
+                self._submit(requests)
+            case Abort(rid):
+                entry = self.journal.entries.get(rid)
+                if entry is not None:
+                    self.send_rank(self.mesh.leader(entry.group), encode(message))
+            case Ask():
+                self._ask(message)
+            case Stop():
+                self.stop("the client asked for it")
+
+    def on_rank(self, rank: int, data: bytes) -> None:
+        """What a leader gives out goes on as it came: it is not encoded again."""
+        message = decode(data)
+        match message:
+            case Output():
+                self.journal.take(message)
+                self.tell_client(data)
+            case Reply(group=group):
+                self._asked[group] -= 1
+                self.tell_client(data)
+            case Asleep(replica, round_):
+                self._replicas[replica].awake = False
+                self._replicas[replica].round = round_
+                self._wake_if_due(self._replicas[replica])
+            case Ready(facts=facts):
+                self._facts[rank] = facts
+                self._check_ready()
+            case Failed():
+                self._on_failed(message)
+
+    def send_rank(self, rank: int, data: bytes) -> None:
+        """To a rank of any node."""
+        node = self.mesh.node_of(rank)
+        if node == 0:
+            self.tell_rank(rank, data)
+        elif self._others is not None:
+            self._others.send(node, Relay(rank, data))
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.router.close()
+        super().close()
+
+    def _tell_others(self, message: Message) -> None:
+        if self._others is not None:
+            self._others.tell_all(message)
+
+    def _on_others(self) -> None:
+        assert self._others is not None
+        now = time.monotonic()
+        for node, message in self._others.receive(now):
+            match message:
+                case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
+                    self.on_rank(rank, data)
+                case Beat():
+                    self._elsewhere.take(message, now)
+                case Fault(text, ranks):
+                    self.fail(text, ranks)
+                case Hello():
+                    logger.info("node %d of %d is here", node, self.mesh.nnodes)
+
+    def _look_after_others(self, now: float) -> None:
+        if self._others is None or self.exit_code is not None:
+            return
+        if self.was_late:
+            self._others.forgive(now)
+        if now - self._beaten >= BEAT_SECONDS:
+            self._beaten = now
+            self._others.tell_all(Beat(0))
+        lost = self._others.lost(now)
+        if lost is not None:
+            node, seconds = lost
+            ranks = self.mesh.ranks_of_node(node)
+            told = f"ranks {ranks.start} to {ranks.stop - 1}"
+            self.fail(f"node {node} ({told}) is lost: silent for {seconds:.1f} s", ranks)
+
+    def _submit(self, requests: Sequence[NewRequest]) -> None:
+        by_group: dict[int, list[NewRequest]] = {}
+        for request in requests:
+            if request.rid in self.journal.entries:
+                self._refuse(request.rid)
+            else:
+                by_group.setdefault(self.journal.add(request), []).append(request)
+        for group, chosen in by_group.items():
+            self.send_rank(self.mesh.leader(group), encode(Submit(chosen)))
+        for replica in self._replicas:
+            self._wake_if_due(replica)
+
+    def _refuse(self, rid: str) -> None:
+        why = f"request id {rid!r} is in use: give another"
+        self.tell_client(Output([Delta(rid, [], finish=Finish("abort", message=why, failed=True))]))
+
+    def _ask(self, question: Ask) -> None:
+        for group in range(self.mesh.num_groups):
+            self._asked[group] += 1
+            self.send_rank(self.mesh.leader(group), encode(question))
+        for replica in self._replicas:
+            self._wake_if_due(replica)
+
+    def _wake_if_due(self, replica: Replica) -> None:
+        groups = replica.groups
+        due = any(self.journal.requests[group] or self._asked[group] for group in groups)
+        if replica.awake or not due:
+            return
+        replica.awake = True
+        for rank in replica.ranks:
+            self.send_rank(rank, encode(Wake(replica.round)))
+
+    def _check_ready(self) -> None:
+        if len(self._facts) == self.mesh.world and not self.is_serving:
+            self.is_serving = True
+            ranks = [self._facts[rank] for rank in range(self.mesh.world)]
+            ready = Ready(0, {**ranks[0], "ranks": ranks})
+            self._tell_others(ready)
+            self.tell_client(ready)
+
+    def _check_start(self, now: float) -> None:
+        if now < self._deadline:
+            return
+        late = [rank for rank in range(self.mesh.world) if rank not in self._facts]
+        seen = self.sights(now)
+        told = "; ".join(
+            f"{self.mesh.describe(rank)}: {seen.get(rank, 'not seen')}" for rank in late
+        )
+        self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {told}", late)
+
+    def _on_failed(self, failed: Failed) -> None:
+        """Who waited in vain is not to blame, if one can be seen that kept it waiting."""
+        seen = self.sights(time.monotonic())
+        where = f"; {seen[failed.rank]}" if failed.rank in seen else ""
+        message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}{where}"
+        ranks = self._idlers(failed.rank, seen) if failed.waited else []
+        for rank in ranks:
+            message = f"{self.mesh.describe(rank)} did not take part: {seen[rank]}. {message}"
+        self.fail(message, ranks or [failed.rank])
+
+    def _idlers(self, waiter: int, seen: Mapping[int, Seen]) -> list[int]:
+        """The ranks of the same replica that neither wait nor have moved for a while."""
+        replica = self._replicas[self.mesh.place(waiter).replica]
+        return [
+            rank
+            for rank in replica.ranks
+            if rank != waiter
+            and rank in seen
+            and seen[rank].state != State.WAITING
+            and seen[rank].state_age > self.spec.timeouts.guard
+        ]

@@ -1,0 +1,33 @@
+"""No process outlives the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with_fork_server() -> None:
+    """For its children: end with the fork server, and with the process that asked for them."""
+    die_with_parent()
+    # Covers a parent that ended before the line above, and systems without that call.
+    threading.Thread(target=_exit_after_parent, daemon=True, name="parent").start()
+
+
+def _exit_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,84 @@
+"""Whether the processes of this node live: ended, stopped, or silent."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from moesaic.comm.control import ControlPage, State
+from moesaic.comm.supervise.spec import Timeouts
+
+# A supervisor that was itself held up for so long cannot judge what it sees.
+LATE: Final = 1.0
+# Loading a model may hold Python's lock for long.
+START_FACTOR: Final = 6
+
+
+class Watch:
+    """Looks at all ranks of the node, about every 0.1 s."""
+
+    def __init__(self, page: ControlPage, timeouts: Timeouts) -> None:
+        self._page, self._timeouts = page, timeouts
+        self._stopped: dict[int, float] = {}
+        self._looked = 0.0
+        self.was_late = False
+        """Whether the last look came long after the one before."""
+        self._fair_from = 0.0
+
+    def look(
+        self, pids: Mapping[int, int], now: float, *, starting: bool
+    ) -> tuple[int, str] | None:
+        """The first rank that hangs, and how it shows."""
+        self.was_late = now - self._looked > LATE
+        if self.was_late:
+            self._stopped.clear()
+            self._fair_from = now + LATE
+        self._looked = now
+        if now < self._fair_from:
+            return None
+        for rank, pid in pids.items():
+            why = self._stopped_for(rank, pid, now) or self._silent_for(rank, starting)
+            if why:
+                return rank, why
+        return None
+
+    def _stopped_for(self, rank: int, pid: int, now: float) -> str:
+        if process_state(pid) != "T":
+            self._stopped.pop(rank, None)
+            return ""
+        seconds = now - self._stopped.setdefault(rank, now)
+        if seconds < self._timeouts.stopped:
+            return ""
+        return f"hangs: its process {pid} has been stopped (state T) for {seconds:.1f} s"
+
+    def _silent_for(self, rank: int, starting: bool) -> str:
+        seen = self._page.seen(rank)
+        limit = self._timeouts.beat * (START_FACTOR if starting else 1)
+        if seen.state == State.ABSENT or seen.beat_age < limit:
+            return ""
+        return f"hangs: it has given no heartbeat for {seen.beat_age:.1f} s"
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc/PID/stat: R, S, D, T (stopped), t (traced), Z; empty if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    # The name stands in brackets, and may hold any character.
+    return stat.rpartition(b")")[2].split()[0].decode()
+
+
+def obituary(exit_code: int | None) -> str:
+    """How a process ended, from its exit code as multiprocessing gives it."""
+    if exit_code is None:
+        return "is gone"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = f" ({signal.Signals(-exit_code).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {-exit_code}{name}"

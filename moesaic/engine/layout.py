@@ -1,0 +1,284 @@
+"""What every rank of a command line would hold, without loading the model or starting a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moesaic.comm.arrange import mesh_of
+from moesaic.comm.collective import Outline, WindowCollective
+from moesaic.comm.mesh import Mesh, Place
+from moesaic.comm.pipe import PipeSpec
+from moesaic.config import ServerArgs
+from moesaic.engine.memory import (
+    DEFAULT_FREE_SHARE,
+    GIB,
+    cache_tokens,
+    free_memory,
+    total_memory,
+)
+from moesaic.engine.moe_setup import StepLimits, moe_context, weight_format
+from moesaic.engine.ranks import RankContext
+from moesaic.layers.attention import Attention, LatentAttention
+from moesaic.layers.context import CacheSpec
+from moesaic.layers.parallel import Parallel
+from moesaic.models.blocks import CausalLM
+from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
+from moesaic.models.registry import build_model
+from moesaic.models.schemes import detect_scheme
+from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.base import CommContext
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.outline import OutlineGroup
+from moesaic.moe.quant.weights import WeightFormat
+
+DEFAULT_MAX_RUNNING = 64
+# What a collective and a pipe carry in one piece: more goes in several, each with a signal.
+COLLECTIVE_BYTES = 4 << 20
+MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank holds; sizes in bytes. `experts`: the logical expert of each of its slots from
+    `first_slot` on, the same in all of `moe_layers`."""
+
+    place: Place
+    node: int
+    layers: range
+    moe_layers: tuple[int, ...]
+    first_slot: int
+    experts: tuple[int, ...]
+    query_heads: int
+    kv_heads: int
+    dense_bytes: int
+    expert_bytes: int
+    cache: CacheSpec
+    cache_bytes_per_token: int
+    a2a_bytes: int
+    """Of the dispatchers' buffers, whether they are touched or not."""
+    collective_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Whatever the size of the KV cache."""
+        return self.dense_bytes + self.expert_bytes + self.a2a_bytes + self.collective_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`moe`: the backends of the first rank, with nothing left open, and why they were chosen.
+    `wanted`: the tokens for which a serving group has use in its KV cache."""
+
+    mesh: Mesh
+    dtype: torch.dtype
+    num_layers: int
+    context_length: int
+    limits: StepLimits
+    moe: MoeContext
+    ranks: tuple[RankShare, ...]
+    wanted: int
+
+    def of_node(self, node: int) -> Sequence[RankShare]:
+        return [share for share in self.ranks if share.node == node]
+
+    def fixed_bytes(self, node: int) -> int:
+        return sum(share.fixed_bytes for share in self.of_node(node))
+
+    def check_memory(self) -> None:
+        """ValueError where a machine like this one cannot hold the ranks of a node."""
+        most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
+        if most > total_memory():
+            raise ValueError(
+                f"weights and buffers of the {self.mesh.ranks_per_node} ranks of a node take "
+                f"{most / GIB:.1f} GiB and this machine has {total_memory() / GIB:.1f} GiB: use "
+                "more nodes (--nnodes), a smaller model or fewer bits (--dtype bfloat16, "
+                "--quantization fp8)"
+            )
+
+    def cache_tokens(self, args: ServerArgs) -> int:
+        """Tokens in the KV cache of each rank: what fits on the rank with the least room for them,
+        if all nodes are like this machine."""
+        return min(self._tokens_of(args, share) for share in self.ranks)
+
+    def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
+        sharers, size = self.mesh.ranks_per_node, self.dtype.itemsize
+        if args.max_total_tokens is not None or args.mem_fraction_static is not None:
+            fixed = share.fixed_bytes
+            return cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
+        # The flags leave it to what is free once all ranks of the node have loaded.
+        free = max(0, free_memory() - self.fixed_bytes(share.node))
+        budget = int(DEFAULT_FREE_SHARE * free / sharers)
+        page = args.page_size
+        tokens = min(budget // share.cache_bytes_per_token, -(-self.wanted // page) * page)
+        if tokens < page:
+            raise ValueError(
+                f"nothing is left for a KV cache: {free_memory() / GIB:.1f} GiB of this machine "
+                f"are free and the ranks of a node take {self.fixed_bytes(share.node) / GIB:.1f} "
+                "GiB without it: free some, or use more nodes (--nnodes)"
+            )
+        return tokens // page * page
+
+
+def lay_out(args: ServerArgs) -> Layout:
+    """Of resolved arguments whose model is a folder; ValueError where the model cannot be cut
+    so."""
+    subject = Subject.of(args)
+    mesh, raw = subject.mesh, subject.raw
+    shares = [subject.share(rank) for rank in range(mesh.pp * mesh.tp)]
+    return Layout(
+        mesh=mesh,
+        dtype=subject.moe.dtype,
+        num_layers=subject.num_layers,
+        context_length=context_length(args, raw),
+        limits=subject.limits,
+        moe=subject.moe,
+        ranks=tuple(_moved(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)),
+        wanted=max_running(args, mesh) * context_length(args, raw),
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is laid out: a model's declarations, and what the flags make of them."""
+
+    raw: RawConfig
+    mesh: Mesh
+    limits: StepLimits
+    moe: MoeContext
+
+    @property
+    def num_layers(self) -> int:
+        return self.raw.integer("num_hidden_layers")
+
+    @classmethod
+    def of(cls, args: ServerArgs) -> Subject:
+        folder, mesh = Path(args.model_path), mesh_of(args)
+        raw = RawConfig.read(folder)
+        dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
+        scheme = detect_scheme(raw, folder)
+        weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
+        limits = step_limits(args, mesh, context_length(args, raw))
+        whole = whole_outline(raw, dtype, weights)
+        moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
+        return cls(raw, mesh, limits, moe)
+
+    def share(self, rank: int) -> RankShare:
+        ranks = _outline_rank(self.mesh, rank)
+        moe, parallel = self.moe, ranks.parallel(self.num_layers, self.moe.deterministic)
+        model = outline(self.raw, moe, parallel)
+        experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
+        of_experts = sum(map(expert_bytes, experts))
+        assert parallel.layers is not None
+        return RankShare(
+            place=ranks.place,
+            node=self.mesh.node_of(rank),
+            layers=parallel.layers,
+            moe_layers=tuple(layer.dispatcher.config.layer for layer in experts),
+            first_slot=experts[0].layout.first_slot if experts else 0,
+            experts=experts[0].local_experts if experts else (),
+            query_heads=_query_heads(model),
+            kv_heads=model.cache.num_heads,
+            dense_bytes=model.nbytes - of_experts,
+            expert_bytes=of_experts,
+            cache=model.cache,
+            cache_bytes_per_token=model.cache.bytes_per_token(moe.dtype.itemsize),
+            a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
+            collective_bytes=self._collective_bytes(model.config.hidden_size),
+        )
+
+    def _collective_bytes(self, hidden_size: int) -> int:
+        """Of the stage, of the attention group where it is another, and of the pipe."""
+        mesh = self.mesh
+        windows = [
+            (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
+            for size in {mesh.tp, mesh.attention_tp}
+        ]
+        if mesh.pp > 1:
+            pipe = pipe_spec(mesh, self.limits, hidden_size, self.moe.dtype)
+            windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
+        return sum(nbytes // size for size, nbytes in windows)
+
+
+def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:
+    """A rank's part of the model, without memory."""
+    group = OutlineGroup(parallel.stage.rank, parallel.stage.size)
+    with torch.device("meta"):
+        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel)
+        return build_model(raw, context)
+
+
+def max_running(args: ServerArgs, mesh: Mesh) -> int:
+    """Requests in the batch of one attention group."""
+    return -(-(args.max_running_requests or DEFAULT_MAX_RUNNING) // mesh.dp)
+
+
+def context_length(args: ServerArgs, raw: RawConfig) -> int:
+    limit = raw.integer("max_position_embeddings")
+    if args.context_length is None:
+        return limit
+    if args.context_length > limit:
+        raise ValueError(
+            f"--context-length {args.context_length} is longer than the model's "
+            f"max_position_embeddings {limit}: give at most that"
+        )
+    return args.context_length
+
+
+def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
+    """Prompt tokens in a step of one attention group."""
+    if args.chunked_prefill_size <= 0:
+        return context
+    return max(1, args.chunked_prefill_size // mesh.dp)
+
+
+def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
+    """Of one attention group."""
+    running = max_running(args, mesh)
+    return StepLimits(chunk_tokens(args, mesh, context) + running, running)
+
+
+def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:
+    """One slot more than steps that are under way."""
+    return PipeSpec(limits.tokens, hidden_size, dtype, MESSAGE_BYTES, mesh.pp + 1)
+
+
+def _outline_rank(mesh: Mesh, rank: int) -> RankContext:
+    place = mesh.place(rank)
+    return RankContext(
+        mesh=mesh,
+        place=place,
+        stage_peers=OutlineGroup(place.tp_rank, mesh.tp),
+        stage=Outline(place.tp_rank, mesh.tp),
+        attention=Outline(place.attention_rank, mesh.attention_tp),
+    )
+
+
+def whole_outline(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
+    """The model as on one rank, without memory, to look up sizes."""
+    with torch.device("meta"):
+        return build_model(raw, BuildContext(1, MoeContext.single(dtype, weights)))
+
+
+def _moved(share: RankShare, mesh: Mesh, rank: int) -> RankShare:
+    """The same share in another replica."""
+    return replace(share, place=mesh.place(rank), node=mesh.node_of(rank))
+
+
+def expert_bytes(layer: FusedMoE) -> int:
+    biases = (bias for bias in (layer.b13, layer.b2) if bias is not None)
+    matrices = layer.weights.w13_eJH.nbytes + layer.weights.w2_eHI.nbytes
+    return matrices + sum(bias.nbytes for bias in biases)
+
+
+def _query_heads(model: CausalLM) -> int:
+    """Of a layer: as many as its output projection takes in."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            return int(module.o_proj.weight.shape[1]) // module.config.head_dim
+        if isinstance(module, LatentAttention):
+            return int(module.o_proj.weight.shape[1]) // module.config.value_dim
+    raise AssertionError("a stage has a layer, and a layer has attention")

@@ -1,0 +1,119 @@
+"""A step as the rank that plans it tells it to those that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from moesaic.core.messages import TopLogprobs
+from moesaic.engine.sampler import SampleRow
+
+
+class Score(msgspec.Struct, array_like=True):
+    """Logprobs wanted of prompt tokens: rows `row` onwards of the item predict `targets`."""
+
+    row: int
+    targets: list[int]
+    top: int
+
+
+class PlanItem(msgspec.Struct, array_like=True):
+    """New tokens of one sequence, of which `first` are computed already; all live in `pages`."""
+
+    token_ids: list[int]
+    first: int
+    pages: list[int]
+    score: Score | None = None
+    sample: SampleRow | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.token_ids)
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """The work of one serving group; `clear`: pages that are handed out anew and must be zeroed
+    first. All ranks of the group carry out all plans, in the order in which they were made."""
+
+    items: list[PlanItem]
+    clear: list[int]
+    prefill: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+    def logit_rows(self) -> Iterator[int]:
+        """Rows of the step whose logits are wanted: those that sample, then those that score."""
+        starts = self.starts()
+        for item, start in zip(self.items, starts, strict=True):
+            if item.sample is not None:
+                yield start + len(item.token_ids) - 1
+        for item, start in zip(self.items, starts, strict=True):
+            if item.score is not None:
+                yield from range(
+                    start + item.score.row, start + item.score.row + len(item.score.targets)
+                )
+
+    def starts(self) -> list[int]:
+        starts, total = [], 0
+        for item in self.items:
+            starts.append(total)
+            total += len(item.token_ids)
+        return starts
+
+
+class ItemResult(msgspec.Struct, array_like=True):
+    """What a step gave one item. `broken`: its numbers were not finite."""
+
+    broken: bool = False
+    token_id: int | None = None
+    logprob: float | None = None
+    top_logprobs: TopLogprobs | None = None
+    input_logprobs: list[float] = []
+    input_top_logprobs: list[TopLogprobs] = []
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    items: list[ItemResult]
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """What every rank must know of a step before it computes: tokens and wanted logits of each
+    attention group, and whether anybody prefills. `number` counts the steps; without `counts` there
+    is nothing to compute: ranks go to sleep until they are woken for that number."""
+
+    number: int
+    counts: tuple[int, ...] = ()
+    logits: tuple[int, ...] = ()
+    prefill: bool = False
+
+
+class Order(msgspec.Struct, array_like=True):
+    """From stage to stage of a pipeline."""
+
+    turn: Turn
+    plan: StepPlan
+
+
+_encoder = msgspec.msgpack.Encoder()
+_plans = msgspec.msgpack.Decoder(StepPlan)
+_orders = msgspec.msgpack.Decoder(Order)
+_results = msgspec.msgpack.Decoder(StepResult)
+
+
+def encode(value: StepPlan | Order | StepResult) -> bytes:
+    return _encoder.encode(value)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    return _plans.decode(data)
+
+
+def decode_order(data: bytes) -> Order:
+    return _orders.decode(data)
+
+
+def decode_result(data: bytes) -> StepResult:
+    return _results.decode(data)

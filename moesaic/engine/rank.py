@@ -1,0 +1,297 @@
+"""The life of a rank: it plans or is told steps, computes its part of them, and sleeps in between.
+
+In the first stage the leader of each attention group plans. All ranks of the stage then settle in
+one small all-gather what everybody must know of the step, its followers get the leader's plan, and
+all compute, with nothing to do for those that have no tokens. In a pipeline the order goes on to
+the next stage with the hidden states, and up to as many steps as there are stages are under way.
+Every decision of the loop follows from what was gathered, so all ranks take the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import asdict
+
+import torch
+
+from moesaic.comm.collective import Alone, Collective, WindowCollective
+from moesaic.comm.control import State
+from moesaic.comm.group import Peers
+from moesaic.comm.pipe import Pipe
+from moesaic.comm.rank_link import RankLink
+from moesaic.config import ServerArgs
+from moesaic.core import messages
+from moesaic.core.request import FinishReason, Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.core import EngineCore
+from moesaic.engine.jobs import Job, Progress
+from moesaic.engine.layout import COLLECTIVE_BYTES, expert_bytes, pipe_spec
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import (
+    Order,
+    StepPlan,
+    StepResult,
+    Turn,
+    decode_order,
+    decode_plan,
+    decode_result,
+    encode,
+)
+from moesaic.engine.ranks import RankContext
+
+logger = logging.getLogger(__name__)
+
+NOTHING = StepPlan([], [])
+
+
+def run(link: RankLink) -> None:
+    """Until the supervisor ends it."""
+    if not link.shows_progress:
+        logging.getLogger("moesaic").setLevel(logging.WARNING)
+    Rank(link).serve()
+
+
+class Rank:
+    def __init__(self, link: RankLink) -> None:
+        self.link, self.mesh, self.place = link, link.mesh, link.place
+        self.args = ServerArgs(**link.config)
+        self.ranks = join(link)
+        self.runner = ModelRunner(self.args, self.ranks)
+        self.leader = Leader(self) if self.place.is_leader else None
+        self.pipe = self._make_pipe()
+        self.number = 0
+        self._local: deque[StepResult] = deque()
+        self._under_way: deque[bool] = deque()
+        facts = {} if self.leader is None else asdict(self.leader.core.facts)
+        link.ready(facts | self._holdings())
+
+    def serve(self) -> None:
+        while True:
+            self._sleep()
+            if self.ranks.is_first:
+                self._lead()
+            else:
+                self._follow()
+
+    def _sleep(self) -> None:
+        """Until woken; what comes for the leader meanwhile is taken in."""
+        while True:
+            message = self.link.receive(None)
+            if isinstance(message, messages.Wake):
+                self.number = message.round
+                return
+            self._heed(message)
+
+    def _heed(self, message: messages.AnyMessage | None) -> None:
+        if message is not None and self.leader is not None:
+            self.leader.heed(message)
+
+    def _lead(self) -> None:
+        """Steps until there is nothing to do on any rank of the stage."""
+        while True:
+            while (message := self.link.receive(0.0)) is not None:
+                self._heed(message)
+            plan = NOTHING if self.leader is None else self.leader.core.plan(self.mesh.pp)
+            turn, plan = self._agree(plan)
+            if turn.counts:
+                self._compute(turn, plan)
+            if self._under_way and (not turn.counts or len(self._under_way) >= self.mesh.pp):
+                self._finish_oldest()
+            elif not turn.counts:
+                self._go_to_sleep(turn)
+                return
+
+    def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan]:
+        """The step that all ranks of this stage are about to do, and their leader's plan of it."""
+        self.number += 1
+        self.link.seat.begin(self.number)
+        shared = self.place.attention_rank == 0 and self.mesh.attention_tp > 1 and plan.items
+        data = encode(plan) if shared else b""
+        logits = sum(1 for _ in plan.logit_rows())
+        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data)]])
+        operation = f"agree on step {self.number}"
+        told = self.ranks.stage.gather_rows(own, [1] * self.mesh.tp, operation)
+        table = told[:: self.mesh.attention_tp].tolist()
+        counts, logit_rows, prefills, lengths = zip(*table, strict=True)
+        length = lengths[self.place.dp_rank]
+        if length:
+            plan = self._share(plan, data, length, operation)
+        if not any(counts):
+            return Turn(self.number), plan
+        return Turn(self.number, counts, logit_rows, any(prefills)), plan
+
+    def _share(self, plan: StepPlan, data: bytes, length: int, operation: str) -> StepPlan:
+        """The leader's plan to its followers."""
+        sizes = [length] + [0] * (self.mesh.attention_tp - 1)
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        told = self.ranks.attention.gather_rows(raw.to(torch.uint8).view(-1, 1), sizes, operation)
+        return plan if data else decode_plan(told.numpy().tobytes())
+
+    def _compute(self, turn: Turn, plan: StepPlan) -> None:
+        hidden_TH = self.runner.forward(plan, turn)
+        if self.pipe is None:
+            self._local.append(self.runner.results(plan, turn, hidden_TH))
+        else:
+            self.pipe.send(encode(Order(turn, plan)), hidden_TH)
+        self._under_way.append(bool(plan.items))
+
+    def _finish_oldest(self) -> None:
+        """Takes in the results of the step that has been under way for longest."""
+        had_items = self._under_way.popleft()
+        result = self._local.popleft() if self._local else None
+        if self.leader is None or not had_items:
+            return
+        if result is None:
+            assert self.pipe is not None
+            result = decode_result(self.pipe.take_reply())
+        self.leader.core.apply(result)
+        self.leader.report()
+
+    def _go_to_sleep(self, turn: Turn) -> None:
+        if self.pipe is not None:
+            self.pipe.send(encode(Order(turn, NOTHING)), None)
+        if self.place.tp_rank == 0:
+            self.link.send(messages.Asleep(self.place.replica, turn.number))
+
+    def _follow(self) -> None:
+        """Carries out the orders of the stage before until it goes to sleep."""
+        assert self.pipe is not None
+        while True:
+            self.link.seat.enter(State.COMPUTING)
+            data, x_TH = self.pipe.receive()
+            order = decode_order(data)
+            self.link.seat.begin(order.turn.number)
+            asleep = not order.turn.counts
+            hidden_TH = None if asleep else self.runner.forward(order.plan, order.turn, x_TH)
+            if not self.ranks.is_last:
+                self.pipe.send(data, hidden_TH)
+            elif hidden_TH is not None:
+                result = self.runner.results(order.plan, order.turn, hidden_TH)
+                if self.place.attention_rank == 0 and order.plan.items:
+                    self.pipe.reply(encode(result))
+            if asleep:
+                return
+
+    def _make_pipe(self) -> Pipe | None:
+        if self.mesh.pp == 1:
+            return None
+        peers = self.link.group(
+            f"pipe {self.place.replica} {self.place.tp_rank}", self.mesh.pipe_ranks(self.place)
+        )
+        config = self.runner.model.config
+        spec = pipe_spec(self.mesh, self.runner.limits, config.hidden_size, config.dtype)
+        return Pipe(peers, spec, self.ranks.timeout)
+
+    def _holdings(self) -> dict[str, int]:
+        """What this rank keeps in memory, in bytes."""
+        return {
+            "weight_bytes": self.runner.model.nbytes,
+            "expert_bytes": sum(map(expert_bytes, self.runner.moe_layers)),
+            "cache_bytes": self.runner.cache.num_bytes,
+        }
+
+
+class Leader:
+    """The requests of a serving group, and what is told of them."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.link = rank.link
+        self.group = rank.mesh.group_of(rank.place)
+        self.core = EngineCore(rank.args, rank.runner)
+        self._told: dict[str, _Told] = {}
+        self._news: list[messages.Delta] = []
+
+    def heed(self, message: messages.AnyMessage) -> None:
+        if isinstance(message, messages.Submit):
+            for new in message.requests:
+                self._add(new)
+        elif isinstance(message, messages.Abort):
+            self.core.abort(message.rid)
+            self.report()
+        elif isinstance(message, messages.Ask):
+            value = self.core.kv.flush() if message.what == "flush_cache" else self.core.figures()
+            self.link.send(messages.Reply(message.number, self.group, value))
+
+    def report(self) -> None:
+        """What was learned in this step, to the supervisor."""
+        if self._news:
+            self.link.send(messages.Output(self._news))
+            self._news = []
+
+    def _add(self, new: messages.NewRequest) -> None:
+        request = Request(
+            rid=new.rid,
+            prompt_ids=new.prompt_ids,
+            params=SamplingParams.from_dict(new.params),
+            seed=new.seed,
+            max_new_tokens=new.max_new_tokens,
+            arrival=new.arrival,
+            eos_ids=frozenset(new.eos_ids),
+            return_logprob=new.return_logprob,
+            logprob_start=new.logprob_start,
+            top_logprobs_num=new.top_logprobs_num,
+            token_ids=[*new.prompt_ids, *new.emitted],
+        )
+        told = self._told[new.rid] = _Told(request, num_output=len(new.emitted))
+        self.core.add(Job(request, None, lambda progress: self._note(told, progress), 1))
+
+    def _note(self, told: _Told, progress: Progress) -> None:
+        self._news.append(told.delta())
+        if progress.finished:
+            del self._told[progress.rid]
+
+
+class _Told:
+    """How much of a request the supervisor knows."""
+
+    def __init__(self, request: Request, num_output: int) -> None:
+        self._request, self._num_output, self._num_scored = request, num_output, 0
+
+    def delta(self) -> messages.Delta:
+        request, seen, scored = self._request, self._num_output, self._num_scored
+        reason = request.finish_reason
+        self._num_output, self._num_scored = request.num_output, len(request.input_logprobs)
+        return messages.Delta(
+            rid=request.rid,
+            token_ids=request.token_ids[request.prompt_len + seen :],
+            logprobs=request.output_logprobs[seen:],
+            top_logprobs=request.output_top_logprobs[seen:],
+            input_logprobs=request.input_logprobs[scored:],
+            input_top_logprobs=request.input_top_logprobs[scored:],
+            cached_tokens=request.cached_tokens,
+            retractions=request.retractions,
+            finish=None if reason is None else _finish(reason),
+        )
+
+
+def _finish(reason: FinishReason) -> messages.Finish:
+    return messages.Finish(
+        reason.type, reason.matched, reason.length, reason.message, reason.failed
+    )
+
+
+def join(link: RankLink) -> RankContext:
+    """Meets the ranks that this one computes with."""
+    mesh, place = link.mesh, link.place
+    stage_name = f"{place.replica} {place.stage}"
+    stage_peers = link.group(f"stage {stage_name}", mesh.stage_ranks(place))
+    timeout = link.timeout
+    stage = attention = _collective(stage_peers, timeout)
+    if mesh.dp > 1:
+        name = f"attention {stage_name} {place.dp_rank}"
+        attention = _collective(link.group(name, mesh.attention_ranks(place)), timeout)
+    return RankContext(
+        mesh=mesh,
+        place=place,
+        replica=link.group(f"replica {place.replica}", mesh.replica_ranks(place)),
+        stage_peers=stage_peers,
+        stage=stage,
+        attention=attention,
+        seat=link.seat,
+        timeout=timeout,
+    )
+
+
+def _collective(peers: Peers, timeout: float) -> Collective:
+    return Alone() if peers.size == 1 else WindowCollective(peers, COLLECTIVE_BYTES, timeout)

@@ -1,0 +1,68 @@
+"""A rank among others: whom it computes with, and how they agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from moesaic.comm.collective import Alone, Collective
+from moesaic.comm.control import Seat
+from moesaic.comm.group import Peers, RankGroup
+from moesaic.comm.mesh import Mesh, Place, share
+from moesaic.layers.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """`replica`: all ranks of this copy of the model. `stage`: the tensor-parallel ranks of this
+    stage; `attention`: those that share its requests. Alone unless made otherwise."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    place: Place = field(default_factory=lambda: Mesh().place(0))
+    replica: Peers = field(default_factory=RankGroup.alone)
+    stage_peers: Peers = field(default_factory=RankGroup.alone)
+    stage: Collective = field(default_factory=Alone)
+    attention: Collective = field(default_factory=Alone)
+    seat: Seat | None = None
+    timeout: float = 60.0
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place.stage == self.mesh.pp - 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks of the stage hold the same tokens."""
+        return self.mesh.dp == 1
+
+    def tokens_of_rank(self, tokens: int) -> int:
+        """The most tokens that a rank brings to an expert layer, of so many of its group."""
+        return -(-tokens // self.mesh.attention_tp)
+
+    def parallel(self, num_layers: int, deterministic: bool) -> Parallel:
+        layers = share(num_layers, self.place.stage, self.mesh.pp)
+        if not layers:
+            raise ValueError(
+                f"--pp-size {self.mesh.pp} is more than the model's {num_layers} layers: give at "
+                f"most {num_layers}"
+            )
+        return Parallel(
+            attention=self.attention,
+            stage=self.stage,
+            dp=self.mesh.dp,
+            dense_tp=self.mesh.dense_tp,
+            vocab_tp=self.mesh.vocab_tp,
+            layers=layers,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            deterministic=deterministic,
+        )
+
+    def least(self, value: int, operation: str) -> int:
+        """The smallest value of all ranks of the replica."""
+        told = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
+        return min(int(json.loads(text)) for text in told)

@@ -1,0 +1,216 @@
+"""An engine whose ranks are other processes: what the caller's process keeps of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+
+from moesaic.comm.arrange import mesh_of
+from moesaic.comm.launch import Service, ServiceSpec, Timeouts
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.core.messages import (
+    Abort,
+    Ask,
+    Delta,
+    Fault,
+    Finish,
+    NewRequest,
+    Output,
+    Reply,
+    Stop,
+    Submit,
+)
+from moesaic.core.request import FinishReason, Request
+from moesaic.engine.core import ModelFacts
+from moesaic.engine.jobs import Job
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteCore:
+    """Takes the place of EngineCore: requests go to the ranks, their tokens come back.
+
+    Texts and stop strings are dealt with here: a request that such a string ends is aborted on its
+    rank, and what the rank has sent beyond it is dropped.
+    """
+
+    def __init__(self, args: ServerArgs, service: Service) -> None:
+        self.args, self.service = args, service
+        self.facts = msgspec.convert(service.facts, ModelFacts)
+        self.jobs: dict[str, Job] = {}
+        self.fault = ""
+        self._asked = 0
+        self._questions: dict[int, tuple[str, Future[Any], dict[int, Any]]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """As long as the service lives: the engine's thread waits for messages in `step`."""
+        return not self.fault
+
+    def wake(self) -> None:
+        self.service.wake()
+
+    def close(self) -> None:
+        self.service.close()
+
+    def add(self, job: Job) -> None:
+        self.jobs[job.request.rid] = job
+        if self.fault:
+            self._finish(job, FinishReason("abort", message=self.fault, failed=True))
+        else:
+            self.service.send(Submit([_new_request(job.request)]))
+
+    def abort(self, rid: str) -> None:
+        if (job := self.jobs.get(rid)) is not None:
+            self._finish(job, FinishReason("abort", message="aborted by the caller"))
+            self.service.send(Abort(rid))
+
+    def fail_all(self, message: str) -> None:
+        for job in list(self.jobs.values()):
+            self._finish(job, FinishReason("abort", message=message, failed=True))
+        for _, answer, _ in self._questions.values():
+            answer.set_exception(RuntimeError(message))
+        self._questions.clear()
+
+    def ask(self, what: str, answer: Future[Any]) -> None:
+        """Asks all serving groups; the answer comes when the last of theirs does."""
+        if self.fault:
+            answer.set_exception(RuntimeError(self.fault))
+            return
+        self._asked += 1
+        self._questions[self._asked] = (what, answer, {})
+        self.service.send(Ask(self._asked, what))
+
+    def step(self) -> None:
+        """Waits for a message, or to be woken."""
+        message = self.service.receive(None)
+        if isinstance(message, Output):
+            for delta in message.deltas:
+                self._take(delta)
+        elif isinstance(message, Reply):
+            self._reply(message)
+        elif isinstance(message, Fault):
+            self.fault = message.message
+            logger.error("%s", message.message)
+            self.fail_all(message.message)
+
+    def _take(self, delta: Delta) -> None:
+        job = self.jobs.get(delta.rid)
+        if job is None:  # it has ended here already
+            return
+        try:
+            self._advance(job, delta)
+        except Exception as error:
+            logger.exception("request %s failed", delta.rid)
+            message = f"its token could not be taken in: {error!r}"
+            self._finish(job, FinishReason("abort", message=message, failed=True))
+            self.service.send(Abort(delta.rid))
+
+    def _advance(self, job: Job, delta: Delta) -> None:
+        request = job.request
+        request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
+        request.input_logprobs += delta.input_logprobs
+        request.input_top_logprobs += delta.input_top_logprobs
+        ended = None if delta.finish is None else _reason(delta.finish)
+        for number, token in enumerate(delta.token_ids):
+            logprob = delta.logprobs[number] if delta.logprobs else None
+            top = delta.top_logprobs[number] if delta.top_logprobs else None
+            reason = job.accept(token, logprob, top)
+            if reason is not None:
+                self._finish(job, reason)
+                if ended is None:
+                    self.service.send(Abort(request.rid))
+                return
+            job.notify_if_due()
+        if ended is not None:
+            self._finish(job, ended)
+
+    def _reply(self, reply: Reply) -> None:
+        if reply.number not in self._questions:
+            return
+        what, answer, replies = self._questions[reply.number]
+        replies[reply.group] = reply.value
+        if len(replies) == self.service.spec.mesh.num_groups:
+            del self._questions[reply.number]
+            answer.set_result(self._merge(what, [replies[group] for group in sorted(replies)]))
+
+    def _merge(self, what: str, values: list[Any]) -> Any:
+        if what == "flush_cache":
+            return sum(values)
+        summed = {key: sum(value[key] for value in values) for key in SUMMED}
+        return {**asdict(self.args), **values[0], **summed, "groups": values}
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        del self.jobs[job.request.rid]
+        job.finish(reason)
+
+
+def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
+    """Returns when all ranks of all nodes can serve."""
+    return RemoteCore(args, Service.start(service_spec(args, mesh)))
+
+
+def serve_node(args: ServerArgs) -> int:
+    """The ranks of a node other than the first, until that ends the service; an exit status."""
+    service = Service.start(service_spec(args, mesh_of(args)))
+    try:
+        while not isinstance(message := service.receive(None), Stop | Fault):
+            pass
+    finally:
+        service.close()
+    if isinstance(message, Fault):
+        logger.error("%s", message.message)
+    return int(isinstance(message, Fault))
+
+
+def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
+    timeouts = Timeouts()
+    if args.dist_timeout is not None:
+        timeouts = replace(timeouts, collective=args.dist_timeout)
+    return ServiceSpec(
+        mesh=mesh,
+        target="moesaic.engine.rank:run",
+        config=asdict(args),
+        node_rank=args.node_rank,
+        dist_init_addr=args.dist_init_addr,
+        load_balance=args.load_balance_method,
+        timeouts=timeouts,
+        threads=args.num_threads or max(1, len(os.sched_getaffinity(0)) // mesh.ranks_per_node),
+        preload=("moesaic.engine.rank",),
+        log_level=args.log_level,
+    )
+
+
+# Figures of the serving groups that add up to those of the service.
+SUMMED = ("running", "waiting", "pages_used", "pages_cached", "pages_free", "retractions", "steps")
+
+
+def _new_request(request: Request) -> NewRequest:
+    return NewRequest(
+        rid=request.rid,
+        prompt_ids=request.prompt_ids,
+        params=msgspec.to_builtins(request.params),
+        seed=request.seed,
+        max_new_tokens=request.max_new_tokens,
+        arrival=request.arrival,
+        eos_ids=sorted(request.eos_ids),
+        return_logprob=request.return_logprob,
+        logprob_start=request.logprob_start,
+        top_logprobs_num=request.top_logprobs_num,
+    )
+
+
+def _reason(finish: Finish) -> FinishReason:
+    return FinishReason(
+        type=finish.type,
+        matched=finish.matched,
+        length=finish.length,
+        message=finish.message,
+        failed=finish.failed,
+    )

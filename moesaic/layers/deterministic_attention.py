@@ -1,0 +1,218 @@
+"""Paged attention whose bits depend on the sequence alone, for deterministic mode.
+
+Where a query stands decides what is computed for it: positions are cut into blocks of Q, and a
+block always meets the keys of its own range, from one multiple of RANGE to another. Queries of the
+block that are not in this step are zeros, and keys that a query may not see are masked. So a prompt
+in one piece, in chunks, from the prefix cache or token by token, with any neighbours, runs the same
+operations on the same shapes. Torch's kernel treats every sequence and head of a batch apart, so
+blocks with equally long ranges share a call.
+
+T tokens of the step · N query heads · M key/value heads · G = N / M · D head size · C latent size ·
+B blocks of a group · Q positions of a block · L keys of its range · U units of the cache in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from moesaic.layers.context import AttentionSpec, AttentionStep, LatentMaps
+from moesaic.layers.invariant import in_pieces, sigmoid
+from moesaic.layers.torch_attention import PagedCache, Span
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+# Keys of a block begin and end at multiples of this.
+RANGE = 128
+# Rows of a product: Q positions times the G heads that share keys, unless G alone is more. A
+# decoded token pays for all of them, which costs little up to about so many.
+ROWS = 32
+# A call takes at most so many scores (rows times keys) and gathers at most so many keys.
+MAX_SCORES = 1 << 22
+MAX_KEYS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Query positions [first, first + Q) of a span, of which the step has `count` from `offset` on,
+    as rows from `start` on; they meet keys [begin, end)."""
+
+    span: Span
+    first: int
+    offset: int
+    start: int
+    count: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks with equally long ranges. `rows` of the step go to `places` among the B * Q positions.
+    `units_BU` says where the keys lie: one line for each block, or one line for all of them."""
+
+    rows: Tensor
+    places: Tensor
+    units_BU: Tensor
+    last_B: Tensor
+    """The newest key that each block's first query sees, counted from the range's first."""
+
+
+class DeterministicAttention(AttentionStep):
+    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
+        self.cache = cache
+        self.spans = spans
+        self.unit = math.gcd(cache.page_size, RANGE)
+        self.slots_T = torch.tensor(
+            [
+                self._slot(span, position)
+                for span in spans
+                for position in range(span.kv_len - span.length, span.kv_len)
+            ],
+            dtype=torch.long,
+        )
+        self._groups: dict[tuple[int, int | None], list[Group]] = {}
+
+    def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
+        values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
+        return self._attend(spec, q_TND, keys, values)
+
+    def attend_latent(
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+    ) -> Tensor:
+        """Always in the absorbed form: the two forms round differently."""
+        latents = self.cache.keys[spec.layer]
+        latents.flatten(0, 1).index_copy_(0, self.slots_T, latents_TC.unsqueeze(1))
+        q_TNC = in_pieces(maps.absorb, q_TND)
+        return in_pieces(maps.release, self._attend(spec, q_TNC, latents, None))
+
+    def _attend(
+        self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None
+    ) -> Tensor:
+        positions = max(1, ROWS * keys.shape[-2] // q_TND.shape[1])
+        out_TND = torch.empty_like(q_TND)
+        for group in self._groups_of(positions, spec.window):
+            k_BMLD = self._gather(keys, group.units_BU)
+            v_BMLD = k_BMLD if values is None else self._gather(values, group.units_BU)
+            q_BQND = q_TND.new_zeros(len(group.last_B), positions, *q_TND.shape[1:])
+            q_BQND.flatten(0, 1)[group.places] = q_TND[group.rows]
+            out_BQND = _attend(group, spec, q_BQND, k_BMLD, v_BMLD)
+            out_TND[group.rows] = out_BQND.flatten(0, 1)[group.places]
+        return out_TND
+
+    def _gather(self, cache: Tensor, units_BU: Tensor) -> Tensor:
+        """[B, M, L, D] of one layer's pages [P, page, M, D]."""
+        units = cache.view(-1, self.unit, *cache.shape[-2:])
+        gathered = units.flatten(1).index_select(0, units_BU.flatten())
+        return gathered.view(len(units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
+
+    def _slot(self, span: Span, position: int) -> int:
+        size = self.cache.page_size
+        return span.pages[position // size] * size + position % size
+
+    def _groups_of(self, positions: int, window: int | None) -> list[Group]:
+        """The same for all layers with that window: computed once a step."""
+        key = positions, window
+        if key not in self._groups:
+            self._groups[key] = list(self._make_groups(positions, window))
+        return self._groups[key]
+
+    def _make_groups(self, positions: int, window: int | None) -> Iterator[Group]:
+        """Blocks of one sequence with the same keys share them; the others are put together by the
+        length of their ranges."""
+        singles: list[Block] = []
+        for span in self.spans:
+            blocks = _blocks(span, positions, window)
+            for _, same in groupby(blocks, key=lambda block: (block.begin, block.end)):
+                shared = list(same)
+                if len(shared) == 1:
+                    singles += shared
+                    continue
+                units_1U = torch.tensor([self._units(shared[0])])
+                for part in _parts(shared, positions, MAX_SCORES):
+                    yield _group(part, positions, units_1U)
+        singles.sort(key=_length)
+        for _, equal in groupby(singles, key=_length):
+            for part in _parts(list(equal), positions, min(MAX_SCORES, MAX_KEYS * ROWS)):
+                units_BU = torch.tensor([self._units(block) for block in part])
+                yield _group(part, positions, units_BU)
+
+    def _units(self, block: Block) -> list[int]:
+        """Behind the newest key there is only page 0, which is zero."""
+        stop = min(block.end, block.span.kv_len)
+        found = [
+            self._slot(block.span, p) // self.unit for p in range(block.begin, stop, self.unit)
+        ]
+        return found + [0] * ((block.end - block.begin) // self.unit - len(found))
+
+
+def _blocks(span: Span, positions: int, window: int | None) -> Iterator[Block]:
+    old = span.kv_len - span.length
+    for first in range(old // positions * positions, span.kv_len, positions):
+        begin = 0 if window is None else max(0, first - window + 1) // RANGE * RANGE
+        end = -(-(first + positions) // RANGE) * RANGE
+        low, high = max(first, old), min(first + positions, span.kv_len)
+        yield Block(span, first, low - first, span.start + low - old, high - low, begin, end)
+
+
+def _length(block: Block) -> int:
+    return block.end - block.begin
+
+
+def _parts(blocks: list[Block], positions: int, scores: int) -> Iterator[list[Block]]:
+    """Blocks with equally long ranges in parts that are not too large."""
+    size = max(1, scores // (_length(blocks[0]) * max(positions, ROWS)))
+    for start in range(0, len(blocks), size):
+        yield blocks[start : start + size]
+
+
+def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> Group:
+    rows = [block.start + i for block in blocks for i in range(block.count)]
+    places = [
+        number * positions + block.offset + i
+        for number, block in enumerate(blocks)
+        for i in range(block.count)
+    ]
+    last_B = torch.tensor([block.first - block.begin for block in blocks])
+    return Group(torch.tensor(rows), torch.tensor(places), units_BU, last_B)
+
+
+def _attend(
+    group: Group, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
+) -> Tensor:
+    """[B, Q, N, D]. All queries and heads that share keys are rows of one product."""
+    blocks, positions, _, dim = q_BQND.shape
+    heads, length = k_BMLD.shape[1:3]
+    q_BQMGD = q_BQND.unflatten(2, (heads, -1))
+    shared = q_BQMGD.shape[3]
+    q_BMXD = q_BQMGD.transpose(1, 2).reshape(blocks, heads, -1, dim)
+    mask = _mask(group.last_B, positions, length, spec.window, q_BQND.dtype)
+    mask_BXL = mask.repeat_interleave(shared, dim=1).unsqueeze(1)
+    k, v = (x.expand(blocks, -1, -1, -1) for x in (k_BMLD, v_BMLD))
+    out, lse = _flash(q_BMXD, k, v, 0.0, False, attn_mask=mask_BXL, scale=spec.scale)
+    out_BQND = out.unflatten(2, (positions, shared)).transpose(1, 2).flatten(2, 3)
+    if spec.sinks_N is None:
+        return out_BQND
+    lse_BQN = lse.unflatten(2, (positions, shared)).transpose(1, 2).flatten(2, 3)
+    # A sink is one more logit in the softmax whose value is zero.
+    kept_BQN = sigmoid(lse_BQN - spec.sinks_N.float())
+    return (out_BQND.float() * kept_BQN.unsqueeze(-1)).to(out_BQND.dtype)
+
+
+def _mask(
+    last_B: Tensor, positions: int, length: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """[B, Q, L]: 0 where a query sees a key, -inf elsewhere."""
+    last_BQ1 = (last_B[:, None] + torch.arange(positions)).unsqueeze(-1)
+    keys_L = torch.arange(length)
+    hidden = keys_L > last_BQ1
+    if window is not None:
+        hidden |= keys_L <= last_BQ1 - window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)

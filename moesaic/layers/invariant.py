@@ -1,0 +1,56 @@
+"""Operations whose bits do not depend on the rows beside a row: for deterministic mode.
+
+torch picks its kernels by shape, and they sum in different orders: a token alone gets other bits
+than in a batch. Here every shape that torch sees is fixed, or the kernel is our own.
+
+T tokens · I inputs · O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.cpu import linear as kernel
+
+# Rows of a product in torch: always exactly so many, the last ones zero.
+PIECE_ROWS = 32
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """F.linear of rows that do not know each other.
+
+    With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) neither the number of threads
+    nor how many outputs the matrix has matters. In torch both must stay as they are.
+    """
+    if kernel.fits(weight_OI) and x_TI.dtype == weight_OI.dtype:
+        return kernel.run(x_TI, weight_OI, bias_O)
+    # Weights on the left: oneDNN reads them as they lie instead of repacking them for each piece.
+    y_TO = in_pieces(lambda x_CI: torch.mm(weight_OI, x_CI.t()).t(), x_TI)
+    return y_TO if bias_O is None else y_TO + bias_O
+
+
+def in_pieces(function: Callable[[Tensor], Tensor], x_T: Tensor) -> Tensor:
+    """function(x) of pieces of PIECE_ROWS rows, the last filled up with zeros, so that it only ever
+    sees one shape."""
+    tokens = len(x_T)
+    missing = -tokens % PIECE_ROWS if tokens else PIECE_ROWS
+    # A copy even where nothing is missing: some kernels choose by where memory is aligned.
+    padded = x_T.new_zeros(tokens + missing, *x_T.shape[1:])
+    padded[:tokens] = x_T
+    pieces = [function(piece) for piece in padded.split(PIECE_ROWS)]
+    return torch.cat(pieces)[:tokens]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid by element: torch computes the last few of a float32 tensor, or of a thread's
+    share, otherwise than the rest. It does not for exp, nor after rounding to 16 bits."""
+    return 1 / (1 + torch.exp(-x)) if x.dtype == torch.float32 else torch.sigmoid(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """F.silu by element, as `sigmoid`."""
+    return x / (1 + torch.exp(-x)) if x.dtype == torch.float32 else F.silu(x)

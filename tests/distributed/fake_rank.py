@@ -1,0 +1,125 @@
+"""Ranks without a model: they obey the supervisor, step together, and fail as they are told."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from moesaic.comm.control import State
+from moesaic.comm.rank_link import RankLink
+from moesaic.comm.window import PlaneSpec, SharedWindow
+from moesaic.core.messages import (
+    Abort,
+    Ask,
+    Asleep,
+    Delta,
+    Finish,
+    NewRequest,
+    Output,
+    Reply,
+    Submit,
+    Wake,
+)
+
+
+class FakeRank:
+    """Serves by echo: a request gets its prompt's tokens again, one a step, until max_new_tokens.
+
+    Every step the ranks of a replica meet in a window, in which each says whether it has work.
+    `config`: what goes wrong, where and when: {"rank": 1, "step": 3, "what": "raise"}.
+    """
+
+    def __init__(self, link: RankLink) -> None:
+        self.link = link
+        ranks = link.mesh.replica_ranks(link.place)
+        self.first = ranks[0]
+        group = link.group(f"replica{link.place.replica}", ranks)
+        plane = PlaneSpec("work", (1,), torch.int64)
+        self.window = SharedWindow.create(group, [plane], link.timeout)
+        self.peers = range(len(ranks))
+        self.open: dict[str, tuple[NewRequest, int]] = {}
+        self.asks: list[Ask] = []
+        self.step = 0
+
+    def run(self) -> None:
+        while True:
+            message = self.link.receive()
+            if isinstance(message, Wake):
+                assert message.round == self.step, (message.round, self.step)
+                self.serve()
+            else:
+                self.take(message)
+
+    def serve(self) -> None:
+        """Steps until no rank has work."""
+        while self.advance():
+            pass
+        if self.link.rank == self.first:
+            self.link.send(Asleep(self.link.place.replica, self.step))
+
+    def advance(self) -> bool:
+        """One step; whether any rank had work in it."""
+        while (message := self.link.receive(0)) is not None:
+            self.take(message)
+        self.link.seat.begin(self.step)
+        misbehave(self.link, self.step)
+        self.window.plane("work")[0] = len(self.open) + len(self.asks)
+        self.window.touch(self.window.plane("work"))
+        self.window.barrier("count work")
+        work = sum(int(self.window.plane("work", peer)) for peer in self.peers)
+        self.window.barrier("counted work")
+        self.step += 1
+        self.emit()
+        return work > 0
+
+    def take(self, message: object) -> None:
+        match message:
+            case Submit(requests):
+                self.open |= {request.rid: (request, 0) for request in requests}
+            case Abort(rid) if rid in self.open:
+                del self.open[rid]
+                self.link.send(Output([Delta(rid, [], finish=Finish("abort"))]))
+            case Ask():
+                self.asks.append(message)
+
+    def emit(self) -> None:
+        deltas = []
+        for rid, (request, count) in list(self.open.items()):
+            token = request.prompt_ids[count % len(request.prompt_ids)]
+            done = count + 1 >= request.max_new_tokens
+            finish = Finish("length", length=count + 1) if done else None
+            deltas.append(Delta(rid, [token], finish=finish))
+            self.open[rid] = (request, count + 1)
+            if done:
+                del self.open[rid]
+        if deltas:
+            self.link.send(Output(deltas))
+        group = self.link.mesh.group_of(self.link.place)
+        for ask in self.asks:
+            self.link.send(Reply(ask.number, group, {"what": ask.what, "rank": self.link.rank}))
+        self.asks.clear()
+        time.sleep(0.001)
+
+
+def misbehave(link: RankLink, step: int) -> None:
+    """At the given rank and step (-1: at start), once."""
+    config = link.config
+    if config.get("rank") != link.rank or config.get("step") != step:
+        return
+    match config["what"]:
+        case "raise":
+            raise ValueError("as it was told to")
+        case "exit":
+            os._exit(7)
+        case "sleep":
+            link.seat.enter(State.COMPUTING, "sleep for ever")
+            time.sleep(3600)
+
+
+def run(link: RankLink) -> None:
+    misbehave(link, -1)
+    rank = FakeRank(link)
+    link.ready({"pid": os.getpid(), "threads": torch.get_num_threads()})
+    rank.run()

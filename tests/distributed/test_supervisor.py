@@ -1,0 +1,411 @@
+"""The supervisor and real processes: what it does when ranks work, die, hang, and when it dies."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moesaic.comm.control import Seen, State
+from moesaic.comm.launch import Service, ServiceSpec, Timeouts
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.supervise.folder import RunFolder
+from moesaic.comm.supervise.guard import StepGuard
+from moesaic.comm.supervise.journal import Journal
+from moesaic.core.messages import (
+    Abort,
+    Ask,
+    Delta,
+    Fault,
+    Finish,
+    Message,
+    NewRequest,
+    Output,
+    Reply,
+    Stop,
+    Submit,
+)
+
+TARGET = "tests.distributed.fake_rank:run"
+LONG = 10**9
+PAIR = Mesh(tp=2, dp=2, ep=2)
+
+
+def spec(mesh: Mesh = PAIR, config: dict | None = None, **times: float) -> ServiceSpec:
+    timeouts = Timeouts(**{"start": 60.0, "collective": 20.0, "stop": 5.0, **times})
+    return ServiceSpec(mesh, TARGET, config or {}, timeouts=timeouts)
+
+
+@contextmanager
+def serving(wanted: ServiceSpec) -> Iterator[tuple[Service, list[psutil.Process]]]:
+    """A service and all of its processes, which are gone at the end."""
+    service = Service.start(wanted)
+    processes = family(service.pid)
+    folder = service.folder
+    try:
+        yield service, processes
+    finally:
+        service.close()
+        alive = psutil.wait_procs(processes, timeout=20)[1]
+        for process in alive:
+            process.kill()
+        assert alive == []
+        assert not folder.exists()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def request(rid: str, tokens: int = 3, prompt: int = 3) -> NewRequest:
+    return NewRequest(rid, list(range(prompt)), {}, 0, tokens, 0, [])
+
+
+def rank_pid(service: Service, rank: int) -> int:
+    return service.facts["ranks"][rank]["pid"]
+
+
+def next_message(service: Service, seconds: float = 30.0) -> Message:
+    message = service.receive(seconds)
+    assert message is not None, f"no message within {seconds} s"
+    return message
+
+
+def collect(service: Service, rids: set[str]) -> tuple[dict[str, list[int]], dict[str, Finish]]:
+    """Tokens and ends of the requests, when all have ended."""
+    tokens: dict[str, list[int]] = {rid: [] for rid in rids}
+    ends: dict[str, Finish] = {}
+    while set(ends) < rids:
+        message = next_message(service)
+        assert isinstance(message, Output), message
+        for delta in message.deltas:
+            tokens[delta.rid] += delta.token_ids
+            if delta.finish is not None:
+                ends[delta.rid] = delta.finish
+    return tokens, ends
+
+
+def start_stepping(service: Service) -> None:
+    """A request in each group that never ends by itself."""
+    service.send(Submit([request("a", LONG), request("b", LONG)]))
+    seen: set[str] = set()
+    while seen < {"a", "b"}:
+        message = next_message(service)
+        assert isinstance(message, Output)
+        seen |= {delta.rid for delta in message.deltas}
+
+
+def test_serves_and_stops():
+    with serving(spec()) as (service, processes):
+        assert not any("torch" in m.path for m in psutil.Process(service.pid).memory_maps())
+        assert stat.S_IMODE(service.folder.stat().st_mode) == 0o700
+        assert [f["threads"] for f in service.facts["ranks"]] == [1, 1]
+        for _ in range(3):  # each time the replica falls asleep and is woken again
+            rids = {"a", "b", "c", "d"}
+            service.send(Submit([request(rid, 7, 3) for rid in sorted(rids)]))
+            tokens, ends = collect(service, rids)
+            assert tokens == {rid: [0, 1, 2, 0, 1, 2, 0] for rid in rids}
+            assert {end.type for end in ends.values()} == {"length"}
+            check_ask(service)
+        check_twins_and_aborts(service)
+        check_wake(service)
+        check_addresses(processes)
+        for process in processes[1:]:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+        check_ask(service)
+        assert service.alive
+    assert service.exit_code == 0
+    assert not service.alive
+    service.close()
+    service.wake()
+    service.send(Ask(6, "info"))
+    assert isinstance(service.receive(), Fault)
+
+
+def check_ask(service: Service) -> None:
+    service.send(Ask(5, "info"))
+    replies = [next_message(service) for _ in range(2)]
+    assert all(isinstance(reply, Reply) and reply.number == 5 for reply in replies)
+    assert sorted((r.group, r.value["rank"]) for r in replies) == [(0, 0), (1, 1)]
+
+
+def check_twins_and_aborts(service: Service) -> None:
+    start_stepping(service)
+    service.send(Submit([request("a")]))
+    finish = None
+    while finish is None:
+        finish = next(
+            (d.finish for d in next_message(service).deltas if d.finish is not None), None
+        )
+    assert finish.failed and "'a' is in use" in finish.message
+    service.send(Abort("a"))
+    service.send(Abort("b"))
+    service.send(Abort("nobody"))
+    _, ends = collect(service, {"a", "b"})
+    assert [ends[rid].type for rid in "ab"] == ["abort", "abort"]
+    assert not any(end.failed for end in ends.values())
+
+
+def check_wake(service: Service) -> None:
+    timer = threading.Timer(0.05, service.wake)
+    timer.start()
+    assert service.receive(30.0) is None
+    timer.join()
+    started = time.monotonic()
+    assert service.receive(0.05) is None
+    assert time.monotonic() - started >= 0.04
+
+
+def check_addresses(processes: list[psutil.Process]) -> None:
+    """Whatever listens, listens on loopback; and there is the store."""
+    found = [c for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
+    assert found and {connection.laddr.ip for connection in found} == {"127.0.0.1"}
+
+
+def fault_of(service: Service, rids: set[str] = frozenset()) -> Fault:
+    """The fault that ends the service, after a failure of each open request."""
+    failed: dict[str, Finish] = {}
+    while not isinstance(message := next_message(service), Fault):
+        assert isinstance(message, Output)
+        failed |= {d.rid: d.finish for d in message.deltas if d.finish is not None}
+    assert set(failed) == rids
+    assert all(f.failed and f.message == message.message for f in failed.values())
+    assert service.receive(0) == message  # again and again
+    service.close()
+    assert service.exit_code == 1
+    return message
+
+
+@pytest.mark.parametrize("stepping", [False, True], ids=["idle", "step"])
+def test_killed_rank_is_named(stepping: bool):
+    with serving(spec()) as (service, _):
+        if stepping:
+            start_stepping(service)
+        os.kill(rank_pid(service, 1), signal.SIGKILL)
+        fault = fault_of(service, {"a", "b"} if stepping else set())
+        assert fault.ranks == [1]
+        assert "rank 1 (tp 1, dp 1, ep 1) was killed by signal 9 (SIGKILL); step " in fault.message
+        if not stepping:
+            assert "idle for" in fault.message and "'wait for requests'" in fault.message
+
+
+@pytest.mark.parametrize(
+    "stepping",
+    [pytest.param(False, marks=pytest.mark.slow, id="idle"), pytest.param(True, id="step")],
+)
+def test_stopped_rank_is_named(stepping: bool):
+    with serving(spec()) as (service, _):
+        if stepping:
+            start_stepping(service)
+        os.kill(rank_pid(service, 0), signal.SIGSTOP)
+        fault = fault_of(service, {"a", "b"} if stepping else set())
+        assert fault.ranks == [0]
+        assert "rank 0 (tp 0, dp 0, ep 0) hangs: its process" in fault.message
+        assert "has been stopped (state T) for 0." in fault.message
+
+
+def test_error_in_a_step():
+    with serving(spec(config={"rank": 1, "step": 5, "what": "raise"})) as (service, _):
+        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        fault = fault_of(service, {"a", "b"})
+        assert fault.ranks == [1]
+        assert "failed: ValueError: as it was told to (in misbehave, fake_rank.py:" in fault.message
+        assert "step 5" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("raise", "rank 1 (tp 1, dp 1, ep 1) failed: ValueError: as it was told to"),
+        ("exit", "rank 1 (tp 1, dp 1, ep 1) ended with exit code 7; step 0, starting for"),
+    ],
+)
+def test_error_at_start(what: str, told: str):
+    with pytest.raises(RuntimeError) as caught:
+        Service.start(spec(config={"rank": 1, "step": -1, "what": what}))
+    assert told in str(caught.value)
+
+
+@pytest.mark.slow
+def test_slow_start_is_ended():
+    with pytest.raises(RuntimeError, match=r"not ready within 8 s: .*rank 1 \(tp 1.*'sleep for"):
+        Service.start(spec(config={"rank": 1, "step": -1, "what": "sleep"}, start=8.0))
+
+
+def test_step_that_stands_still(capfd: pytest.CaptureFixture[str]):
+    config = {"rank": 1, "step": 4, "what": "sleep"}
+    with serving(spec(config=config, guard=0.5, hang=2.0)) as (service, _):
+        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        fault = fault_of(service, {"a", "b"})
+    assert fault.ranks == [1]
+    for text in (
+        "the odd one out is rank 1 (tp 1, dp 1, ep 1): step 4, computing for 2.",
+        "last in 'sleep for ever'",
+        "Waiting for it: rank 0 in 'count work' of step 4 for ",
+    ):
+        assert text in fault.message
+    log = capfd.readouterr().err
+    assert log.count("the odd one out is rank 1 (tp 1, dp 1, ep 1): step 4") == 2
+    assert "computing for 0." in log  # the warning, long before the fault
+
+
+def test_waiter_is_not_to_blame():
+    """A rank gives up on another one before the guard does."""
+    config = {"rank": 1, "step": 4, "what": "sleep"}
+    with serving(spec(config=config, guard=0.2, collective=1.0)) as (service, _):
+        service.send(Submit([request("a", LONG), request("b", LONG)]))
+        fault = fault_of(service, {"a", "b"})
+    assert fault.ranks == [1]
+    assert "rank 1 (tp 1, dp 1, ep 1) did not take part: step 4, computing for" in fault.message
+    assert "rank 0 (tp 0, dp 0, ep 0) failed: " in fault.message
+    assert "PeerTimeout: rank 1 did not reach 'count work' within 1.0 s" in fault.message
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_signal_stops_in_order(number: signal.Signals):
+    with serving(spec()) as (service, _):
+        start_stepping(service)
+        os.kill(service.pid, number)
+        _, ends = collect(service, {"a", "b"})
+        assert {end.message for end in ends.values()} == {
+            f"the service stops: the supervisor got {number.name}"
+        }
+        assert not any(end.failed for end in ends.values())
+        assert isinstance(next_message(service), Stop)
+        assert next_message(service).message == "the service was stopped"
+        assert service.exit_code == 0
+
+
+def test_killed_supervisor():
+    """Takes all ranks with it, also one that is stopped and cannot see it."""
+    with serving(spec(stopped=60.0)) as (service, processes):
+        start_stepping(service)
+        os.kill(rank_pid(service, 1), signal.SIGSTOP)
+        os.kill(service.pid, signal.SIGKILL)
+        while not isinstance(message := next_message(service), Fault):
+            pass
+        assert message.message.startswith("the supervisor died (exit code -9)")
+        assert psutil.wait_procs(processes[1:], timeout=20)[1] == []
+
+
+CLIENT = """
+import sys
+from moesaic.comm.launch import Service, ServiceSpec
+from moesaic.comm.mesh import Mesh
+service = Service.start(ServiceSpec(Mesh(tp=2), "tests.distributed.fake_rank:run"))
+assert "torch" not in sys.modules
+print(service.pid, service.folder, flush=True)
+service.receive()
+"""
+
+
+def test_killed_client():
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    )
+    assert client.stdout is not None
+    pid, folder = client.stdout.readline().split()
+    processes = family(int(pid))
+    assert len(processes) >= 5  # supervisor, fork server, store, two ranks
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert not Path(folder).exists()
+
+
+def test_folders_of_the_dead_are_swept():
+    mine = RunFolder.create()
+    dead = mine.path.parent / "1-dead"
+    dead.mkdir()
+    (dead / "owner").touch()
+    stale = mine.path.parent / "torchrun-1-0"
+    stale.touch()
+    other = RunFolder.create()
+    try:
+        assert mine.path.exists() and not dead.exists() and not stale.exists()
+        assert mine.path != other.path
+    finally:
+        mine.remove()
+        other.remove()
+    assert not mine.path.exists() and not other.path.exists()
+
+
+def test_journal_spreads_requests():
+    turns = Journal(3, "round_robin")
+    assert [turns.add(request(f"r{i}")) for i in range(5)] == [0, 1, 2, 0, 1]
+    fewest = Journal(2, "total_requests")
+    assert [fewest.add(request(rid, prompt=9 if rid == "a" else 1)) for rid in "abcd"] == [
+        0,
+        1,
+        0,
+        1,
+    ]
+    fewest.take(Output([Delta(rid, [1], finish=Finish("length")) for rid in "bd"]))
+    assert [fewest.add(request(rid)) for rid in "ef"] == [1, 1]
+    assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
+
+
+def test_journal_counts_tokens():
+    journal = Journal(2, "total_tokens")
+    prompts = {"a": 9, "b": 2, "c": 2}
+    assert [journal.add(request(rid, prompt=n)) for rid, n in prompts.items()] == [0, 1, 1]
+    journal.take(Output([Delta("b", [5] * 6)]))
+    assert journal.tokens == [9, 10]
+    assert journal.add(request("d")) == 0
+    (answer,) = journal.end_all("over", failed=True)
+    assert [(d.rid, d.finish.message, d.finish.failed) for d in answer.deltas] == [
+        (rid, "over", True) for rid in "abcd"
+    ]
+    assert (journal.entries, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
+
+
+def seen(state: State, step: int, operation: str, age: float) -> Seen:
+    return Seen(state, step, operation, 0.0, age, step)
+
+
+def test_guard_compares_steps_and_operations(caplog: pytest.LogCaptureFixture):
+    guard = StepGuard(Mesh(tp=3), 1.0, 5.0)
+    wait = State.WAITING
+
+    def ranks(*sights: Seen) -> dict[int, Seen]:
+        return dict(enumerate(sights))
+
+    even = seen(wait, 7, "combine", 3.0)
+    assert guard.suspect(ranks(even, even, seen(wait, 7, "combine", 0.5)), 1.0) is None
+    assert guard.suspect(ranks(even, even, seen(wait, 6, "combine", 2.0)), 1.0).ranks == (2,)
+    assert guard.suspect(ranks(even, seen(wait, 7, "dispatch", 2.0), even), 1.0).ranks == (1,)
+    assert guard.suspect(ranks(even, even, even), 1.0).ranks == (0, 1, 2)
+    idle = seen(State.IDLE, 6, "wait for requests", 100.0)
+    assert guard.suspect(ranks(idle, idle, idle), 1.0) is None
+    stuck = ranks(even, idle, even)
+    assert guard.look(stuck, 0.0) is None and guard.look(stuck, 0.1) is None
+    assert len(caplog.messages) == 1 and "odd one out is rank 1 (tp 1): step 6" in caplog.text
+    late = ranks(seen(wait, 7, "combine", 5.5), idle, seen(wait, 7, "combine", 6.0))
+    assert guard.look(late, 3.0).ranks == (1,)
+
+
+def test_guard_knows_the_usual_step():
+    """Steps of 2 s: 3 s are nothing to talk about, and a hang takes 40 s."""
+    guard = StepGuard(Mesh(tp=2), 1.0, 5.0)
+    for step in range(10):
+        busy = seen(State.COMPUTING, step, "mlp", 0.1)
+        assert guard.look({0: busy, 1: busy}, 2.0 * step) is None
+    for age, hung in ((3.0, False), (39.0, False), (41.0, True)):
+        sights = {0: seen(State.WAITING, 9, "sum", age), 1: seen(State.COMPUTING, 9, "mlp", age)}
+        assert (guard.look(sights, 18.0 + age) is not None) == hung

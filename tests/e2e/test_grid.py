@@ -1,0 +1,39 @@
+"""Ranks in any arrangement give the tokens that one rank gives."""
+
+from dataclasses import asdict
+
+import pytest
+
+from tests.e2e.grid import ALWAYS, SLOW, answers, arguments, on_one_rank
+
+LINES = [
+    *(pytest.param(line, id=line) for line in ALWAYS),
+    *(pytest.param(line, id=line, marks=pytest.mark.slow) for line in SLOW),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", LINES)
+def test_same_tokens_as_one_rank(line: str) -> None:
+    found = answers(asdict(arguments(line)))
+    assert found == on_one_rank(line.split()[0])
+
+
+def test_the_grid_is_as_large_as_promised() -> None:
+    lines = [*ALWAYS, *SLOW]
+    assert len(set(lines)) == len(lines) >= 40
+    assert len(ALWAYS) >= 10
+    for part in (lines, ALWAYS):
+        args = [arguments(line) for line in part]
+        assert {a.moe_a2a_backend for a in args} == {
+            "none",
+            "deepep",
+            "mooncake",
+            "mori",
+            "flashinfer",
+            "ascend_fuseep",
+        }
+        assert len({line.split()[0] for line in part}) == 6
+        assert max(a.tp_size for a in args) == 8
+        assert max(a.pp_size for a in args) == 4
+    assert {arguments(line).tp_size for line in lines} == set(range(1, 9))

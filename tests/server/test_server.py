@@ -1,0 +1,409 @@
+"""The HTTP server: every route, streams, errors, clients that leave, signals and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import uvicorn
+
+from moesaic.engine.engine import Engine
+from moesaic.server import run
+from moesaic.server.app import make_app
+from moesaic.server.bodies import MAX_BODY
+from moesaic.server.listen import bind
+
+Answer = dict[str, Any]
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with served(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[str]:
+    """The app on a port, in a thread."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+def wait_until_idle(engine: Engine) -> None:
+    def idle() -> bool:
+        info = engine.get_server_info()
+        return bool(info["running"] == 0 and info["waiting"] == 0)
+
+    wait_until(idle)
+
+
+def pieces_of(response: httpx.Response) -> Iterator[Answer]:
+    """The events of a stream; [DONE] must be the last."""
+    done = False
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: ") and not done
+            done = line == "data: [DONE]"
+            if not done:
+                yield json.loads(line.removeprefix("data: "))
+    assert done
+
+
+def without_times(answer: Answer) -> Answer:
+    left_out = ("id", "e2e_latency", "ttft", "cached_tokens")
+    meta = {key: value for key, value in answer["meta_info"].items() if key not in left_out}
+    return {**answer, "meta_info": meta}
+
+
+def test_health(client: httpx.Client) -> None:
+    for path in ("/health", "/health_generate"):
+        response = client.get(path)
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+def test_server_info(client: httpx.Client, engine: Engine) -> None:
+    info = client.get("/server_info").json()
+    assert info.keys() == client.get("/get_server_info").json().keys()
+    assert (info["tp_size"], info["port"], info["running"]) == (1, 30000, 0)
+    assert info["model_path"] == engine.args.model_path
+
+
+def test_generate_gives_what_the_engine_gives(client: httpx.Client, engine: Engine) -> None:
+    body = {
+        "text": ["Hello", "a mosaic of experts"],
+        "sampling_params": [GREEDY, GREEDY | {"max_new_tokens": 3}],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": [2, 0],
+        "lora_path": None,
+    }
+    answers = client.post("/generate", json=body).json()
+    expected = engine.generate(
+        ["Hello", "a mosaic of experts"],
+        [GREEDY, GREEDY | {"max_new_tokens": 3}],
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=[2, 0],
+    )
+    plain = json.loads(json.dumps(expected))
+    assert [without_times(a) for a in answers] == [without_times(a) for a in plain]
+    assert [len(answer["output_ids"]) for answer in answers] == [8, 3]
+    assert len(answers[0]["meta_info"]["output_top_logprobs"][7]) == 2
+
+
+def test_generate_takes_token_ids_and_an_id(client: httpx.Client, engine: Engine) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "rid": "mine"}
+    answer = client.post("/generate", json=body).json()
+    expected = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+    assert isinstance(expected, dict)
+    assert answer["output_ids"] == expected["output_ids"]
+    assert answer["meta_info"]["id"] == "mine"
+    assert answer["meta_info"]["prompt_tokens"] == 3
+
+
+def test_stream(client: httpx.Client) -> None:
+    body = {"text": "Hello", "sampling_params": GREEDY}
+    whole = client.post("/generate", json=body).json()
+    with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        pieces = list(pieces_of(response))
+    assert without_times(pieces[-1]) == without_times(whole)
+    lengths = [len(piece["output_ids"]) for piece in pieces]
+    assert lengths == sorted(lengths) and lengths[0] == 1 and lengths[-1] == 8
+    assert all(whole["text"].startswith(piece["text"]) for piece in pieces)
+
+
+def test_stream_of_several(client: httpx.Client) -> None:
+    body = {"text": ["one", "two", "three"], "sampling_params": GREEDY}
+    whole = client.post("/generate", json=body).json()
+    with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        last = {piece["index"]: piece["output_ids"] for piece in pieces_of(response)}
+    assert last == {number: answer["output_ids"] for number, answer in enumerate(whole)}
+
+
+BAD_BODIES = {
+    "": "truncated",
+    "{": "truncated",
+    "[1]": "Expected `object`",
+    '{"text": "x"} y': "trailing",
+    '{"text": "x", "sampling_params": {"temperature": NaN}}': "invalid character",
+    '{"text": "x", "sampling_params": {"temperature": -Infinity}}': "invalid character",
+    '{"text": "x", "sampling_params": {"temperature": 1e400}}': "out of range",
+    '{"text": "x", "sampling_params": {"temperature": 1%s}}' % ("0" * 400): "int",
+    '{"text": "x", "sampling_params": {"temperature": -1}}': "give 0 (greedy) or more",
+    '{"text": "x", "sampling_params": {"temprature": 1}}': "did you mean 'temperature'",
+    '{"text": "x", "sampling_params": {"n": 100000}}': "ask several times",
+    '{"text": "x", "sampling_params": 5}': "$.sampling_params",
+    '{"text": "\\ud800"}': "does not fit",
+    '{"text": ""}': "must be a text that is not empty",
+    '{"text": "x", "input_ids": [1]}': "and not both",
+    "{}": "give either prompt or input_ids",
+    '{"input_ids": []}': "the prompt is empty",
+    '{"input_ids": [[1], 2]}': "mixes token ids and lists",
+    '{"input_ids": [-1]}': "out of range",
+    '{"input_ids": [true]}': "$.input_ids[0]",
+    '{"input_ids": [1], "rid": 3}': "$.rid",
+    '{"input_ids": [1], "stream": "yes"}': "$.stream",
+    '{"input_ids": [1], "sampling_parms": {}}': "unknown field `sampling_parms`",
+    '{"input_ids": [1], "lora_path": "x"}': "$.lora_path",
+    '{"input_ids": [1], "logprob_start_len": 7, "return_logprob": true}': "logprob_start_len 7",
+    '{"input_ids": [1], "top_logprobs_num": 99999, "return_logprob": true}': "top_logprobs_num",
+    '{"input_ids": [1], "sampling_params": {"stop": ' + "[" * 100_000: "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: body[:60])
+def test_wrong_input_is_refused(
+    client: httpx.Client, engine: Engine, body: str, stream: bool
+) -> None:
+    sent = body.replace("{", '{"stream": true, ', 1) if stream and body[:2] == '{"' else body
+    response = client.post("/generate", content=sent)
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert BAD_BODIES[body] in message
+    assert "nan" not in message.lower() and len(message) < 600
+    wait_until_idle(engine)
+
+
+def test_bytes_that_are_no_text_are_refused(client: httpx.Client) -> None:
+    for body in (b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}', b"\x00", b"\xfe\xff{}"):
+        assert client.post("/generate", content=body).status_code == 400
+
+
+def test_size_limit(client: httpx.Client) -> None:
+    pieces = (b" " * 65536 for _ in range(MAX_BODY // 65536 + 1))
+    response = client.post("/generate", content=pieces)
+    assert response.status_code == 413
+    assert str(MAX_BODY) in response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
+    missing, wrong = client.get("/nothing"), client.get("/generate")
+    assert (missing.status_code, missing.json()) == (404, {"error": {"message": "Not Found"}})
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json() == {"error": {"message": "Method Not Allowed"}}
+
+
+def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
+    body = {"text": "Hello", "sampling_params": LONG, "rid": "taken", "stream": True}
+    with client.stream("POST", "/generate", json=body) as response:
+        next(pieces_of(response))
+        second = client.post("/generate", json=body)
+        assert second.status_code == 400
+        assert "taken" in second.json()["error"]["message"]
+    wait_until_idle(engine)
+
+
+def test_flush_cache(client: httpx.Client, engine: Engine) -> None:
+    client.post("/generate", json={"text": "x" * 64, "sampling_params": GREEDY})
+    wait_until_idle(engine)
+    cached = engine.get_server_info()["pages_cached"]
+    assert cached >= 4
+    assert client.post("/flush_cache").json() == {"freed_pages": cached}
+    assert client.post("/flush_cache").json() == {"freed_pages": 0}
+
+
+def test_abort_request(client: httpx.Client, engine: Engine) -> None:
+    body = {"text": "Hello", "sampling_params": LONG, "rid": "long", "stream": True}
+    with client.stream("POST", "/generate", json=body) as response:
+        pieces = pieces_of(response)
+        next(pieces)
+        assert client.post("/abort_request", json={"rid": "long"}).status_code == 200
+        last = list(pieces)[-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(last["output_ids"]) < 1500
+    wait_until_idle(engine)
+    assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
+    assert client.post("/abort_request", json={"rid": 1}).status_code == 400
+    assert client.post("/abort_request", json={}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_request(url: str, engine: Engine, stream: bool) -> None:
+    """With stream, after the first piece; without, while it waits."""
+    body = json.dumps({"text": "Hello", "sampling_params": LONG, "stream": stream}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    steps = engine.get_server_info()["steps"]
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        connection.sendall(head + body)
+        if stream:
+            assert b"data: " in connection.recv(65536) + connection.recv(65536)
+        wait_until(lambda: bool(engine.get_server_info()["running"]))
+    wait_until_idle(engine)
+    assert engine.get_server_info()["steps"] - steps < 1500
+
+
+def test_queue_full() -> None:
+    limits = {"max_running_requests": 1, "max_queued_requests": 1}
+    with (
+        Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning", **limits) as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        body = {"text": ["Hello", "you"], "sampling_params": LONG, "stream": True}
+        with client.stream("POST", "/generate", json=body) as response:
+            next(pieces_of(response))
+            for stream in (False, True):
+                third = client.post("/generate", json=body | {"text": "third", "stream": stream})
+                assert (third.status_code, third.headers["retry-after"]) == (429, "1")
+                assert "try again later" in third.json()["error"]["message"]
+            assert client.get("/health").status_code == 200
+        wait_until_idle(engine)
+        assert client.post("/generate", json={"text": "x"}).status_code == 200
+
+
+def test_a_stopping_server_drains_and_then_ends_what_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "DRAIN_SECONDS", 1.0)
+
+    async def main() -> tuple[httpx.Response, httpx.Response]:
+        with Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning") as mortal:
+            listener = bind("127.0.0.1", 0)
+            server = run.Server(mortal, listener)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            serving = asyncio.create_task(server.serve_until_told())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                # Sixteen at once outlast the second that they get.
+                long = {"text": ["Hello"] * 16, "sampling_params": LONG}
+                short = {"text": "Hello", "sampling_params": GREEDY}
+                posts = [client.post("/generate", json=body) for body in (long, short)]
+                tasks = [asyncio.create_task(post) for post in posts]
+                while (await asyncio.to_thread(mortal.get_server_info))["running"] < 10:
+                    await asyncio.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGTERM)
+                answers = await asyncio.gather(*tasks)
+                await serving
+        return answers[0], answers[1]
+
+    ended, finished = asyncio.run(main())
+    assert (ended.status_code, finished.status_code) == (503, 200)
+    assert ended.json() == {"error": {"message": "the server is stopping"}}
+    assert len(finished.json()["output_ids"]) == 8
+    assert "ready: http://127.0.0.1:" in capfd.readouterr().out
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "no/such/model"]
+        done = subprocess.run([*command, "--port", str(port)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"--host 127.0.0.1 --port {port}: Address already in use" in done.stderr
+
+
+def free_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of its own on the tiny model, ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
+    server = subprocess.Popen(
+        [*command, "--port", str(port), *flags], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == f"ready: http://127.0.0.1:{port}\n"
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
+    with process() as (server, url), httpx.Client(base_url=url, timeout=60) as client:
+        body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 200}, "stream": True}
+        with client.stream("POST", "/generate", json=body) as response:
+            pieces = pieces_of(response)
+            next(pieces)
+            server.send_signal(number)
+            assert len(list(pieces)[-1]["output_ids"]) == 200
+        assert server.wait(timeout=60) == 0
+        with pytest.raises(httpx.ConnectError):
+            client.get("/health")
+
+
+def test_a_signal_while_loading_ends_the_server() -> None:
+    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
+    port = free_port()
+    server = subprocess.Popen(
+        [*command, "--tp", "2", "--port", str(port)], stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    assert any("loading tiny:qwen3_moe" in line for line in iter(server.stderr.readline, ""))
+    children = psutil.Process(server.pid).children(recursive=True)
+    server.send_signal(signal.SIGTERM)
+    server.communicate(timeout=60)
+    assert server.returncode == 0
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def test_a_dead_rank_ends_the_server_with_an_error() -> None:
+    with process("--tp", "2") as (server, url), httpx.Client(base_url=url, timeout=60) as client:
+        info = client.get("/server_info").json()
+        assert info["tp_size"] == 2
+        children = psutil.Process(server.pid).children(recursive=True)
+        body = {"text": "Hello", "sampling_params": LONG, "stream": True}
+        with client.stream("POST", "/generate", json=body) as response:
+            pieces = pieces_of(response)
+            next(pieces)
+            os.kill(rank_pid(children), signal.SIGKILL)
+            error = list(pieces)[-1]["error"]["message"]
+        assert "rank" in error
+        assert server.wait(timeout=60) == 1
+        assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def rank_pid(children: list[psutil.Process]) -> int:
+    """The one with most memory: the supervisor and its helpers have no model."""
+    return int(max(children, key=lambda child: child.memory_info().rss).pid)

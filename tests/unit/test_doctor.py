@@ -1,0 +1,308 @@
+"""`moesaic doctor`: layouts against the one-rank model and against tables written by hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.cli.doctor_text import size, spans, table
+from moesaic.cli.main import main
+from moesaic.engine.memory import total_memory
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.registry import build_model
+from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
+from moesaic.moe.backends import load_backends
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
+
+DPA = "--dp 4 --enable-dp-attention"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_checkpoint(family, root / family) for family in FAMILIES}
+
+
+def ask(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> dict[str, Any]:
+    assert main(["doctor", *line.split(), "--json"]) == status
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (status == 0)
+    return report
+
+
+def ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = report["layout"]["ranks"]
+    return found
+
+
+def whole_bytes(folder: Path) -> tuple[int, int]:
+    """Of the dense weights and of the experts of the model on one rank, really allocated."""
+    model = build_model(RawConfig.read(folder), BuildContext.single(torch.float32, 16))
+    experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    held = [layer.weights.w13_eJH.nbytes + layer.weights.w2_eHI.nbytes for layer in experts]
+    biases = [b.nbytes for layer in experts for b in (layer.b13, layer.b2) if b is not None]
+    return model.nbytes - sum(held) - sum(biases), sum(held) + sum(biases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_holds_the_model(
+    family: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    (rank,) = ranks(ask(capsys, f"{folders[family]} --max-total-tokens 64"))
+    assert (rank["dense_bytes"], rank["expert_bytes"]) == whole_bytes(folders[family])
+    assert rank["experts"] == list(range(8))
+    assert rank["layers"] == [0, 1]
+    assert rank["cache_bytes"] == 64 * rank["cache_bytes_per_token"]
+    assert (rank["a2a_bytes"], rank["collective_bytes"]) == (0, 0)
+    assert rank["total_bytes"] == sum(
+        rank[f"{kind}_bytes"] for kind in ("dense", "expert", "cache")
+    )
+
+
+@pytest.mark.parametrize("a2a", ["none", "deepep", "mooncake", "mori", "flashinfer"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_expert_bytes_fall_as_one_by_ep(
+    family: str, a2a: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    _, whole = whole_bytes(folders[family])
+    for ep in (2, 4, 8):
+        line = f"{folders[family]} --tp 8 --dp 8 --enable-dp-attention --ep {ep}"
+        found = ranks(ask(capsys, f"{line} --moe-a2a-backend {a2a}"))
+        # The bias of the down projection is held by the first of those who share an expert.
+        first = [rank for rank in found if rank["moe_tp_rank"] == 0]
+        biases = 0 if family != "gpt_oss" else 2 * 8 * 64 * 4 // ep
+        held = {rank["expert_bytes"] for rank in first}
+        assert held == {(whole - biases * ep) // 8 + biases}
+        experts = [expert for rank in first for expert in rank["experts"]]
+        assert experts == list(range(8))
+        assert all(rank["a2a_bytes"] > 0 for rank in found)
+
+
+def test_tensor_parallel_ranks_share_everything(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    dense, experts = whole_bytes(folders["qwen3_moe"])
+    report = ask(capsys, f"{folders['qwen3_moe']} --tp 2")
+    for rank in ranks(report):
+        assert rank["expert_bytes"] == experts // 2
+        # Norms (each layer's two, of hidden size, and q's and k's), the last norm and the routers.
+        replicated = (2 * (2 * 64 + 2 * 16) + 64 + 2 * 8 * 64) * 4
+        assert rank["dense_bytes"] == (dense - replicated) // 2 + replicated
+        assert (rank["query_heads"], rank["kv_heads"]) == (2, 1)
+        assert rank["cache_bytes_per_token"] == 2 * 1 * (16 + 16) * 4
+        assert rank["experts"] == list(range(8))
+
+
+def test_attention_groups_hold_all_heads(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    report = ask(capsys, f"{folders['deepseek_v3']} --tp 4 {DPA} --moe-a2a-backend deepep")
+    assert report["layout"]["mesh"] == {
+        "world": 4,
+        "nnodes": 1,
+        "replicas": 1,
+        "pp": 1,
+        "tp": 4,
+        "dp": 4,
+        "attention_tp": 1,
+        "ep": 4,
+        "moe_tp": 1,
+        "dense_tp": 4,
+        "vocab_tp": 4,
+    }
+    assert [rank["experts"] for rank in ranks(report)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert {rank["query_heads"] for rank in ranks(report)} == {4}
+    assert {tuple(rank["moe_layers"]) for rank in ranks(report)} == {(1,)}
+    flags = {change["flag"]: change["value"] for change in report["flags"]}
+    assert flags["--ep-size"] == 4
+    assert report["layout"]["moe"]["a2a"] == "deepep"
+    assert any("runner" in reason for reason in report["layout"]["moe"]["reasons"])
+
+
+def test_stages_hold_their_layers(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    dense, experts = whole_bytes(folders["mixtral"])
+    line = f"{folders['mixtral']} --pp 2 --nnodes 2 --dist-init-addr h:1"
+    first, second = ranks(ask(capsys, line))
+    assert (first["layers"], second["layers"]) == ([0], [1])
+    assert (first["node"], second["node"]) == (0, 1)
+    assert first["expert_bytes"] == second["expert_bytes"] == experts // 2
+    assert first["dense_bytes"] + second["dense_bytes"] == dense
+    assert first["collective_bytes"] > 0
+
+
+def test_replicas_are_alike(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    report = ask(capsys, f"{folders['qwen2_moe']} --tp 2 --dp 2")
+    found = ranks(report)
+    assert [rank["replica"] for rank in found] == [0, 0, 1, 1]
+    assert found[0]["total_bytes"] == found[2]["total_bytes"]
+    assert report["layout"]["node_bytes"] == [sum(rank["total_bytes"] for rank in found)]
+
+
+def test_deterministic_mode_cuts_no_expert(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    _, whole = whole_bytes(folders["qwen3_moe"])
+    line = f"{folders['qwen3_moe']} --tp 4 --ep 2 {DPA}"
+    cut = ask(capsys, line)
+    assert {rank["expert_bytes"] for rank in ranks(cut)} == {whole // 4}
+    held = ask(capsys, f"{line} --enable-deterministic-inference")
+    assert {rank["expert_bytes"] for rank in ranks(held)} == {whole // 2}
+    assert [rank["experts"][0] for rank in ranks(held)] == [0, 0, 4, 4]
+    assert (cut["layout"]["moe"]["copies"], held["layout"]["moe"]["copies"]) == (1, 2)
+    assert held["layout"]["mesh"]["dense_tp"] == held["layout"]["mesh"]["vocab_tp"] == 1
+
+
+def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    line = f"{folders['qwen3_moe']} --tp 3 --dp 3 --enable-dp-attention --ep 3"
+    report = ask(capsys, line, 1)
+    assert report["layout"] is None
+    assert report["problems"] == [
+        "8 expert slots cannot be laid evenly over ep 3: add 1 redundant slots "
+        "(--ep-num-redundant-experts) or change --ep-size"
+    ]
+    found = ranks(ask(capsys, f"{line} --ep-num-redundant-experts 1"))
+    assert [rank["experts"] for rank in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert [rank["first_slot"] for rank in found] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "reason"),
+    [
+        ("qwen3_moe", "--pp 3", "--pp-size 3 is more than the model's 2 layers"),
+        ("qwen3_moe", "--tp 3", "cannot be cut in 3 (tp 3 / ep 1)"),
+        ("qwen3_moe", "--tp 8 --ep 8", "4 ranks of attention|4 with num_key_value_heads 2"),
+        ("deepseek_v3", "--tp 8 --ep 8", "num_attention_heads 4 cannot be split over 8 ranks"),
+        ("qwen3_moe", "--tp 2 --ep 3", "raise --tp-size to 3 or lower --ep-size"),
+        ("qwen3_moe", "--moe-a2a-backend mooncake --deepep-mode normal", "has no normal mode"),
+        ("qwen3_moe", "--moe-runner-backend flashinfer_mxfp4", "fp32 weights"),
+        ("qwen3_moe", "--context-length 9999", "is longer than the model's max_position"),
+        ("qwen3_moe", "--max-total-tokens 999999999999", "needs"),
+        ("qwen3_moe", "--api-key k", "not built yet: --api-key ***"),
+        ("qwen3_moe", "--quantization awq", "the checkpoint is not quantised"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    family: str,
+    flags: str,
+    reason: str,
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+):
+    report = ask(capsys, f"{folders[family]} {flags}", 1)
+    assert len(report["problems"]) == 1
+    assert re.search("|".join(map(re.escape, reason.split("|"))), report["problems"][0])
+    assert main(["doctor", str(folders[family]), *flags.split()]) == 1
+    text = capsys.readouterr().out
+    assert f"This cannot work:\n  - {report['problems'][0]}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("tiny:nothing", "unknown tiny model 'nothing'"),
+        ("no/such/folder", "--model-path no/such/folder is not a folder"),
+    ],
+)
+def test_unknown_model(model: str, reason: str, capsys: pytest.CaptureFixture[str]):
+    report = ask(capsys, model, 1)
+    assert reason in report["problems"][0]
+    assert report["machine"]["memory"]["total_bytes"] == total_memory()
+
+
+def test_all_wrong_flags_are_listed_without_a_model(capsys: pytest.CaptureFixture[str]):
+    report = ask(capsys, "--tp 8 --ep 3 --node-rank 2", 1)
+    assert len(report["problems"]) == 2
+    assert (report["model"], report["layout"], report["flags"]) == (None, None, [])
+
+
+def test_weights_that_do_not_fit(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moesaic.engine.layout.total_memory", lambda: 2**20)
+    report = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)
+    (problem,) = report["problems"]
+    assert problem.startswith("weights and buffers of the 2 ranks of a node take")
+    assert report["layout"]["cache_tokens"] is None
+    assert len(ranks(report)) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("moesaic.engine.layout.free_memory", lambda: 2**20)
+    (problem,) = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)["problems"]
+    assert problem.startswith("nothing is left for a KV cache")
+
+
+def test_the_default_cache_is_half_of_what_is_free(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    fixed = sum(
+        rank["total_bytes"] - rank["cache_bytes"]
+        for rank in ranks(ask(capsys, f"{folders['qwen3_moe']} --tp 2"))
+    )
+    monkeypatch.setattr("moesaic.engine.layout.free_memory", lambda: fixed + 4 * 100 * 16 * 256)
+    report = ask(capsys, f"{folders['qwen3_moe']} --tp 2")
+    assert report["layout"]["cache_tokens"] == 100 * 16
+
+
+def test_backends_without_a_model(capsys: pytest.CaptureFixture[str]):
+    backends = ask(capsys, "")["backends"]
+    load_backends()
+    assert [row["name"] for row in backends["a2a"]] == [*A2A_REGISTRY]
+    assert [row["name"] for row in backends["runners"]] == [*RUNNER_REGISTRY]
+    assert (backends["weights"], backends["device"]) == ("bf16", "cpu")
+    runs = {row["name"]: row for row in backends["a2a"] + backends["runners"]}
+    assert runs["deepep"]["runs"] and runs["deepep"]["providers"] == {"cpu": "native"}
+    assert all(row["runs"] for row in backends["a2a"])
+    assert not runs["flashinfer_mxfp4"]["runs"]
+    assert "does not compute with bf16 weights" in runs["flashinfer_mxfp4"]["reason"]
+    assert {row["module"] for row in backends["libraries"]} >= {"deep_ep", "deep_gemm"}
+
+
+def test_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    line = f"{folders['qwen3_moe']} --tp 4 {DPA} --moe-a2a-backend mori --max-total-tokens 1024"
+    assert main(["doctor", *line.split()]) == 0
+    text = capsys.readouterr().out
+    for title in ("Machine\n", "All-to-all backends (fp32", "Runner backends", "Layout of"):
+        assert title in text
+    assert text.endswith("No problem found.\n")
+    assert "--ep-size" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r" +[0-3] +0 +0", line)]
+    assert [row[:9] for row in rows] == [
+        [str(r), "0", "0", str(r), str(r), str(r), "0-1", f"{2 * r}-{2 * r + 1}", "4/2"]
+        for r in range(4)
+    ]
+    assert "KV cache of 1024 tokens on every rank, at most 512 bytes a token and rank" in text
+
+
+def test_nothing_is_loaded(folders: dict[str, Path]):
+    """Weights are not even looked at: a folder with a config alone is laid out."""
+    config = folders["qwen3_moe"] / "config.json"
+    bare = folders["qwen3_moe"].parent / "bare"
+    bare.mkdir(exist_ok=True)
+    (bare / "config.json").write_text(config.read_text())
+    assert main(["doctor", str(bare), "--tp", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")]
+)
+def test_size(nbytes: int, text: str):
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], "-"), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([6, 7, 0], "6-7,0")]
+)
+def test_spans(numbers: list[int], text: str):
+    assert spans(numbers) == text
+
+
+def test_table():
+    assert list(table(("a", "b"), [("1", "200"), ("10", "3")])) == [
+        "   a    b",
+        "   1  200",
+        "  10    3",
+    ]
+    assert list(table((), [("x", "one"), ("long", "two")])) == ["  x     one", "  long  two"]
