@@ -58,7 +58,9 @@ class GlooDispatcher(BaseDispatcher):
         sent_P = wanted_PT.sum(1)
         received_P = torch.empty_like(sent_P)
         ones = [1] * len(sent_P)
-        self.comm.group.all_to_all(received_P, sent_P, ones, ones, self.operation("dispatch"))
+        self.comm.group.collectives().all_to_all(
+            received_P, sent_P, ones, ones, self.operation("dispatch")
+        )
         to_P, from_P = sent_P.tolist(), received_P.tolist()
         x, ids_RK, weights_RK = self._send(pending, wanted_PT.nonzero()[:, 1], to_P, from_P)
         ids_RK = self.config.layout.local(ids_RK)
@@ -113,7 +115,7 @@ class GlooDispatcher(BaseDispatcher):
     def exchange(self, rows: Tensor, to_P: list[int], from_P: list[int], operation: str) -> Tensor:
         """`to_P[p]` rows go to rank p, `from_P[p]` come from it, in the order of ranks."""
         out = rows.new_empty(sum(from_P), *rows.shape[1:])
-        self.comm.group.all_to_all(out, rows.contiguous(), from_P, to_P, operation)
+        self.comm.group.collectives().all_to_all(out, rows.contiguous(), from_P, to_P, operation)
         return out
 
 
@@ -130,7 +132,7 @@ class RingDispatcher(GlooDispatcher):
         received[rank].copy_(sent[rank])
         for turn in range(1, size):
             to, source = (rank + turn) % size, (rank - turn) % size
-            self.comm.group.all_to_all(
+            self.comm.group.collectives().all_to_all(
                 received[source],
                 sent[to],
                 [count if p == source else 0 for p, count in enumerate(from_P)],

@@ -24,7 +24,7 @@ MAGIC: Final = 0x4D4F455341494331
 # Words of the head.
 MAGIC_WORD, EPOCH, LIVE, SEATS = range(4)
 # Words of a seat.
-BEAT, STEP, STATE, SINCE, PROGRESS = range(5)
+BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED = range(7)
 
 
 class State(IntEnum):
@@ -38,9 +38,14 @@ class State(IntEnum):
     """For another rank, in the operation that its text names."""
 
 
+# Where the time in a state is added up.
+TOTALS: Final[dict[int, int]] = {State.COMPUTING: COMPUTED, State.WAITING: WAITED}
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank as the supervisor sees it; times in seconds ago."""
+    """A rank as the supervisor sees it; ages in seconds. `computed` and `waited`: the seconds that
+    it has spent so in all, up to its last change of state."""
 
     state: State
     step: int
@@ -48,6 +53,8 @@ class Seen:
     beat_age: float
     state_age: float
     progress: int
+    computed: float = 0.0
+    waited: float = 0.0
 
     def __str__(self) -> str:
         doing = f"{self.state.name.lower()} for {self.state_age:.1f} s"
@@ -128,7 +135,7 @@ class ControlPage:
 
     def seen(self, rank: int) -> Seen:
         base = self._base(rank - self.first_rank)
-        words = self._words[base // WORD : base // WORD + 5].tolist()
+        words = self._words[base // WORD : base // WORD + 7].tolist()
         now = time.monotonic_ns()
         return Seen(
             state=State(words[STATE]),
@@ -137,6 +144,8 @@ class ControlPage:
             beat_age=(now - words[BEAT]) / 1e9,
             state_age=(now - words[SINCE]) / 1e9,
             progress=words[PROGRESS],
+            computed=words[COMPUTED] / 1e9,
+            waited=words[WAITED] / 1e9,
         )
 
     def _base(self, seat: int) -> int:
@@ -177,8 +186,12 @@ class Seat:
         words, first = self._words, self._first
         if operation is not None:
             self._page._write(self._start + LINE_BYTES, operation)
+        now = time.monotonic_ns()
+        before = TOTALS.get(words[first + STATE])
+        if before is not None:
+            words[first + before] += now - words[first + SINCE]
         words[first + STATE] = state
-        words[first + SINCE] = time.monotonic_ns()
+        words[first + SINCE] = now
         words[first + PROGRESS] += 1
 
     @property

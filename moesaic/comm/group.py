@@ -46,6 +46,10 @@ class Peers(ABC):
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
         """What each rank gave, of any length."""
 
+    @abstractmethod
+    def collectives(self) -> RankGroup:
+        """The same ranks with collectives over gloo; all of them ask for it together."""
+
 
 class RankGroup(Peers):
     """Ranks that run the same collectives in the same order.
@@ -122,6 +126,9 @@ class RankGroup(Peers):
     def close(self) -> None:
         self._gloo = None
         self._store = None
+
+    def collectives(self) -> RankGroup:
+        return self
 
     def barrier(self, operation: str) -> None:
         self._run(lambda gloo: gloo.barrier(), operation)

@@ -10,7 +10,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from moesaic.comm.control import Seat
 from moesaic.comm.errors import PeerTimeout
-from moesaic.comm.group import Peers
+from moesaic.comm.group import LOOPBACK, Peers, RankGroup
 
 # How long a rank sleeps between two looks at the store: short at first, as peers mostly come
 # together, then long enough for the store to serve many ranks.
@@ -22,7 +22,8 @@ class StoreGroup(Peers):
     """Ranks that exchange bytes through a store, operation after operation in the same order.
 
     Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
-    ends with EpochChanged when the supervisor declares a new epoch.
+    ends with EpochChanged when the supervisor declares a new epoch. `host`: the address that gloo
+    binds, if collectives are asked for.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class StoreGroup(Peers):
         timeout: float,
         nodes: Sequence[int] = (),
         seat: Seat | None = None,
+        host: str = LOOPBACK,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of group {name}: give one of 0..{size - 1}")
@@ -46,6 +48,18 @@ class StoreGroup(Peers):
         self._store = PrefixStore(name, store) if store is not None and size > 1 else None
         self._sequence = 0
         self._last_complete = ""
+        self._host = host
+        self._collectives: RankGroup | None = None
+
+    def collectives(self) -> RankGroup:
+        if self._collectives is None:
+            if self._store is None:
+                self._collectives = RankGroup.alone(self.name, self.timeout)
+            else:
+                self._collectives = RankGroup.form(
+                    self._store, "gloo", self.rank, self.size, self.timeout, host=self._host
+                )
+        return self._collectives
 
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
         """What each rank gave, of any length."""

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.group import LOOPBACK
 from moesaic.comm.links import Links
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.mesh import Place
@@ -96,6 +97,7 @@ class RankLink:
             self.timeout,
             nodes if across else (),
             self.seat,
+            self._boot.host if across else LOOPBACK,
         )
         if across:
             group.links = self.links

@@ -41,7 +41,7 @@ class Abort(Message):
 
 class Ask(Message):
     """A question to every serving group; each leader answers it with a Reply of the same number.
-    `what`: info, flush_cache."""
+    `what`: flush_cache, or info, to which the supervisor adds what it sees of the ranks (-1)."""
 
     number: int
     what: str
@@ -148,6 +148,8 @@ class Sight(Message):
     beat_age: float
     state_age: float
     progress: int
+    computed: float
+    waited: float
 
 
 class Beat(Message):

@@ -10,6 +10,7 @@ Every decision of the loop follows from what was gathered, so all ranks take the
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from dataclasses import asdict
 
@@ -184,8 +185,9 @@ class Rank:
         return Pipe(peers, spec, self.ranks.timeout)
 
     def _holdings(self) -> dict[str, int]:
-        """What this rank keeps in memory, in bytes."""
+        """What this rank keeps in memory, in bytes, and its process."""
         return {
+            "pid": os.getpid(),
             "weight_bytes": self.runner.model.nbytes,
             "expert_bytes": sum(map(expert_bytes, self.runner.moe_layers)),
             "cache_bytes": self.runner.cache.num_bytes,

@@ -32,6 +32,8 @@ from moesaic.engine.jobs import Job
 
 logger = logging.getLogger(__name__)
 
+TARGET = "moesaic.engine.rank:run"
+
 
 class RemoteCore:
     """Takes the place of EngineCore: requests go to the ranks, their tokens come back.
@@ -136,15 +138,17 @@ class RemoteCore:
             return
         what, answer, replies = self._questions[reply.number]
         replies[reply.group] = reply.value
-        if len(replies) == self.service.spec.mesh.num_groups:
-            del self._questions[reply.number]
-            answer.set_result(self._merge(what, [replies[group] for group in sorted(replies)]))
-
-    def _merge(self, what: str, values: list[Any]) -> Any:
+        groups = range(self.service.spec.mesh.num_groups)
+        if len(replies) < len(groups) + (what == "info"):
+            return
+        del self._questions[reply.number]
+        values = [replies[group] for group in groups]
         if what == "flush_cache":
-            return sum(values)
+            answer.set_result(sum(values))
+            return
         summed = {key: sum(value[key] for value in values) for key in SUMMED}
-        return {**asdict(self.args), **values[0], **summed, "groups": values}
+        told = {"groups": values, "ranks": replies[-1]}
+        answer.set_result({**asdict(self.args), **values[0], **summed, **told})
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
@@ -175,7 +179,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         timeouts = replace(timeouts, collective=args.dist_timeout)
     return ServiceSpec(
         mesh=mesh,
-        target="moesaic.engine.rank:run",
+        target=TARGET,
         config=asdict(args),
         node_rank=args.node_rank,
         dist_init_addr=args.dist_init_addr,

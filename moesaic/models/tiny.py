@@ -187,8 +187,10 @@ def _cached(family: str, changes: dict[str, int]) -> Path:
     work = Path(tempfile.mkdtemp(dir=root))
     try:
         make_tiny_checkpoint(family, work / "model", changes=changes)
+        (work / "model").rename(folder)
+    except OSError:  # another process was faster
         if not folder.is_dir():
-            (work / "model").rename(folder)
+            raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder

@@ -19,14 +19,8 @@ from moesaic.comm.local import LocalRanks
 from moesaic.comm.window import PlaneSpec, SharedWindow
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
-from tests.distributed.moe_ranks import (
-    DTYPES,
-    LANES,
-    Combination,
-    Exchange,
-    cases_for,
-    planes_of,
-)
+from moesaic.moe.dispatch.exchange import LANES, TAGS, Exchange, Lanes, Signal, planes_of
+from tests.distributed.moe_ranks import DTYPES, Combination, cases_for
 from tests.distributed.nodes import (
     FOUR,
     LAYOUTS,
@@ -110,6 +104,22 @@ def test_pieces_go_where_they_are_wanted():
         window.touch(x[:, 3])
     with pytest.raises(AssertionError, match="not part of the window"):
         window.touch(torch.zeros(4))
+
+
+def test_after_a_restart_tags_go_first():
+    """So that a rank that was left behind sees them before it can see new data."""
+    specs = [TAGS, PlaneSpec("x", (100,), torch.uint8)]
+    window, ferry, _ = lonely_window(specs, nodes=(0, 1))
+    sent: list[Any] = []
+    ferry.routes[0].outlet.send = lambda buffers, *_: sent.append(list(buffers[1:]))
+    lanes = Lanes(window)
+    lanes.signal(Signal.OFFERED, 1, 5, "dispatch")
+    lanes.restart(3)
+    window.touch(window.plane("x"))
+    lanes.signal(Signal.OFFERED, 1, 6, "dispatch")
+    assert [[len(piece) for piece in pieces] for pieces in sent] == [[8], [64, 100, 8]]
+    tags = torch.frombuffer(sent[1][0], dtype=torch.int64)
+    assert (tags >> 32).tolist() == [3] * 8
 
 
 @pytest.mark.parametrize("nodes", [*LAYOUTS, (3, 3, 3, 9, 9, 9, 9, 4)])

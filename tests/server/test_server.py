@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,6 +156,12 @@ def test_stream(client: httpx.Client) -> None:
     assert all(whole["text"].startswith(piece["text"]) for piece in pieces)
 
 
+def test_stream_of_nothing(client: httpx.Client) -> None:
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 0}, "stream": True}
+    with client.stream("POST", "/generate", json=body) as response:
+        assert [piece["output_ids"] for piece in pieces_of(response)] == [[]]
+
+
 def test_stream_of_several(client: httpx.Client) -> None:
     body = {"text": ["one", "two", "three"], "sampling_params": GREEDY}
     whole = client.post("/generate", json=body).json()
@@ -296,7 +303,7 @@ def test_queue_full() -> None:
 
 
 def test_a_stopping_server_drains_and_then_ends_what_runs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "DRAIN_SECONDS", 1.0)
 
@@ -390,20 +397,41 @@ def test_a_signal_while_loading_ends_the_server() -> None:
 
 def test_a_dead_rank_ends_the_server_with_an_error() -> None:
     with process("--tp", "2") as (server, url), httpx.Client(base_url=url, timeout=60) as client:
-        info = client.get("/server_info").json()
-        assert info["tp_size"] == 2
+        assert client.get("/server_info").json()["tp_size"] == 2
         children = psutil.Process(server.pid).children(recursive=True)
         body = {"text": "Hello", "sampling_params": LONG, "stream": True}
         with client.stream("POST", "/generate", json=body) as response:
             pieces = pieces_of(response)
             next(pieces)
-            os.kill(rank_pid(children), signal.SIGKILL)
+            os.kill(rank_of(children), signal.SIGKILL)
             error = list(pieces)[-1]["error"]["message"]
-        assert "rank" in error
+        assert "was killed by signal 9" in error
         assert server.wait(timeout=60) == 1
         assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-def rank_pid(children: list[psutil.Process]) -> int:
-    """The one with most memory: the supervisor and its helpers have no model."""
-    return int(max(children, key=lambda child: child.memory_info().rss).pid)
+def test_after_a_fault_every_answer_names_it() -> None:
+    with (
+        Engine(model_path="tiny:qwen3_moe", tp_size=2, log_level="warning") as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        pending = [
+            pool.submit(client.post, "/generate", json={"text": text, "sampling_params": LONG})
+            for text in ("one", ["a", "list"])
+        ]
+        wait_until(lambda: engine.get_server_info()["running"] == 3)
+        os.kill(rank_of(psutil.Process().children(recursive=True)), signal.SIGKILL)
+        answers = [future.result() for future in pending]
+        answers += [client.get(path) for path in ("/health", "/health_generate", "/server_info")]
+        answers += [client.post("/generate", json={"text": "x"}), client.post("/flush_cache")]
+        assert [answer.status_code for answer in answers] == [503] * 7
+        assert {answer.json()["error"]["message"] for answer in answers} == {engine.fault}
+        assert "was killed by signal 9" in engine.fault
+
+
+def rank_of(processes: list[psutil.Process]) -> int:
+    """The largest that has no children: neither the supervisor nor its fork server."""
+    leaves = [process for process in processes if not process.children()]
+    return int(max(leaves, key=lambda process: process.memory_info().rss).pid)

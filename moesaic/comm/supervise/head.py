@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +233,23 @@ class Head(Node):
         self.tell_client(Output([Delta(rid, [], finish=Finish("abort", message=why, failed=True))]))
 
     def _ask(self, question: Ask) -> None:
+        if question.what == "info":
+            self.tell_client(Reply(question.number, -1, self._overview()))
         for group in range(self.mesh.num_groups):
             self._asked[group] += 1
             self.send_rank(self.mesh.leader(group), encode(question))
         for replica in self._replicas:
             self._wake_if_due(replica)
+
+    def _overview(self) -> list[dict[str, Any]]:
+        """Every rank: where it stands, what it holds, and what it does now."""
+        seen = self.sights(time.monotonic())
+        return [
+            {"rank": rank, "place": self.mesh.describe(rank), **self._facts[rank]}
+            | (asdict(seen[rank]) | {"state": seen[rank].state.name.lower()})
+            for rank in sorted(seen)
+            if rank in self._facts
+        ]
 
     def _wake_if_due(self, replica: Replica) -> None:
         groups = replica.groups

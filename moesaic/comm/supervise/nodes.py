@@ -165,6 +165,8 @@ def _sight(rank: int, seen: Seen) -> Sight:
         seen.beat_age,
         seen.state_age,
         seen.progress,
+        seen.computed,
+        seen.waited,
     )
 
 
@@ -176,4 +178,6 @@ def _seen(sight: Sight, later: float) -> Seen:
         sight.beat_age + later,
         sight.state_age + later,
         sight.progress,
+        sight.computed,
+        sight.waited,
     )

@@ -1,0 +1,179 @@
+"""The processes of one run of the engine as they are seen from outside, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+from moesaic.comm.control import ControlPage
+
+MARK: Final = "MOESAIC_FAULT_MARK"
+# Only ends what hangs: two cores may be shared with much else.
+PATIENCE: Final = 120.0
+LOOK: Final = 0.002
+Found = TypeVar("Found")
+
+
+class Run:
+    """All that a marked process starts inherits the mark, by which it is found, also when its
+    parent is gone. `log`: where the supervisor and the ranks write."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        descriptor, name = tempfile.mkstemp(prefix="moesaic-fault-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(name)
+        self.client = os.getpid()
+        self._began = time.time()
+        self._folder = ""
+        self._descriptors = _descriptors()
+
+    @contextmanager
+    def marked(self, **environment: str) -> Iterator[None]:
+        """What this process starts meanwhile belongs to the run."""
+        wanted = {MARK: self.mark, **environment}
+        before = {name: os.environ.get(name) for name in wanted}
+        error = os.dup(2)
+        try:
+            os.environ.update(wanted)
+            with self.log.open("ab") as log:
+                os.dup2(log.fileno(), 2)
+            yield
+        finally:
+            os.dup2(error, 2)
+            os.close(error)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def pids(self) -> list[int]:
+        """Of all processes that live, this one aside."""
+        mark = f"{MARK}={self.mark}".encode()
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [pid for pid in found if mark in _read(pid, "environ").split(b"\0")]
+
+    def find(self, name: str) -> int | None:
+        """supervisor, fork server, store, rank0, rank1, …, once it can be told from the others."""
+        pids = self.pids()
+        heads = [pid for pid in pids if b"moesaic.comm.supervisor" in _read(pid, "cmdline")]
+        if not heads or name == "supervisor":
+            return heads[0] if heads else None
+        servers = [pid for pid in pids if _parent(pid) == heads[0] and _is_fork_server(pid)]
+        if not servers or name == "fork server":
+            return servers[0] if servers else None
+        names = {pid: _name(pid) for pid in pids if _parent(pid) == servers[0]}
+        if name != "store":
+            return next((pid for pid, told in names.items() if told == name), None)
+        # A rank takes its name a little after it was born.
+        others = [pid for pid, told in names.items() if not told.startswith("rank")]
+        return others[0] if len(others) == 1 and len(names) > 1 else None
+
+    def pid(self, name: str) -> int:
+        return wait_for(lambda: self.find(name), f"a process {name}", self)
+
+    def step(self, rank: int = 0) -> int:
+        """The number of the step that a rank is in, from the control page."""
+        supervisor = self.find("supervisor")
+        for link in Path(f"/proc/{supervisor}/fd").iterdir():
+            if "moesaic-control" in os.readlink(link):
+                return ControlPage.open(str(link), 0).seen(rank).step
+        return 0
+
+    def learn_folder(self) -> None:
+        """Of the supervisor, while it has its sockets."""
+        paths = Path("/proc/net/unix").read_text().split()
+        supervisor = self.find("supervisor")
+        for path in paths:
+            folder = Path(path).parent
+            if path.startswith("/") and folder.name.startswith(f"{supervisor}-"):
+                self._folder = str(folder)
+
+    def await_gone(self) -> None:
+        wait_for(lambda: not self.pids(), "the end of all processes", self)
+
+    def left(self) -> list[str]:
+        """What should be gone by now and is not, in words."""
+        found = [f"process {pid} ({_name(pid)})" for pid in self.pids()]
+        if self._folder:
+            found += [self._folder] if Path(self._folder).exists() else []
+            unix = Path("/proc/net/unix").read_text()
+            found += ["Unix sockets"] if self._folder in unix else []
+        found += _abandoned_memory(self._began)
+        if self.client == os.getpid():
+            extra = _descriptors() - self._descriptors
+            found += [f"descriptors {sorted(extra)}"] if extra else []
+        return found
+
+    def close(self) -> None:
+        """Whatever went wrong before, nothing stays."""
+        for pid in self.pids():
+            os.kill(pid, 9)
+        self.log.unlink(missing_ok=True)
+
+
+def wait_for(look: Callable[[], Found | None], what: str, run: Run) -> Found:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} in {PATIENCE:.0f} s; the log:\n{run.log.read_text()}")
+        time.sleep(LOOK)
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _name(pid: int) -> str:
+    return _read(pid, "comm").decode().strip()
+
+
+def _parent(pid: int) -> int:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _is_fork_server(pid: int) -> bool:
+    return b"multiprocessing.forkserver" in _read(pid, "cmdline")
+
+
+def _descriptors() -> set[str]:
+    """What this process has open, by kind; files of its own, such as logs, aside."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = os.readlink(link)
+            if not target.startswith("/") or "memfd" in target:
+                found.add(target)
+    return found
+
+
+def _abandoned_memory(since: float) -> list[str]:
+    """Files of shared memory made since then that no process maps any more."""
+    made = {}
+    for path in Path("/dev/shm").iterdir():
+        with suppress(OSError):
+            found = path.stat()
+            if found.st_ctime >= since and found.st_uid == os.getuid():
+                made[found.st_ino] = path
+    if not made:
+        return []
+    # By number: what is mapped may have had another name when it was made.
+    held = set().union(*(_mapped(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()))
+    return [str(path) for number, path in made.items() if number not in held and path.exists()]
+
+
+def _mapped(pid: int) -> set[int]:
+    lines = _read(pid, "maps").splitlines()
+    return {int(line.split()[4]) for line in lines if b"/dev/shm/" in line}

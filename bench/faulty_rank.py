@@ -1,0 +1,69 @@
+"""Ranks that go wrong when they are told to, for bench.faults and the tests of faults.
+
+    python -m bench.faulty_rank generate MODEL --tp 2 ...    # the `moesaic` command with such ranks
+
+They are the engine's own ranks, plus handlers of signals: SIGUSR1 raises in the main thread, SIGUSR2
+makes it sleep, SIGRTMIN makes it hold Python's lock meanwhile. Each process bears the name of its
+rank, so that it is found from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+
+from moesaic.comm.rank_link import RankLink
+
+TARGET: Final = "bench.faulty_rank:run"
+# RANK: this one does not begin to load.
+HOLD: Final = "MOESAIC_FAULT_HOLD"
+# For how long SIGUSR2 and SIGRTMIN hold a rank up.
+PAUSE: Final = "MOESAIC_FAULT_PAUSE"
+ERROR: Final = "as it was told to"
+
+
+def run(link: RankLink) -> None:
+    from moesaic.engine import rank
+
+    signal.signal(signal.SIGUSR1, _raise)
+    signal.signal(signal.SIGUSR2, _sleep)
+    signal.signal(signal.SIGRTMIN, _hold_lock)
+    Path("/proc/self/comm").write_text(f"rank{link.rank}")
+    while os.environ.get(HOLD) == str(link.rank):
+        time.sleep(0.01)
+    rank.run(link)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise ValueError(ERROR)
+
+
+def _sleep(number: int, frame: FrameType | None) -> None:
+    time.sleep(_seconds())
+
+
+def _hold_lock(number: int, frame: FrameType | None) -> None:
+    # PyDLL keeps the lock during the call.
+    ctypes.PyDLL(None).sleep(int(_seconds()))
+
+
+def _seconds() -> float:
+    return float(os.environ.get(PAUSE, "5"))
+
+
+def main() -> int:
+    from moesaic.cli.main import main as command
+    from moesaic.engine import remote
+
+    remote.TARGET = TARGET
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
