@@ -123,7 +123,7 @@ def _at_start(case: Case, run: Run) -> Outcome:
         start.begin()
         for rank in range(world):
             run.pid(f"rank{rank}")
-        run.learn_folder()
+        run.learn()
         struck = _strike(run, case)
         start.join()
     run.await_gone()
@@ -137,7 +137,7 @@ def _while_serving(case: Case, run: Run) -> Outcome:
     with run.marked(**{PAUSE: FOR_EVER}):
         engine = Engine(**COMMON, **LAYOUTS[case.victim.layout])
     try:
-        run.learn_folder()
+        run.learn()
         calls = _bring_into(case.phase, engine, run)
         with listening() as hear:
             struck = _strike(run, case)

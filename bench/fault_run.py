@@ -30,8 +30,8 @@ class Run:
         os.close(descriptor)
         self.log = Path(name)
         self.client = os.getpid()
-        self._began = time.time()
         self._folder = ""
+        self._memory: set[Path] = set()
         self._descriptors = _descriptors()
 
     @contextmanager
@@ -87,8 +87,9 @@ class Run:
                 return ControlPage.open(str(link), 0).seen(rank).step
         return 0
 
-    def learn_folder(self) -> None:
-        """Of the supervisor, while it has its sockets."""
+    def learn(self) -> None:
+        """What the processes have, while they live: a folder of sockets, files of memory."""
+        self._memory = {path for pid in self.pids() for path in _shared_memory(pid)}
         paths = Path("/proc/net/unix").read_text().split()
         supervisor = self.find("supervisor")
         for path in paths:
@@ -106,7 +107,7 @@ class Run:
             found += [self._folder] if Path(self._folder).exists() else []
             unix = Path("/proc/net/unix").read_text()
             found += ["Unix sockets"] if self._folder in unix else []
-        found += _abandoned_memory(self._began)
+        found += [str(path) for path in self._memory if path.exists()]
         if self.client == os.getpid():
             extra = _descriptors() - self._descriptors
             found += [f"descriptors {sorted(extra)}"] if extra else []
@@ -159,21 +160,9 @@ def _descriptors() -> set[str]:
     return found
 
 
-def _abandoned_memory(since: float) -> list[str]:
-    """Files of shared memory made since then that no process maps any more."""
-    made = {}
-    for path in Path("/dev/shm").iterdir():
-        with suppress(OSError):
-            found = path.stat()
-            if found.st_ctime >= since and found.st_uid == os.getuid():
-                made[found.st_ino] = path
-    if not made:
-        return []
-    # By number: what is mapped may have had another name when it was made.
-    held = set().union(*(_mapped(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()))
-    return [str(path) for number, path in made.items() if number not in held and path.exists()]
-
-
-def _mapped(pid: int) -> set[int]:
+def _shared_memory(pid: int) -> list[Path]:
+    """The files in /dev/shm that a process maps."""
     lines = _read(pid, "maps").splitlines()
-    return {int(line.split()[4]) for line in lines if b"/dev/shm/" in line}
+    mapped = {int(line.split()[4]) for line in lines if b"/dev/shm/" in line}
+    # By number: what is mapped may have had another name when it was made.
+    return [Path(e.path) for e in os.scandir("/dev/shm") if mapped and e.inode() in mapped]

@@ -26,3 +26,10 @@ def read_args(given: Mapping[str, Any]) -> ServerArgs:
 
 def set_up_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="[%(asctime)s] %(message)s")
+
+
+def join_node(args: ServerArgs) -> int:
+    """The ranks of another node than the first, which gives the answers; until that ends."""
+    from moesaic.engine.remote import serve_node
+
+    return serve_node(args)

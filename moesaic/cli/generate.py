@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.common import add_model, read_args, set_up_logging
+from moesaic.cli.common import add_model, join_node, read_args, set_up_logging
 from moesaic.cli.sampling import GenerateArgs
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
 
 DESCRIPTION = """\
-Answer prompts with a model, in this process.
+Answer prompts with a model, in this process or on ranks of its own.
 Without --prompt: a conversation on a terminal, or one prompt a line from a pipe."""
 Message = dict[str, str]
 
@@ -33,7 +33,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
     given = parser.parse(argv)
     asked, args = merge(GenerateArgs, given, {}), read_args(given)
-    resolve(args)  # before anything slow, so that a wrong flag is answered at once
+    resolved = resolve(args)  # before anything slow, so that a wrong flag is answered at once
+    if resolved.node_rank > 0:
+        set_up_logging(args.log_level)
+        return join_node(resolved)
     if asked.chat and args.skip_tokenizer_init:
         raise ValueError("--chat needs a tokenizer: leave out --skip-tokenizer-init")
     talk = not asked.prompt and sys.stdin is not None and sys.stdin.isatty()

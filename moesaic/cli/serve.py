@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moesaic.cli.common import add_model, read_args, set_up_logging
+from moesaic.cli.common import add_model, join_node, read_args, set_up_logging
 from moesaic.comm.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -48,15 +48,7 @@ def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:
 
 def _start(args: ServerArgs) -> int:
     args = resolve(args)  # before anything slow, so that a wrong flag is answered at once
-    return _join(args) if args.node_rank > 0 else _serve(args)
-
-
-def _join(args: ServerArgs) -> int:
-    """The ranks of another node than the first, which has the server."""
-    from moesaic.engine.remote import serve_node
-    from moesaic.models.tiny import materialise
-
-    return serve_node(replace(args, model_path=materialise(args.model_path)))
+    return join_node(args) if args.node_rank > 0 else _serve(args)
 
 
 def _serve(args: ServerArgs) -> int:

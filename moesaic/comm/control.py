@@ -194,6 +194,11 @@ class Seat:
         words[first + SINCE] = now
         words[first + PROGRESS] += 1
 
+    def note_wait(self, nanoseconds: int) -> None:
+        """A wait so short that the state did not change for it: not computing all the same."""
+        self._words[self._first + WAITED] += nanoseconds
+        self._words[self._first + COMPUTED] -= nanoseconds
+
     @property
     def changed(self) -> bool:
         """Whether the supervisor has declared an epoch that this rank has not adopted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -12,11 +13,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
 from moesaic.comm.supervise.spec import ServiceSpec, Timeouts, pack
+from moesaic.comm.supervise.watch import process_state
 from moesaic.comm.supervisor import LENGTH_BYTES
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
 
@@ -24,6 +26,8 @@ __all__ = ["Service", "ServiceSpec", "Timeouts"]
 
 # What the supervisor itself may take to begin, and to end, beyond what its ranks take.
 MARGIN: Final = 30.0
+# How often to look whether the supervisor was stopped, of which nothing else tells.
+LOOK_SECONDS: Final = 0.2
 
 
 class Service:
@@ -38,6 +42,8 @@ class Service:
         self.facts: dict[str, object] = {}
         """What rank 0 said when it was ready; under "ranks", what each of them said."""
         self._fault: Fault | None = None
+        self._stopped = math.inf
+        """Since when the supervisor has been seen stopped."""
         self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._process = _spawn(spec, environment or {})
@@ -92,8 +98,9 @@ class Service:
             return self._fault
         if (message := self._take()) is not None:
             return message
-        limit = None if timeout is None else int(max(0.0, timeout) * 1000)
-        ready = dict(self._poller.poll(limit))
+        ready = self._await_word(math.inf if timeout is None else timeout)
+        if self._fault is not None:
+            return self._fault
         if self._bell in ready:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
@@ -165,6 +172,29 @@ class Service:
             if isinstance(message, Stop):
                 raise RuntimeError("the service was stopped while it started")
         raise RuntimeError(f"the service was not ready within {self.spec.timeouts.start:.0f} s")
+
+    def _await_word(self, seconds: float) -> dict[Any, int]:
+        """What can be read, soon or after at most so many seconds; or there is a fault."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(int(min(left, LOOK_SECONDS) * 1000)))
+            if ready or left <= LOOK_SECONDS or self._hangs():
+                return ready
+
+    def _hangs(self) -> bool:
+        """A stopped supervisor watches nobody: it is ended, and all ranks with it."""
+        now, pid = time.monotonic(), self._process.pid
+        self._stopped = min(self._stopped, now) if process_state(pid) == "T" else math.inf
+        if now - self._stopped < self.spec.timeouts.stopped:
+            return False
+        seconds = now - self._stopped
+        self._fault = Fault(
+            f"the supervisor hangs: its process {pid} has been stopped (state T) for "
+            f"{seconds:.1f} s; it is ended, and all ranks with it"
+        )
+        self._process.kill()
+        return True
 
     def _take(self) -> AnyMessage | None:
         try:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import zmq
 from torch.distributed import Store  # type: ignore[attr-defined]
+from tqdm import tqdm
 
 from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
 from moesaic.comm.errors import PeerTimeout, WindowAborted
@@ -188,5 +189,7 @@ def _last_lines(error: Exception) -> str:
 def _set_up(boot: Boot) -> None:
     torch.set_num_threads(boot.threads)
     keep_freed_memory()
+    # Its own lock would be a named semaphore, which stays in /dev/shm when a rank is killed.
+    tqdm.set_lock(threading.RLock())
     form = f"[%(asctime)s] [rank {boot.rank}] %(message)s"
     logging.basicConfig(level=boot.log_level.upper(), format=form, force=True)

@@ -109,10 +109,15 @@ class Signals:
     ) -> None:
         self._say(operation)
         pending = [self._posted[rank] + channel for rank in ranks]
+        if self._arrived(pending, epoch):
+            return
+        started = time.monotonic_ns()
         for _ in range(SPINS):
-            if self._arrived(pending, epoch):
-                return
             os.sched_yield()
+            if self._arrived(pending, epoch):
+                if self._seat is not None:
+                    self._seat.note_wait(time.monotonic_ns() - started)
+                return
         if self._sleep(channel, epoch, ranks, pending, timeout):
             return
         missing = tuple(r for r in ranks if self._words[self._posted[r] + channel] < epoch)

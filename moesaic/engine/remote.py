@@ -29,6 +29,7 @@ from moesaic.core.messages import (
 from moesaic.core.request import FinishReason, Request
 from moesaic.engine.core import ModelFacts
 from moesaic.engine.jobs import Job
+from moesaic.models.tiny import materialise
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
 
 def serve_node(args: ServerArgs) -> int:
     """The ranks of a node other than the first, until that ends the service; an exit status."""
+    args = replace(args, model_path=materialise(args.model_path))
     service = Service.start(service_spec(args, mesh_of(args)))
     try:
         while not isinstance(message := service.receive(None), Stop | Fault):

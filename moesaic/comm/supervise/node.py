@@ -15,6 +15,7 @@ from typing import Final
 import zmq
 
 from moesaic.comm.control import ControlPage
+from moesaic.comm.supervise import watch
 from moesaic.comm.supervise.loop import Loop, receive_now
 from moesaic.comm.supervise.nursery import Job, Nursery, kill_children
 from moesaic.comm.supervise.spec import Boot, ServiceSpec, pack
@@ -101,11 +102,16 @@ class Node(ABC):
     def tick(self, now: float) -> None:
         """Look around: at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
+        if self._store_process is not None:
+            pids[watch.STORE] = self._store_process.pid or 0
         found = self._watch.look(pids, now, starting=not self.is_serving)
         self.was_late = self._watch.was_late
         if found is not None:
             rank, why = found
-            self.fail(self.blame(rank, why), [rank])
+            if rank == watch.STORE:
+                self.fail(f"the store's process {why}", [])
+            else:
+                self.fail(self.blame(rank, why), [rank])
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self.sockets.socket(kind)

@@ -14,6 +14,9 @@ from moesaic.comm.supervise.spec import Timeouts
 LATE: Final = 1.0
 # Loading a model may hold Python's lock for long.
 START_FACTOR: Final = 6
+STORE: Final = -1
+# What multiprocessing gives when the fork server, which would know better, is gone.
+LOST: Final = 255
 
 
 class Watch:
@@ -30,7 +33,7 @@ class Watch:
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
     ) -> tuple[int, str] | None:
-        """The first rank that hangs, and how it shows."""
+        """The first rank that hangs, and how it shows; under STORE, the store's process."""
         self.was_late = now - self._looked > LATE
         if self.was_late:
             self._stopped.clear()
@@ -54,6 +57,8 @@ class Watch:
         return f"hangs: its process {pid} has been stopped (state T) for {seconds:.1f} s"
 
     def _silent_for(self, rank: int, starting: bool) -> str:
+        if rank == STORE:
+            return ""
         seen = self._page.seen(rank)
         limit = self._timeouts.beat * (START_FACTOR if starting else 1)
         if seen.state == State.ABSENT or seen.beat_age < limit:
@@ -75,6 +80,8 @@ def obituary(exit_code: int | None) -> str:
     """How a process ended, from its exit code as multiprocessing gives it."""
     if exit_code is None:
         return "is gone"
+    if exit_code == LOST:
+        return "is lost: the fork server has died, and all of its processes with it"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
