@@ -1,4 +1,4 @@
-"""The processes of one run of the engine as they are seen from outside, and what is left of them."""
+"""The processes of one run of the engine as seen from outside, and what is left of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Run:
         descriptor, name = tempfile.mkstemp(prefix="moesaic-fault-", suffix=".log")
         os.close(descriptor)
         self.log = Path(name)
-        self.client = os.getpid()
         self._folder = ""
         self._memory: set[Path] = set()
         self._descriptors = _descriptors()
@@ -54,8 +53,13 @@ class Run:
                 else:
                     os.environ[name] = value
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a process of the run that is started by other means."""
+        return {**os.environ, MARK: self.mark}
+
     def pids(self) -> list[int]:
-        """Of all processes that live, this one aside."""
+        """Of all processes of the run that live."""
         mark = f"{MARK}={self.mark}".encode()
         found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         return [pid for pid in found if mark in _read(pid, "environ").split(b"\0")]
@@ -108,10 +112,8 @@ class Run:
             unix = Path("/proc/net/unix").read_text()
             found += ["Unix sockets"] if self._folder in unix else []
         found += [str(path) for path in self._memory if path.exists()]
-        if self.client == os.getpid():
-            extra = _descriptors() - self._descriptors
-            found += [f"descriptors {sorted(extra)}"] if extra else []
-        return found
+        extra = _descriptors() - self._descriptors
+        return found + ([f"descriptors {sorted(extra)}"] if extra else [])
 
     def close(self) -> None:
         """Whatever went wrong before, nothing stays."""

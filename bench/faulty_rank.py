@@ -2,9 +2,9 @@
 
     python -m bench.faulty_rank generate MODEL --tp 2 ...    # the `moesaic` command with such ranks
 
-They are the engine's own ranks, plus handlers of signals: SIGUSR1 raises in the main thread, SIGUSR2
-makes it sleep, SIGRTMIN makes it hold Python's lock meanwhile. Each process bears the name of its
-rank, so that it is found from outside.
+They are the engine's own ranks, plus handlers of signals: SIGUSR1 raises in the main thread,
+SIGUSR2 makes it sleep, SIGRTMIN makes it hold Python's lock meanwhile. Each process bears the name
+of its rank, so that it is found from outside.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from moesaic.engine.memory import (
     free_memory,
     total_memory,
 )
-from moesaic.engine.moe_setup import StepLimits, moe_context, weight_format
+from moesaic.engine.moe_setup import StepLimits, moe_context, report_buffers, weight_format
 from moesaic.engine.ranks import RankContext
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
@@ -139,6 +139,14 @@ def lay_out(args: ServerArgs) -> Layout:
         ranks=tuple(_moved(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)),
         wanted=max_running(args, mesh) * context_length(args, raw),
     )
+
+
+def preview(args: ServerArgs) -> None:
+    """Before ranks are started: ValueError for what they could not do, and logs what they will."""
+    subject = Subject.of(args)
+    first = _outline_rank(subject.mesh, 0)
+    parallel = first.parallel(subject.num_layers, subject.moe.deterministic)
+    report_buffers(subject.moe, outline(subject.raw, subject.moe, parallel))
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ NOTHING = StepPlan([], [])
 
 def run(link: RankLink) -> None:
     """Until the supervisor ends it."""
-    if not link.shows_progress:
-        logging.getLogger("moesaic").setLevel(logging.WARNING)
+    # What ranks have in common was logged before they were started.
+    quiet = "moesaic.engine.moe_setup" if link.shows_progress else "moesaic"
+    logging.getLogger(quiet).setLevel(logging.WARNING)
     Rank(link).serve()
 
 

@@ -29,6 +29,7 @@ from moesaic.core.messages import (
 from moesaic.core.request import FinishReason, Request
 from moesaic.engine.core import ModelFacts
 from moesaic.engine.jobs import Job
+from moesaic.engine.layout import preview
 from moesaic.models.tiny import materialise
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class RemoteCore:
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     """Returns when all ranks of all nodes can serve."""
+    preview(args)
     return RemoteCore(args, Service.start(service_spec(args, mesh)))
 
 

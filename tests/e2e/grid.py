@@ -60,7 +60,7 @@ SLOW = (
     "deepseek_v2 --tp 5 --ep 5 --ep-num-redundant-experts 2",
     "deepseek_v2 --tp 7 --ep 7 --ep-num-redundant-experts 6 --moe-a2a-backend mori",
     f"deepseek_v2 --tp 8 {DPA} 4 --moe-a2a-backend deepep --deepep-mode auto",
-    f"deepseek_v2 --tp 6 --ep 2 {DPA} 3 --moe-a2a-backend flashinfer",
+    f"deepseek_v2 --tp 6 --ep 3 --ep-num-redundant-experts 1 {DPA} 3 --moe-a2a-backend flashinfer",
     f"deepseek_v2 --tp 4 {DPA} 4 --moe-dense-tp-size 1 --enable-dp-lm-head",
     "deepseek_v2 --pp 4 --moe-a2a-backend none",
     "deepseek_v3 --tp 8 --ep 8 --moe-a2a-backend deepep",
@@ -101,9 +101,11 @@ def arguments(line: str) -> ServerArgs:
 
 
 def prompts() -> list[list[int]]:
-    """16 of mixed lengths, some with a common beginning, from one token to several chunks. With this
-    seed no two best tokens of any family are nearer than 5e-4 in their logprobs, some fifty times
-    what another order of sums changes: a token that differs is a fault."""
+    """16 of mixed lengths, some with a common beginning, from one token to several chunks.
+
+    With this seed no two best tokens of any family are nearer than 5e-4 in their logprobs, some fifty times
+    what another order of sums changes: a token that differs is a fault.
+    """
     chooser = random.Random(9)
     stem = [chooser.randrange(256) for _ in range(40)]
     lengths = [1, 2, 3, 5, 8, 13, 21, 34, 55, 70, 17, 16]

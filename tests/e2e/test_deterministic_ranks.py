@@ -1,4 +1,4 @@
-"""--enable-deterministic-inference: the bits of an answer depend on the attention group's size only."""
+"""--enable-deterministic-inference: bits depend on the size of the attention group alone."""
 
 import random
 from dataclasses import asdict, replace

@@ -178,7 +178,8 @@ class Node(ABC):
             self.tell_rank(rank, encode(Stop()))
         # A rank that waits for one that has already ended must not wait for ever.
         self.page.change(0, "the service is stopped")
-        deadline = time.monotonic() + self.spec.timeouts.stop
+        # Those that still load do not listen, and have nothing to bring to an end.
+        deadline = time.monotonic() + (self.spec.timeouts.stop if self.is_serving else 0.0)
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill_all()

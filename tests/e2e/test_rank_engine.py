@@ -1,0 +1,167 @@
+"""What callers can do with an engine on ranks: the same as with one in their own process."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moesaic import Engine
+from tests.e2e.grid import model_path, prompts
+
+MESHES = {
+    "attention groups": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    "pipeline": {"tp_size": 2, "pp_size": 2, "chunked_prefill_size": 16},
+}
+FAMILY = model_path("qwen3_moe")
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(model_path=FAMILY, page_size=4, **MESHES[request.param]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Engine]:
+    with Engine(model_path=FAMILY, page_size=4) as made:
+        yield made
+
+
+def settled(engine: Engine) -> dict[str, Any]:
+    """Its figures once nothing runs any more."""
+    for _ in range(200):
+        info = engine.get_server_info()
+        if info["running"] + info["waiting"] == 0:
+            return info
+        time.sleep(0.05)
+    raise AssertionError(info)
+
+
+def test_sampling_stops_logprobs_and_penalties(engine: Engine, one_rank: Engine) -> None:
+    params = [
+        {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 10},
+        {"temperature": 0, "max_new_tokens": 12, "repetition_penalty": 1.3, "ignore_eos": True},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "sampling_seed": 5, "max_new_tokens": 9},
+        {"temperature": 0, "max_new_tokens": 0},
+        {"temperature": 0, "max_new_tokens": 20, "min_new_tokens": 7, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "n": 3, "sampling_seed": 8, "max_new_tokens": 6},
+    ]
+    found, expected = (
+        each.generate(
+            input_ids=prompts()[7 : 7 + len(params)],
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=2,
+        )
+        for each in (engine, one_rank)
+    )
+    assert isinstance(found, list) and isinstance(expected, list) and len(found) == 8
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["output_ids"] == theirs["output_ids"] and ours["text"] == theirs["text"]
+        for key in ("input_token_logprobs", "output_token_logprobs"):
+            pairs = zip(ours["meta_info"][key], theirs["meta_info"][key], strict=True)
+            for (value, token, _), (other, same, _) in pairs:
+                assert token == same and value == pytest.approx(other, abs=1e-4)
+        assert len(ours["meta_info"]["output_top_logprobs"]) == len(ours["output_ids"])
+        assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+
+
+def test_a_stop_string_ends_the_request_on_its_rank(engine: Engine, one_rank: Engine) -> None:
+    whole = one_rank.generate("Mosaic", {"temperature": 0, "max_new_tokens": 40})
+    stop = whole["text"][10:13]
+    call = {"temperature": 0, "max_new_tokens": 4000, "stop": [stop], "ignore_eos": True}
+    found, expected = (each.generate("Mosaic", call) for each in (engine, one_rank))
+    for key in ("text", "output_ids"):
+        assert found[key] == expected[key]
+    assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert settled(engine)["pages_used"] == 0
+
+
+def test_streams_grow_and_may_be_left(engine: Engine) -> None:
+    call = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
+    stream = engine.generate(input_ids=[5, 6, 7], sampling_params=call, stream=True)
+    lengths = [len(next(stream)["output_ids"]) for _ in range(5)]
+    assert lengths == [1, 2, 3, 4, 5]
+    stream.close()
+    assert settled(engine)["pages_used"] == 0
+
+
+def test_abort_from_another_thread(engine: Engine) -> None:
+    timer = threading.Timer(0.3, engine.abort, ["mine"])
+    timer.start()
+    call = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
+    out = engine.generate(input_ids=[1, 2], sampling_params=call, rid="mine")
+    assert out["meta_info"]["finish_reason"]["type"] == "abort"
+    assert settled(engine)["pages_used"] == 0
+
+
+def test_tasks_are_served_together(engine: Engine, one_rank: Engine) -> None:
+    async def ask(each: Engine) -> list[Any]:
+        calls = [
+            each.async_generate(
+                input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 5}
+            )
+            for prompt in prompts()
+        ]
+        return await asyncio.gather(*calls)
+
+    found, expected = (asyncio.run(ask(each)) for each in (engine, one_rank))
+    assert [out["output_ids"] for out in found] == [out["output_ids"] for out in expected]
+
+
+def test_figures_of_groups_and_ranks(engine: Engine) -> None:
+    engine.flush_cache()
+    info = settled(engine)
+    assert len(info["groups"]) == engine.mesh.num_groups
+    assert [rank["rank"] for rank in info["ranks"]] == list(range(engine.mesh.world))
+    assert info["steps"] == sum(group["steps"] for group in info["groups"])
+    for rank in info["ranks"]:
+        assert rank["computed"] > 0 and rank["waited"] > 0 and rank["weight_bytes"] > 0
+    engine.generate(input_ids=list(range(50)), sampling_params={"max_new_tokens": 1})
+    assert settled(engine)["pages_cached"] == 12
+    assert engine.flush_cache() == 12
+
+
+def test_requests_are_spread_over_groups() -> None:
+    """Four long and four short ones, by turns, over two groups."""
+    call = {"temperature": 0, "ignore_eos": True}
+    for method, cached in (("round_robin", [160, 4]), ("total_tokens", None)):
+        with Engine(
+            model_path=FAMILY, dp_size=2, page_size=4, load_balance_method=method
+        ) as engine:
+            engine.generate(
+                input_ids=[[n] * (40 if n % 2 == 0 else 4) for n in range(8)],
+                sampling_params={**call, "max_new_tokens": 2},
+            )
+            pages = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
+        if cached is not None:
+            assert pages == [4 * 10, 4 * 1]
+        else:
+            assert abs(pages[0] - pages[1]) <= 11
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp_size": 4, "ep_size": 3}, "--ep-size is 3: give a divisor of --tp-size 4"),
+        ({"tp_size": 3}, r"intermediate size of 32 cannot be cut in 3 .*; use --ep-size 3"),
+        (
+            {"tp_size": 3, "ep_size": 3, "dp_size": 3, "enable_dp_attention": True},
+            "8 expert slots .* over ep 3: add 1 redundant slots",
+        ),
+        (
+            {"tp_size": 16, "ep_size": 8},
+            "num_attention_heads 8 .* cannot be split over 16 ranks of attention: 8 can be",
+        ),
+        ({"pp_size": 5}, "--pp-size 5 is more than the model's 4 layers"),
+        ({"tp_size": 2, "node_rank": 1, "nnodes": 2, "dist_init_addr": "h:1"}, "made on node 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_ranks_start(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Engine(model_path=FAMILY, **flags)
