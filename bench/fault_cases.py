@@ -259,8 +259,10 @@ class Start:
 class Calls:
     """Requests under way in a thread; `tokens` and `reasons` by the number of the request."""
 
-    def __init__(self, engine: Engine, number: int, prompt_tokens: int) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, number: int, prompt_tokens: int, tokens: int = OUTPUT_TOKENS
+    ) -> None:
+        self._engine, self._most = engine, tokens
         self._prompts = [[1 + i + j % 200 for j in range(prompt_tokens)] for i in range(number)]
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, dict[str, Any]] = {}
@@ -290,7 +292,7 @@ class Calls:
             raise TimeoutError(f"requests without an end: only {sorted(self.reasons)} have one")
 
     def _run(self) -> None:
-        sampling = {"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": self._most, "ignore_eos": True}
         pieces: Any = self._engine.generate(
             input_ids=self._prompts, sampling_params=sampling, stream=True
         )
@@ -351,9 +353,9 @@ def pause(victim: Victim, seconds: int) -> Pause:
         with _faulty_ranks(), run.marked(**{PAUSE: str(seconds)}):
             engine = Engine(**COMMON, **LAYOUTS[victim.layout])
         with engine:
-            undisturbed = Calls(engine, REQUESTS, 8)
+            undisturbed = Calls(engine, REQUESTS, 8, 64)
             undisturbed.join()
-            calls = Calls(engine, REQUESTS, 8)
+            calls = Calls(engine, REQUESTS, 8, 64)
             wait_for(calls.all_have(2), "tokens", run)
             struck = Struck(time.monotonic(), time.time())
             os.kill(run.pid(victim.process), FAULTS["stuck"])

@@ -63,7 +63,7 @@ COMMAND_CASES: Final = [
     CommandCase((CLIENT, "supervisor"), "kill -9"),
     CommandCase(("rank1",), "kill -9", "decode", "serve"),
 ]
-QUICK: Final = [
+QUICK: Final[list[Case | CommandCase]] = [
     Case(LEADER, "kill -9", "start"),
     Case(LEADER, "exception", "decode"),
     Case(FOLLOWER, "SIGSTOP", "prefill"),

@@ -103,8 +103,8 @@ def arguments(line: str) -> ServerArgs:
 def prompts() -> list[list[int]]:
     """16 of mixed lengths, some with a common beginning, from one token to several chunks.
 
-    With this seed no two best tokens of any family are nearer than 5e-4 in their logprobs, some fifty times
-    what another order of sums changes: a token that differs is a fault.
+    With this seed no two best tokens of any family are nearer than 5e-4 in their logprobs, some
+    fifty times what another order of sums changes: a token that differs is a fault.
     """
     chooser = random.Random(9)
     stem = [chooser.randrange(256) for _ in range(40)]
