@@ -81,7 +81,8 @@ def main() -> int:
     if args.markdown:
         print(markdown(json.loads((RESULTS / "faults.json").read_text())))
         return 0
-    cases = QUICK if args.quick else [*RANK_CASES, *OTHER_CASES, *COMMAND_CASES]
+    everything: list[Case | CommandCase] = [*RANK_CASES, *OTHER_CASES, *COMMAND_CASES]
+    cases = QUICK if args.quick else everything
     found = []
     with tqdm(total=len(cases) + 1, desc="faults", unit="case") as bar:
         for case in cases:

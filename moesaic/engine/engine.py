@@ -87,8 +87,8 @@ class Engine:
         """In this process, or on ranks of their own."""
         if self.args.node_rank > 0:
             raise ValueError(
-                f"an Engine is made on node 0, not on --node-rank {self.args.node_rank}: run moesaic "
-                "serve or moesaic generate with the same flags there"
+                f"an Engine is made on node 0, not on --node-rank {self.args.node_rank}: run "
+                "moesaic serve or moesaic generate with the same flags there"
             )
         if self.mesh.world == 1:
             return EngineCore(self.args)

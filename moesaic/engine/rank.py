@@ -208,7 +208,8 @@ class Leader:
     def heed(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Submit):
             for new in message.requests:
-                self._add(new)
+                self._take(new)
+            self.report()
         elif isinstance(message, messages.Abort):
             self.core.abort(message.rid)
             self.report()
@@ -221,6 +222,15 @@ class Leader:
         if self._news:
             self.link.send(messages.Output(self._news))
             self._news = []
+
+    def _take(self, new: messages.NewRequest) -> None:
+        """A request that cannot be taken in harms nobody else."""
+        try:
+            self._add(new)
+        except Exception as error:
+            logger.exception("a request was refused")
+            finish = messages.Finish("abort", message=f"refused: {error!r}", failed=True)
+            self._news.append(messages.Delta(new.rid, [], finish=finish))
 
     def _add(self, new: messages.NewRequest) -> None:
         request = Request(

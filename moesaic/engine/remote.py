@@ -26,7 +26,7 @@ from moesaic.core.messages import (
     Stop,
     Submit,
 )
-from moesaic.core.request import FinishReason, Request
+from moesaic.core.request import FinishReason
 from moesaic.engine.core import ModelFacts
 from moesaic.engine.jobs import Job
 from moesaic.engine.layout import preview
@@ -41,13 +41,15 @@ class RemoteCore:
     """Takes the place of EngineCore: requests go to the ranks, their tokens come back.
 
     Texts and stop strings are dealt with here: a request that such a string ends is aborted on its
-    rank, and what the rank has sent beyond it is dropped.
+    rank, and what the rank has sent beyond it is dropped. Between processes a request has a number
+    for a name, so that its own may be used again at once.
     """
 
     def __init__(self, args: ServerArgs, service: Service) -> None:
         self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
         self.jobs: dict[str, Job] = {}
+        self._by_number: dict[str, Job] = {}
         self.fault = ""
         self._asked = 0
         self._questions: dict[int, tuple[str, Future[Any], dict[int, Any]]] = {}
@@ -68,12 +70,12 @@ class RemoteCore:
         if self.fault:
             self._finish(job, FinishReason("abort", message=self.fault, failed=True))
         else:
-            self.service.send(Submit([_new_request(job.request)]))
+            self._by_number[_number(job)] = job
+            self.service.send(Submit([_new_request(job)]))
 
     def abort(self, rid: str) -> None:
         if (job := self.jobs.get(rid)) is not None:
-            self._finish(job, FinishReason("abort", message="aborted by the caller"))
-            self.service.send(Abort(rid))
+            self._give_up(job, FinishReason("abort", message="aborted by the caller"))
 
     def fail_all(self, message: str) -> None:
         for job in list(self.jobs.values()):
@@ -105,16 +107,15 @@ class RemoteCore:
             self.fail_all(message.message)
 
     def _take(self, delta: Delta) -> None:
-        job = self.jobs.get(delta.rid)
+        job = self._by_number.get(delta.rid)
         if job is None:  # it has ended here already
             return
         try:
             self._advance(job, delta)
         except Exception as error:
-            logger.exception("request %s failed", delta.rid)
+            logger.exception("request %s failed", job.request.rid)
             message = f"its token could not be taken in: {error!r}"
-            self._finish(job, FinishReason("abort", message=message, failed=True))
-            self.service.send(Abort(delta.rid))
+            self._give_up(job, FinishReason("abort", message=message, failed=True))
 
     def _advance(self, job: Job, delta: Delta) -> None:
         request = job.request
@@ -127,9 +128,8 @@ class RemoteCore:
             top = delta.top_logprobs[number] if delta.top_logprobs else None
             reason = job.accept(token, logprob, top)
             if reason is not None:
-                self._finish(job, reason)
-                if ended is None:
-                    self.service.send(Abort(request.rid))
+                end = self._give_up if ended is None else self._finish
+                end(job, reason)
                 return
             job.notify_if_due()
         if ended is not None:
@@ -152,8 +152,14 @@ class RemoteCore:
         told = {"groups": values, "ranks": replies[-1]}
         answer.set_result({**asdict(self.args), **values[0], **summed, **told})
 
+    def _give_up(self, job: Job, reason: FinishReason) -> None:
+        """Ends a request that its rank would go on with."""
+        self._finish(job, reason)
+        self.service.send(Abort(_number(job)))
+
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
+        self._by_number.pop(_number(job), None)
         job.finish(reason)
 
 
@@ -199,9 +205,14 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
 SUMMED = ("running", "waiting", "pages_used", "pages_cached", "pages_free", "retractions", "steps")
 
 
-def _new_request(request: Request) -> NewRequest:
+def _number(job: Job) -> str:
+    return str(job.request.arrival)
+
+
+def _new_request(job: Job) -> NewRequest:
+    request = job.request
     return NewRequest(
-        rid=request.rid,
+        rid=_number(job),
         prompt_ids=request.prompt_ids,
         params=msgspec.to_builtins(request.params),
         seed=request.seed,

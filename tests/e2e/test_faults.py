@@ -18,6 +18,7 @@ from bench.fault_cases import (
     SUPERVISOR,
     Case,
     Outcome,
+    Victim,
     outcome,
     pause,
 )
@@ -133,9 +134,9 @@ def test_folder_of_a_killed_pair_goes_at_the_next_start() -> None:
 
 
 def test_sleeping_rank_is_logged_and_the_service_goes_on() -> None:
-    found = pause(FOLLOWER, 4)
+    found = pause(Victim("a follower", "rank1", "tp 2"), 3)
     assert re.search(
-        rf"the odd one out is rank 1 \(tp 1, dp 0\): {SEEN}\. Waiting for it: rank 0 in '",
+        rf"the odd one out is rank 1 \(tp 1\): {SEEN}\. Waiting for it: rank 0 in '",
         found.told,
     ), found.told
     assert found.same

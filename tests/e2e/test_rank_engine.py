@@ -90,6 +90,17 @@ def test_streams_grow_and_may_be_left(engine: Engine) -> None:
     assert settled(engine)["pages_used"] == 0
 
 
+def test_a_name_may_be_used_again_at_once(engine: Engine, one_rank: Engine) -> None:
+    """Also where the rank does not know yet that the first request has ended."""
+    stop = one_rank.generate("Mosaic", {"temperature": 0, "max_new_tokens": 9})["text"][2:5]
+    long = {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True}
+    for _ in range(5):
+        first = engine.generate("Mosaic", {**long, "stop": [stop]}, rid="same")
+        assert first["meta_info"]["finish_reason"]["type"] == "stop"
+        second = engine.generate("Mosaic", {**long, "max_new_tokens": 3}, rid="same")
+        assert second["meta_info"]["id"] == "same" and len(second["output_ids"]) == 3
+
+
 def test_abort_from_another_thread(engine: Engine) -> None:
     timer = threading.Timer(0.3, engine.abort, ["mine"])
     timer.start()
