@@ -128,9 +128,8 @@ def _at_start(case: Case, run: Run) -> Outcome:
         start.join()
     run.await_gone()
     gone = time.monotonic()
-    return _result(
-        case, struck, Told(start.ended, start.error), start.ended, gone, 0, 0, run.left(), run
-    )
+    told = Told(start.ended, start.error)
+    return _result(case, run, struck, told, Answered(start.ended, 0, 0), gone)
 
 
 def _while_serving(case: Case, run: Run) -> Outcome:
@@ -150,12 +149,12 @@ def _while_serving(case: Case, run: Run) -> Outcome:
         later.join()
     finally:
         engine.shutdown()
+    assert later.failures, "the service answered a request after its end"
     if calls is None:
-        pending, failed, answered = 1, len(later.failures), struck.at + later.seconds
+        answered = Answered(struck.at + later.seconds, 1, len(later.failures))
     else:
-        pending, failed, answered = REQUESTS, len(calls.failures), calls.ended
-        failed -= 0 if later.failures else 1  # the service must not answer after its end
-    return _result(case, struck, told, answered, gone, pending, failed, run.left(), run)
+        answered = Answered(calls.ended, REQUESTS, len(calls.failures))
+    return _result(case, run, struck, told, answered, gone)
 
 
 @dataclass(frozen=True)
@@ -174,16 +173,17 @@ class Told:
     message: str
 
 
+@dataclass(frozen=True)
+class Answered:
+    """When the last of `pending` requests had its end; `failed`: with an error."""
+
+    at: float
+    pending: int
+    failed: int
+
+
 def _result(
-    case: Case,
-    struck: Struck,
-    told: Told,
-    answered: float,
-    gone: float,
-    pending: int,
-    failed: int,
-    left: list[str],
-    run: Run,
+    case: Case, run: Run, struck: Struck, told: Told, answered: Answered, gone: float
 ) -> Outcome:
     named = told.at - struck.at
     if case.victim.rank is not None:
@@ -194,13 +194,13 @@ def _result(
         fault=case.fault,
         phase=case.phase,
         named_s=named,
-        answered_s=answered - struck.at,
+        answered_s=answered.at - struck.at,
         gone_s=gone - struck.at,
-        pending=pending,
-        failed=failed,
+        pending=answered.pending,
+        failed=answered.failed,
         message=told.message,
         status=None,
-        left=left,
+        left=run.left(),
     )
 
 

@@ -281,7 +281,7 @@ class RuntimeArgs:
     ] = False
     watchdog_timeout: Annotated[
         float,
-        Flag("Seconds after which a stuck step ends the process.", above=0, built=ONLY_DEFAULT),
+        Flag("Seconds without progress in a step after which ranks are ended.", above=0),
     ] = 300.0
     log_level: Annotated[
         str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # Installed packages that bring MoE backends name them here; moe/backends.py imports them.
 BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
-DIST_TIMEOUT = 60.0
+DIST_TIMEOUT = 300.0
 # The live ranks of a node are the bits of one signed word of its control page.
-MAX_RANKS_PER_NODE = 63
+MAX_RANKS_PER_NODE = 62
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ NOT_BUILT: Final = (
 ALIASES: Final = {"seed": "sampling_seed"}
 GREEDY_BELOW: Final = 1e-6
 MAX_SEED: Final = 2**63
+# Of counts of tokens: what a message between processes can carry, and more than anybody has.
+MAX_COUNT: Final = 2**31
+# Beyond these float32 would overflow or underflow.
+MAX_BIAS: Final = 1e6
+MIN_REPETITION_PENALTY: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +136,9 @@ class SamplingParams:
             if not -2 <= value <= 2:
                 _refuse(name, value, "give a number in [-2, 2]; 0 is off")
         _set(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
-        if not 0 < self.repetition_penalty <= 2:
-            _refuse(
-                "repetition_penalty", self.repetition_penalty, "give a number in (0, 2]; 1 is off"
-            )
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2:
+            fix = f"give a number in [{MIN_REPETITION_PENALTY}, 2]; 1 is off"
+            _refuse("repetition_penalty", self.repetition_penalty, fix)
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:
@@ -162,6 +166,8 @@ def _check_foreign(name: str, value: Any, known: set[str]) -> None:
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(name, value, f"give an integer, not {type(value).__name__}")
+    if name != "sampling_seed" and not -MAX_COUNT < value < MAX_COUNT:
+        _refuse(name, value, f"give less than {MAX_COUNT}")
     return int(value)
 
 
@@ -187,6 +193,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             _refuse(name, string, "each stop must be a string of at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            _refuse(name, string, "it holds half of a character (a lone surrogate)")
     return strings
 
 
@@ -215,4 +223,6 @@ def _bias(value: Any) -> dict[int, float]:
         if token < 0:
             _refuse("logit_bias", key, "token ids are 0 or more")
         bias[token] = _number(f"logit_bias[{token}]", amount)
+        if abs(bias[token]) > MAX_BIAS:
+            _refuse(f"logit_bias[{token}]", amount, f"give at most {MAX_BIAS:g} either way")
     return bias

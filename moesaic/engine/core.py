@@ -44,7 +44,7 @@ class Planned:
 class EngineCore:
     """The requests of one serving group. Not thread-safe: one thread calls it."""
 
-    fault = ""
+    fault: str = ""
 
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
         self.args = args

@@ -22,6 +22,7 @@ import torch
 
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
+from moesaic.core.request import FinishReason
 from moesaic.engine.answers import Answers, Signal
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
@@ -221,7 +222,7 @@ class Engine:
 
             def add(core: Core) -> None:
                 for job in answers.jobs:
-                    core.add(job)
+                    _take_in(core, job)
 
             self._tell(add)
             self._in_flight |= rids
@@ -304,33 +305,54 @@ class Engine:
 
     def _run(self) -> None:
         """An error that no single request is to blame for ends all of them, but not the engine."""
+        core = self._core
         try:
             while self._obey():
                 try:
-                    self._core.step()
+                    core.step()
                 except Exception as error:
-                    logger.exception("the engine failed; all %d requests end", len(self._core.jobs))
-                    self._core.fail_all(f"the engine failed: {error!r}")
+                    logger.exception("the engine failed; all %d requests end", len(core.jobs))
+                    core.fail_all(f"the engine failed: {error!r}")
+        except BaseException as error:
+            core.fault = core.fault or f"the engine's thread ended: {error!r}"
+            raise
         finally:
             with self._lock:
                 self._closed = True
             while not self._inbox.empty():
-                if (command := self._inbox.get()) is not None:
-                    command(self._core)
-            self._core.fail_all("the engine was shut down")
-            self._core.close()
+                self._carry_out(self._inbox.get())
+            core.fail_all(core.fault or "the engine was shut down")
+            core.close()
 
     def _obey(self) -> bool:
         """Carries out what was asked, waiting while there is nothing to compute; False: stop."""
         while not (self._inbox.empty() and self._core.has_work):
             if (command := self._inbox.get()) is None:
                 return False
-            command(self._core)
+            self._carry_out(command)
         return True
+
+    def _carry_out(self, command: Command | None) -> None:
+        """What goes wrong in one command concerns nobody else."""
+        try:
+            if command is not None:
+                command(self._core)
+        except Exception:
+            logger.exception("a command to the engine failed")
 
 
 class QueueFull(RuntimeError):
     """More requests than --max-running-requests and --max-queued-requests allow."""
+
+
+def _take_in(core: Core, job: Job) -> None:
+    try:
+        core.add(job)
+    except Exception as error:
+        logger.exception("request %s was not taken in", job.request.rid)
+        core.jobs.pop(job.request.rid, None)
+        message = f"it could not be taken in: {error!r}"
+        job.finish(FinishReason("abort", message=message, failed=True))
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -66,20 +66,20 @@ class RemoteCore:
         self.service.close()
 
     def add(self, job: Job) -> None:
-        self.jobs[job.request.rid] = job
+        if not self.fault:
+            self.service.send(Submit([_new_request(job)]))
+        self.jobs[job.request.rid] = self._by_number[_number(job)] = job
         if self.fault:
             self._finish(job, FinishReason("abort", message=self.fault, failed=True))
-        else:
-            self._by_number[_number(job)] = job
-            self.service.send(Submit([_new_request(job)]))
 
     def abort(self, rid: str) -> None:
         if (job := self.jobs.get(rid)) is not None:
             self._give_up(job, FinishReason("abort", message="aborted by the caller"))
 
     def fail_all(self, message: str) -> None:
+        end = self._finish if self.fault else self._give_up
         for job in list(self.jobs.values()):
-            self._finish(job, FinishReason("abort", message=message, failed=True))
+            end(job, FinishReason("abort", message=message, failed=True))
         for _, answer, _ in self._questions.values():
             answer.set_exception(RuntimeError(message))
         self._questions.clear()
@@ -184,9 +184,8 @@ def serve_node(args: ServerArgs) -> int:
 
 
 def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
-    timeouts = Timeouts()
-    if args.dist_timeout is not None:
-        timeouts = replace(timeouts, collective=args.dist_timeout)
+    assert args.dist_timeout is not None, "resolve fills it in"
+    timeouts = Timeouts(collective=args.dist_timeout, hang=args.watchdog_timeout)
     return ServiceSpec(
         mesh=mesh,
         target=TARGET,

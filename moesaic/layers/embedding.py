@@ -74,6 +74,8 @@ class Head(Module):
             wanted = self.parallel.group_rows(rows)
             x_RH = self._rows_of_all(x_RH, rows)
         part_RV = self.product(x_RH, self.weight, None)
+        if self.parallel.attention.rank > 0:  # the first rank of the group samples
+            wanted = slice(0, 0)
         return self.group.gather_columns(part_RV, self.widths, wanted, "logits").float()
 
     def _rows_of_all(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
