@@ -65,6 +65,8 @@ class EngineCore:
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
         self._under_way: deque[list[Planned]] = deque()
+        self.ended: list[int] = []
+        """Numbers of requests that are over, for whoever keeps something of them to take."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -123,6 +125,7 @@ class EngineCore:
 
     def step(self) -> None:
         """One pass of the model; an error in it ends the requests that took part, no others."""
+        self.ended.clear()
         plan = self.plan()
         try:
             result = self.runner.step(plan)
@@ -140,11 +143,12 @@ class EngineCore:
         work = self.scheduler.schedule(parts)
         prefill = any(not item.request.is_decoding for item in work)
         items = [_plan_item(item) for item in work]
+        if not work:
+            return StepPlan([], [])
         plan = StepPlan(items, list(self._taken), prefill)
         self._taken.clear()
-        if work:
-            self.num_steps += 1
-            self._under_way.append([_begin(item) for item in work])
+        self.num_steps += 1
+        self._under_way.append([_begin(item) for item in work])
         return plan
 
     def apply(self, result: StepResult) -> None:
@@ -188,6 +192,7 @@ class EngineCore:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
         self.scheduler.finish(job.request)
+        self.ended.append(job.request.arrival)
         job.finish(reason)
 
 
@@ -197,9 +202,8 @@ def _plan_item(item: Scheduled) -> PlanItem:
     sample = None
     if item.samples and request.remaining_tokens > 0:
         sample = _sample_row(request)
-    return PlanItem(
-        request.token_ids[first:stop], first, list(request.pages), _score(request, stop), sample
-    )
+    pages, score = list(request.pages), _score(request, stop)
+    return PlanItem(request.arrival, request.token_ids[first:stop], first, pages, score, sample)
 
 
 def _score(request: Request, stop: int) -> Score | None:

@@ -10,11 +10,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moesaic.comm.control import Seat, State
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.step import Step
@@ -77,6 +79,8 @@ class ModelRunner:
             load_weights(self.model, folder, scheme)
             settle_input_scales(self.model, folder)
         self._make_cache(args, weight_bytes)
+        if ranks.seat is not None:
+            self._announce_layers(ranks.seat)
         logger.info(
             "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB), "
             "context of %d tokens",
@@ -108,6 +112,13 @@ class ModelRunner:
         )
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
         self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+
+    def _announce_layers(self, seat: Seat) -> None:
+        """A rank that computes shows how far it is: a long step is not a hang."""
+        assert self.parallel.layers is not None
+        for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
+            begin = partial(seat.enter, State.COMPUTING, f"layer {number}")
+            layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:

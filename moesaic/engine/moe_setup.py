@@ -89,6 +89,8 @@ def moe_problem(
         phases=(role,) if role in PHASES else PHASES,
         hidden_size=layers[0].hidden_size if layers else 0,
         intermediate_size=layers[0].intermediate_size if layers else 0,
+        experts=layers[0].num_experts if layers else 0,
+        redundant=args.ep_num_redundant_experts,
     )
 
 
@@ -107,8 +109,9 @@ def moe_context(
     copies = mesh.moe_tp if deterministic else 1
     if copies > 1:
         logger.info("moe: deterministic: experts are not cut, %d ranks hold each", copies)
-        mesh = replace(mesh, ep=mesh.tp)
     problem = moe_problem(args, dtype, weights, outline, mesh)
+    if copies > 1:  # placement() lays out the copies
+        problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     replicated = problem.a2a == "none" and ranks.replicated
     own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
     context = MoeContext.make(

@@ -19,8 +19,10 @@ class Score(msgspec.Struct, array_like=True):
 
 
 class PlanItem(msgspec.Struct, array_like=True):
-    """New tokens of one sequence, of which `first` are computed already; all live in `pages`."""
+    """New tokens of one sequence, of which `first` are computed already; all live in `pages`. `key`
+    is the request's number."""
 
+    key: int
     token_ids: list[int]
     first: int
     pages: list[int]
@@ -91,24 +93,19 @@ class Turn(msgspec.Struct, array_like=True):
 
 
 class Order(msgspec.Struct, array_like=True):
-    """From stage to stage of a pipeline."""
+    """From stage to stage of a pipeline; `plan` is as engine.wire has it."""
 
     turn: Turn
-    plan: StepPlan
+    plan: bytes
 
 
 _encoder = msgspec.msgpack.Encoder()
-_plans = msgspec.msgpack.Decoder(StepPlan)
 _orders = msgspec.msgpack.Decoder(Order)
 _results = msgspec.msgpack.Decoder(StepResult)
 
 
-def encode(value: StepPlan | Order | StepResult) -> bytes:
+def encode(value: Order | StepResult) -> bytes:
     return _encoder.encode(value)
-
-
-def decode_plan(data: bytes) -> StepPlan:
-    return _plans.decode(data)
 
 
 def decode_order(data: bytes) -> Order:

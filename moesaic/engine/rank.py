@@ -25,6 +25,7 @@ from moesaic.config import ServerArgs
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine import wire as wires
 from moesaic.engine.core import EngineCore
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.layout import COLLECTIVE_BYTES, expert_bytes, pipe_spec
@@ -35,11 +36,11 @@ from moesaic.engine.plan import (
     StepResult,
     Turn,
     decode_order,
-    decode_plan,
     decode_result,
     encode,
 )
 from moesaic.engine.ranks import RankContext
+from moesaic.engine.wire import PlanReceiver, PlanSender
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Rank:
         self.leader = Leader(self) if self.place.is_leader else None
         self.pipe = self._make_pipe()
         self.number = 0
+        self._sender, self._receiver = PlanSender(), PlanReceiver()
         self._local: deque[StepResult] = deque()
         self._under_way: deque[bool] = deque()
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
@@ -95,21 +97,22 @@ class Rank:
             while (message := self.link.receive(0.0)) is not None:
                 self._heed(message)
             plan = NOTHING if self.leader is None else self.leader.core.plan(self.mesh.pp)
-            turn, plan = self._agree(plan)
+            turn, plan, wire = self._agree(plan)
             if turn.counts:
-                self._compute(turn, plan)
+                self._compute(turn, plan, wire)
             if self._under_way and (not turn.counts or len(self._under_way) >= self.mesh.pp):
                 self._finish_oldest()
             elif not turn.counts:
                 self._go_to_sleep(turn)
                 return
 
-    def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan]:
-        """The step that all ranks of this stage are about to do, and their leader's plan of it."""
+    def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan, bytes]:
+        """The step that all ranks of this stage are about to do, and their leader's plan of it,
+        also as others are told it."""
         self.number += 1
         self.link.seat.begin(self.number)
-        shared = self.place.attention_rank == 0 and self.mesh.attention_tp > 1 and plan.items
-        data = encode(plan) if shared else b""
+        wire = self._encode(plan)
+        data = wire if self.mesh.attention_tp > 1 and plan.items else b""
         logits = sum(1 for _ in plan.logit_rows())
         own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data)]])
         operation = f"agree on step {self.number}"
@@ -118,24 +121,33 @@ class Rank:
         counts, logit_rows, prefills, lengths = zip(*table, strict=True)
         length = lengths[self.place.dp_rank]
         if length:
-            plan = self._share(plan, data, length, operation)
+            wire = self._share(data, length, operation)
+            plan = plan if data else self._receiver.decode(wire)
         if not any(counts):
-            return Turn(self.number), plan
-        return Turn(self.number, counts, logit_rows, any(prefills)), plan
+            return Turn(self.number), plan, wire
+        return Turn(self.number, counts, logit_rows, any(prefills)), plan, wire
 
-    def _share(self, plan: StepPlan, data: bytes, length: int, operation: str) -> StepPlan:
+    def _encode(self, plan: StepPlan) -> bytes:
+        """For whoever else carries it out."""
+        if self.leader is None or self.mesh.attention_tp * self.mesh.pp == 1:
+            return wires.NOTHING
+        ended, self.leader.core.ended = self.leader.core.ended, []
+        self._sender.end(ended)
+        return self._sender.encode(plan)
+
+    def _share(self, data: bytes, length: int, operation: str) -> bytes:
         """The leader's plan to its followers."""
         sizes = [length] + [0] * (self.mesh.attention_tp - 1)
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
         told = self.ranks.attention.gather_rows(raw.to(torch.uint8).view(-1, 1), sizes, operation)
-        return plan if data else decode_plan(told.numpy().tobytes())
+        return told.numpy().tobytes()
 
-    def _compute(self, turn: Turn, plan: StepPlan) -> None:
+    def _compute(self, turn: Turn, plan: StepPlan, wire: bytes) -> None:
         hidden_TH = self.runner.forward(plan, turn)
         if self.pipe is None:
             self._local.append(self.runner.results(plan, turn, hidden_TH))
         else:
-            self.pipe.send(encode(Order(turn, plan)), hidden_TH)
+            self.pipe.send(encode(Order(turn, wire)), hidden_TH)
         self._under_way.append(bool(plan.items))
 
     def _finish_oldest(self) -> None:
@@ -152,7 +164,7 @@ class Rank:
 
     def _go_to_sleep(self, turn: Turn) -> None:
         if self.pipe is not None:
-            self.pipe.send(encode(Order(turn, NOTHING)), None)
+            self.pipe.send(encode(Order(turn, wires.NOTHING)), None)
         if self.place.tp_rank == 0:
             self.link.send(messages.Asleep(self.place.replica, turn.number))
 
@@ -165,12 +177,13 @@ class Rank:
             order = decode_order(data)
             self.link.seat.begin(order.turn.number)
             asleep = not order.turn.counts
-            hidden_TH = None if asleep else self.runner.forward(order.plan, order.turn, x_TH)
+            plan = self._receiver.decode(order.plan)
+            hidden_TH = None if asleep else self.runner.forward(plan, order.turn, x_TH)
             if not self.ranks.is_last:
                 self.pipe.send(data, hidden_TH)
             elif hidden_TH is not None:
-                result = self.runner.results(order.plan, order.turn, hidden_TH)
-                if self.place.attention_rank == 0 and order.plan.items:
+                result = self.runner.results(plan, order.turn, hidden_TH)
+                if self.place.attention_rank == 0 and plan.items:
                     self.pipe.reply(encode(result))
             if asleep:
                 return

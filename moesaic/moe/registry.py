@@ -118,6 +118,8 @@ class Problem:
     device: str = "cpu"
     hidden_size: int = 0
     intermediate_size: int = 0
+    experts: int = 0
+    redundant: int = 0
 
     @property
     def moe_tp(self) -> int:
@@ -144,6 +146,7 @@ FLAGS = {
     "runner": "--moe-runner-backend",
     "payload": "--deepep-dispatch-output-dtype",
     "ep": "--ep-size",
+    "redundant": "--ep-num-redundant-experts",
 }
 
 
@@ -192,7 +195,11 @@ def _names(problem: Problem) -> Iterator[str]:
 def _sizes(problem: Problem) -> Iterator[str]:
     if problem.ep > problem.tp or problem.tp % problem.ep:
         yield f"ep {problem.ep} does not divide tp {problem.tp}"
-    elif problem.intermediate_size:
+        return
+    slots = problem.experts + problem.redundant
+    if problem.experts and slots % problem.ep:
+        yield f"{slots} expert slots cannot be laid evenly over ep {problem.ep}"
+    if problem.intermediate_size:
         if problem.intermediate_size % problem.moe_tp:
             yield (
                 f"an intermediate size of {problem.intermediate_size} cannot be cut in "
@@ -330,12 +337,14 @@ def _advice(problem: Problem) -> str:
 def suggest(problem: Problem) -> Problem | None:
     """The nearest combination that works: the fewest flags changed, first those that matter least
     to the user."""
+    splits = [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0]
     options: dict[str, list[Any]] = {
         "payload": ["auto"],
         "runner": ["auto"],
         "mode": ["auto"],
         "a2a": list(A2A_REGISTRY),
-        "ep": [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0],
+        "ep": splits,
+        "redundant": sorted({-problem.experts % n for n in splits}) if problem.experts else [],
     }
     for count in range(1, len(options) + 1):
         for names in combinations(options, count):

@@ -238,8 +238,8 @@ def test_missing_file_is_named(tmp_path: Path):
             "--dp-size 2 means 2 copies of the model, which cannot be laid over --nnodes 2: give "
             "--enable-dp-attention, or start a server on each node",
         ),
-        ("--tp 64", "64 ranks on --nnodes 1: a node holds at most 63"),
-        ("--tp 8 --dp 8", "64 ranks on --nnodes 1: a node holds at most 63"),
+        ("--tp 64", "64 ranks on --nnodes 1: a node holds at most 62"),
+        ("--tp 8 --dp 8", "64 ranks on --nnodes 1: a node holds at most 62"),
         (
             "--tp 2 --nnodes 2 --node-rank 0",
             "--nnodes 2 without a place to meet: give all nodes --dist-init-addr NODE0:PORT",
@@ -370,7 +370,7 @@ ACCEPTED = (
     "--disable-cuda-graph --disable-overlap-schedule --chat-template c.jinja",
     "--tp 8 --ep 4 --dp 4 --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size 1",
     "--tp 3 --pp 5 --dp 2 --moe-dense-tp-size 3 --dist-timeout 0.5",
-    "--tp 63 --enable-deterministic-inference --ep-num-redundant-experts 31",
+    "--tp 62 --enable-deterministic-inference --ep-num-redundant-experts 31",
     "--tp 8 --pp 2 --nnodes 4 --node-rank 3 --dist-init-addr [::1]:29500 --moe-a2a-backend deepep",
     "--tp 2 --dp 1 --enable-dp-attention --enable-dp-lm-head --load-balance-method total_tokens",
     "--tp 128 --nnodes 4 --dist-init-addr 10.0.0.1:65535 --load-balance-method total_requests",
@@ -441,7 +441,7 @@ def test_resolve_fills_in_what_was_left_open():
     assert (args.tokenizer_path, args.device) == ("m", "cpu")
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
-    assert (args.load_balance_method, args.dist_timeout) == ("round_robin", 60.0)
+    assert (args.load_balance_method, args.dist_timeout) == ("round_robin", 300.0)
     assert (args.ep_size, args.dist_init_addr) == (1, None)
 
 

@@ -161,8 +161,7 @@ def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture
     report = ask(capsys, line, 1)
     assert report["layout"] is None
     assert report["problems"] == [
-        "8 expert slots cannot be laid evenly over ep 3: add 1 redundant slots "
-        "(--ep-num-redundant-experts) or change --ep-size"
+        "8 expert slots cannot be laid evenly over ep 3; use --ep-num-redundant-experts 1"
     ]
     found = ranks(ask(capsys, f"{line} --ep-num-redundant-experts 1"))
     assert [rank["experts"] for rank in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]

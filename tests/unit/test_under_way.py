@@ -11,7 +11,8 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.core import EngineCore
 from moesaic.engine.jobs import Job
-from moesaic.engine.plan import StepResult, decode_plan, decode_result, encode
+from moesaic.engine.plan import StepResult, decode_result, encode
+from moesaic.engine.wire import NOTHING, PlanReceiver, PlanSender
 from moesaic.models.tiny import materialise
 
 
@@ -46,14 +47,30 @@ def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
     for request in served:
         core.add(Job(request, None, lambda progress: None))
     results: deque[StepResult] = deque()
+    sender, receiver = PlanSender(), PlanReceiver()
+    sizes = []
     while core.has_work:
-        plan = decode_plan(encode(core.plan(parts)))
+        made = core.plan(parts)
+        ended, core.ended = core.ended, []
+        sender.end(ended)
+        data = sender.encode(made)
+        sizes.append(len(data))
+        plan = receiver.decode(data)
+        assert [item.pages for item in plan.items] == [item.pages for item in made.items]
         if plan.items:
             results.append(decode_result(encode(core.runner.step(plan))))
         if results and (not plan.items or len(results) > late):
             core.apply(results.popleft())
     assert not results
+    assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
+    assert sizes[-1] < 200  # of one request that decodes
     return served
+
+
+def test_nothing_is_always_told_alike():
+    sender = PlanSender()
+    sender.end([3])
+    assert sender.encode(make_core().plan()) == NOTHING
 
 
 @pytest.mark.parametrize(
