@@ -56,7 +56,7 @@ class Engine:
         if not Path(self.args.model_path).is_dir():
             raise ValueError(
                 f"--model-path {self.args.model_path} is not a folder: give a Hugging Face folder "
-                "with config.json, safetensors and tokenizer.json"
+                "with config.json, safetensors and tokenizer.json; nothing is downloaded"
             )
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)

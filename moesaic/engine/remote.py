@@ -166,6 +166,9 @@ class RemoteCore:
 def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     """Returns when all ranks of all nodes can serve."""
     preview(args)
+    sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
+    told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
+    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
     return RemoteCore(args, Service.start(service_spec(args, mesh)))
 
 

@@ -31,6 +31,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
     def arguments(self) -> dict[str, Any]:
         """The keywords of Engine.async_generate."""
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("give either text or input_ids, and not both")
         return {
             "prompt": self.text,
             "input_ids": self.input_ids,

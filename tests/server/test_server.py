@@ -186,7 +186,7 @@ BAD_BODIES = {
     '{"text": "\\ud800"}': "does not fit",
     '{"text": ""}': "must be a text that is not empty",
     '{"text": "x", "input_ids": [1]}': "and not both",
-    "{}": "give either prompt or input_ids",
+    "{}": "give either text or input_ids",
     '{"input_ids": []}': "the prompt is empty",
     '{"input_ids": [[1], 2]}': "mixes token ids and lists",
     '{"input_ids": [-1]}': "out of range",

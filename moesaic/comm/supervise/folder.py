@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from moesaic.comm.supervise.watch import started_at
+
 LOCK: Final = "owner"
 # A Unix socket's name has 107 bytes; what stands behind the folder needs up to this many.
 ROOM: Final = 60
@@ -72,13 +74,25 @@ def held(parent: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def mark_of(kind: str, pid: int, number: int) -> str:
+    """The name of a file that says something about a process; swept when that is gone."""
+    return f"{kind}-{pid}-{started_at(pid)}-{number}"
+
+
 def _sweep(old: Path) -> None:
-    """A folder, or a file that is itself a lock, if its owner is gone."""
+    """A folder whose owner is gone, or the mark of a process that is."""
     if old.is_dir():
         if _is_free(old / LOCK):
             shutil.rmtree(old, ignore_errors=True)
-    elif _is_free(old):
+    elif _is_stale(old.name):
         old.unlink(missing_ok=True)
+
+
+def _is_stale(mark: str) -> bool:
+    parts = mark.split("-")
+    if len(parts) != 4 or not parts[1].isdigit():
+        return True
+    return started_at(int(parts[1])) != parts[2]
 
 
 def _is_free(lock: Path) -> bool:

@@ -9,11 +9,12 @@ import os
 import signal
 from typing import Final
 
-from moesaic.comm.supervise.orphans import die_with_parent
+from moesaic.comm.supervise.orphans import die_with_parent, name_process
 
 SUPERVISOR: Final = "MOESAIC_SUPERVISOR_PID"
 
 if os.environ.get(SUPERVISOR) == str(os.getppid()):
     die_with_parent()
+    name_process("moesaic-forks")
     # Sent to a whole group of processes it is for the supervisor, which ends the others in order.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -46,6 +46,10 @@ class StepTimes:
             last_time = now
         self._last[replica] = (step, last_time)
 
+    def forget(self) -> None:
+        """After a time in which nobody looked: how long the step before it took is unknown."""
+        self._last.clear()
+
     def usual(self, replica: int) -> float:
         return self._usual.get(replica, 0.0)
 
@@ -70,6 +74,10 @@ class StepGuard:
             if hung is not None:
                 return hung
         return None
+
+    def pause(self) -> None:
+        """Instead of a look that would not be fair."""
+        self._times.forget()
 
     def suspect(self, seen: Mapping[int, Seen], patience: float) -> Suspicion | None:
         """Who keeps the others waiting, among ranks of one replica."""

@@ -1,4 +1,4 @@
-"""No process outlives the one that started it."""
+"""What a process tells the kernel of itself: whom it does not outlive, and its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ import threading
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+PR_SET_NAME: Final = 15
+NAME_BYTES: Final = 15
 
 
 def die_with_parent() -> None:
     """The kernel kills this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """As ps and top show it in their column COMMAND (comm): all of them are Python."""
+    assert len(name) <= NAME_BYTES, name
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def die_with_fork_server() -> None:

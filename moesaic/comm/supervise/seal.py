@@ -9,6 +9,8 @@ import os
 import secrets
 import struct
 import time
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -20,11 +22,22 @@ QUIET_SECONDS: Final = 1.0
 _HEAD: Final = struct.Struct("<qqq")
 
 
-def own_secret() -> bytes:
+class Doubt(StrEnum):
+    """Why a message is not to be believed."""
+
+    FORM = "has not the form of one"
+    MAC = f"was made with another {SECRET} than this node's, or changed on its way"
+    PLACE = "is for another node than this"
+    AGAIN = "has come before, or another node has the same --node-rank"
+
+
+def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
     """That of the environment, the same on all nodes; empty if there is none."""
-    secret = os.environ.get(SECRET, "").encode()
+    secret = environment.get(SECRET, "").encode()
     if secret and len(secret) < SECRET_BYTES:
-        raise RuntimeError(f"{SECRET} has {len(secret)} bytes: give {SECRET_BYTES} or more")
+        raise ValueError(
+            f"{SECRET} has {len(secret)} bytes: give {SECRET_BYTES} or more, the same on all nodes"
+        )
     return secret
 
 
@@ -48,21 +61,26 @@ class Seal:
         head = _HEAD.pack(self._node, receiver, self._sent)
         return [head, self._mac(head, payload), payload]
 
-    def open(self, frames: list[bytes]) -> tuple[int, bytes] | None:
-        """(sender, payload), or None for what is not to be believed; that is logged."""
+    def open(self, frames: list[bytes]) -> tuple[int, bytes] | Doubt:
+        """(sender, payload), or why it is not to be believed; that is logged."""
+        doubt = self._doubt(frames)
+        if doubt is not None:
+            self._complain(doubt)
+            return doubt
+        sender, _, number = _HEAD.unpack(frames[0])
+        self._heard[sender] = number
+        return sender, frames[2]
+
+    def _doubt(self, frames: list[bytes]) -> Doubt | None:
         if len(frames) != 3 or len(frames[0]) != _HEAD.size:
-            self._complain("has not the form of one")
-            return None
+            return Doubt.FORM
         head, mac, payload = frames
         if not hmac.compare_digest(mac, self._mac(head, payload)):
-            self._complain(f"has a wrong MAC; is {SECRET} the same on all nodes?")
-            return None
+            return Doubt.MAC
         sender, receiver, number = _HEAD.unpack(head)
-        if receiver != self._node or number <= self._heard.get(sender, 0):
-            self._complain(f"is for another node than this, or node {sender} sent it before")
-            return None
-        self._heard[sender] = number
-        return sender, payload
+        if receiver != self._node:
+            return Doubt.PLACE
+        return Doubt.AGAIN if number <= self._heard.get(sender, 0) else None
 
     def _mac(self, head: bytes, payload: bytes) -> bytes:
         # The session has a fixed length, and so has the head: no two messages read the same.

@@ -8,28 +8,35 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.comm.mesh import Mesh
+from moesaic.config.resolve import DIST_TIMEOUT, MAX_RANKS_PER_NODE
 
 LOOPBACK: Final = "127.0.0.1"
 LOAD_BALANCE: Final = ("round_robin", "total_requests", "total_tokens")
-# The live ranks of a node are a mask in one signed word.
-MAX_RANKS_PER_NODE: Final = 62
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds. `collective`: when an operation between ranks fails by itself. `hang`: how long a
-    step may stand still before the service ends. `guard`: before that is logged. `beat`: the age
-    of a heartbeat that means a hang; `stopped`: the same for a process that was stopped. `node`:
-    how long another node may be silent. `stop`: how long ranks may take to end."""
+    """In seconds. `start`: until all ranks are ready, all that they wait for on the way included.
+    `join`: until all nodes are there. `collective`: when an operation between ranks fails by
+    itself. `hang`: how long a step may stand still before the service ends. `guard`: before that is
+    logged. `beat`: the age of a heartbeat that means a hang; `stopped`: the same for a process that
+    was stopped. `node`: how long another node may be silent. `stop`: how long ranks may take to
+    end."""
 
     start: float = 1800.0
-    collective: float = 300.0
+    join: float = 600.0
+    collective: float = DIST_TIMEOUT
     hang: float = 30.0
     guard: float = 1.0
     beat: float = 5.0
     stopped: float = 0.5
     node: float = 3.0
     stop: float = 2.0
+
+    @property
+    def meet(self) -> float:
+        """How long nodes wait for each other."""
+        return min(self.join, self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,8 @@ class ServiceSpec:
 @dataclass(frozen=True, slots=True)
 class Boot:
     """What a rank is born with. `control`: the path of the node's control page; `endpoint`: where
-    it talks to its supervisor. `host`, `secret`: where there are several nodes, the address of
+    it talks to its supervisor. `timeout`: of an operation between ranks; `start_timeout`: of their
+    meetings until all are ready. `host`, `secret`: where there are several nodes, the address of
     this one and what all of them know."""
 
     rank: int
@@ -86,6 +94,7 @@ class Boot:
     store_host: str
     store_port: int
     timeout: float
+    start_timeout: float
     threads: int
     log_level: str
     host: str = ""

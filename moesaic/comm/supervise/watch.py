@@ -29,6 +29,8 @@ class Watch:
         self.was_late = False
         """Whether the last look came long after the one before."""
         self._fair_from = 0.0
+        self.is_fair = False
+        """Whether enough time has passed since then to judge by what is seen."""
 
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
@@ -39,7 +41,8 @@ class Watch:
             self._stopped.clear()
             self._fair_from = now + LATE
         self._looked = now
-        if now < self._fair_from:
+        self.is_fair = now >= self._fair_from
+        if not self.is_fair:
             return None
         for rank, pid in pids.items():
             why = self._stopped_for(rank, pid, now) or self._silent_for(rank, starting)
@@ -68,12 +71,22 @@ class Watch:
 
 def process_state(pid: int) -> str:
     """The letter of /proc/PID/stat: R, S, D, T (stopped), t (traced), Z; empty if it is gone."""
+    return _stat(pid, 0)
+
+
+def started_at(pid: int) -> str:
+    """Tells a process from a later one with its number; empty if it is gone."""
+    return _stat(pid, 19)
+
+
+def _stat(pid: int, field: int) -> str:
+    """A field of /proc/PID/stat, counted from the one behind the name."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
     # The name stands in brackets, and may hold any character.
-    return stat.rpartition(b")")[2].split()[0].decode()
+    return stat.rpartition(b")")[2].split()[field].decode()
 
 
 def obituary(exit_code: int | None) -> str:

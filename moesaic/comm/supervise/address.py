@@ -1,0 +1,96 @@
+"""Addresses of nodes, and whether the one where they meet can be used. No torch here."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from moesaic.comm.supervise.seal import own_secret
+from moesaic.comm.supervise.spec import split_address
+
+SIOCGIFADDR: Final = 0x8915
+
+
+def check_meeting(
+    node_rank: int, address: str, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Before anything is started: ValueError, with what to change, where nodes cannot meet there
+    or the secret is no good."""
+    own_secret(environment)
+    name, port = split_address(address)
+    host = numeric(name)
+    if ipaddress.ip_address(host).is_unspecified:
+        raise ValueError(
+            f"--dist-init-addr {address}: other nodes cannot call there; {_advice(port)}"
+        )
+    if node_rank == 0:
+        _check_own(address, host, port)
+        return
+    try:
+        address_towards(host, port)
+    except OSError as error:
+        raise ValueError(f"--dist-init-addr {address}: no way there from this machine: {error}")
+
+
+def numeric(host: str) -> str:
+    """The address of a name: a socket is bound to an address."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"--dist-init-addr: the name {host!r} has no address ({error}): give the address of "
+            "node 0, or a name that all nodes know"
+        ) from None
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address as a host sees it; nothing is sent."""
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def own_addresses() -> list[str]:
+    """Of this machine's network interfaces, those that other nodes may reach first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+    usable = [one for one in found if not ipaddress.ip_address(one).is_link_local]
+    return sorted(usable, key=lambda one: ipaddress.ip_address(one).is_loopback)
+
+
+def _check_own(address: str, host: str, port: int) -> None:
+    """Bound, but not listening: no other node can take it for node 0 already."""
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            in_use = host in own_addresses()
+            advice = "give another port, the same on all nodes" if in_use else _advice(port)
+            raise ValueError(
+                f"--dist-init-addr {address}: node 0 cannot listen there "
+                f"({error.strerror or error}); {advice}"
+            ) from None
+
+
+def _advice(port: int) -> str:
+    shown = [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in own_addresses()]
+    return f"give an address of node 0; this machine has {', '.join(shown)}"

@@ -1,0 +1,53 @@
+"""Whether two nodes were started alike: the same version, the same flags, the same mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from moesaic import __version__
+from moesaic.comm.supervise.spec import ServiceSpec
+from moesaic.config.args import ServerArgs
+from moesaic.config.flags import specs
+
+# Nodes may differ in these; where they meet, they have met.
+OWN_FLAGS: Final = frozenset(
+    {
+        "node_rank",
+        "dist_init_addr",
+        "host",
+        "port",
+        "log_level",
+        "model_path",
+        "tokenizer_path",
+        "num_threads",
+    }
+)
+MISSING: Final = "unknown"
+
+
+def facts_of(spec: ServiceSpec) -> dict[str, Any]:
+    """What nodes must have in common; nothing secret."""
+    secret = {flag.field for flag in specs(ServerArgs).values() if flag.flag.secret}
+    flags = {name: value for name, value in spec.config.items() if name not in OWN_FLAGS | secret}
+    return {"version": __version__, "flags": flags, "mesh": asdict(spec.mesh)}
+
+
+def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -> str:
+    """What is not the same on node 0 and on another; empty if all is."""
+    names = {name: flag.name for name, flag in specs(ServerArgs).items()}
+    told = [
+        f"{names.get(name, name)} is {here!r} on node 0 and {there!r} on node {node}"
+        for part in ("flags", "mesh")
+        for name, here, there in _unlike(first.get(part, {}), other.get(part, {}))
+    ]
+    if first.get("version") != other.get("version"):
+        told = [f"moesaic is {first.get('version')} on node 0 and {other.get('version')} on {node}"]
+    return "; ".join(dict.fromkeys(told))
+
+
+def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    names = dict.fromkeys([*first, *other])
+    pairs = [(name, first.get(name, MISSING), other.get(name, MISSING)) for name in names]
+    return [pair for pair in pairs if pair[1] != pair[2]]
