@@ -25,6 +25,7 @@ from moesaic.engine.engine import Engine
 
 MODEL: Final = "tiny:qwen3_moe,num_hidden_layers=4,num_attention_heads=8"
 COMMON: Final[dict[str, Any]] = {
+    "watchdog_timeout": 30.0,
     "model_path": MODEL,
     "max_running_requests": 16,
     "max_total_tokens": 16384,

@@ -28,8 +28,17 @@ def set_up_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="[%(asctime)s] %(message)s")
 
 
+def check_nodes(args: ServerArgs) -> None:
+    """Of resolved arguments: ValueError if several nodes could not meet as they are told to."""
+    if args.nnodes > 1:
+        from moesaic.comm.supervise.address import check_meeting
+
+        check_meeting(args.node_rank, args.dist_init_addr or "")
+
+
 def join_node(args: ServerArgs) -> int:
     """The ranks of another node than the first, which gives the answers; until that ends."""
+    check_nodes(args)
     from moesaic.engine.remote import serve_node
 
     return serve_node(args)

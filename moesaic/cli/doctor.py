@@ -29,7 +29,11 @@ The exit status is 1 if the command line cannot work."""
 def run(argv: Sequence[str]) -> int:
     parser = FlagParser("moesaic doctor", "moesaic doctor [MODEL] [flags]", DESCRIPTION)
     add_model(parser)
-    parser.add_argument("--json", action="store_true", help="the same as JSON; flags that do not parse give an error and status 2")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the same as JSON; flags that do not parse give an error and status 2",
+    )
     parser.flags.append("--json")
     parser.add_flags(ServerArgs)
     given = parser.parse(argv)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moesaic.cli.common import add_model, join_node, read_args, set_up_logging
+from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
 from moesaic.comm.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
@@ -27,23 +27,36 @@ def run(argv: Sequence[str]) -> int:
 
 def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:
     """The first process of a node starts its ranks; the others are only in torchrun's way."""
-    world = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
-    if torchrun.world != world:
-        raise ValueError(
-            f"torchrun started {torchrun.world} processes and the flags ask for {world} ranks: "
-            f"change --nproc-per-node, or --tp-size {args.tp_size} and --pp-size {args.pp_size}"
-        )
     if not torchrun.is_launcher:
         torchrun.wait_for_launcher()
         return 0
-    args = replace(
-        args,
-        nnodes=torchrun.nnodes,
-        node_rank=torchrun.node_rank,
-        dist_init_addr=torchrun.dist_init_addr,
-    )
     with torchrun.launching():
-        return _start(args)
+        _check_count(torchrun, args)
+        return _start(
+            replace(
+                args,
+                nnodes=torchrun.nnodes,
+                node_rank=torchrun.node_rank,
+                dist_init_addr=torchrun.dist_init_addr,
+            )
+        )
+
+
+def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
+    rest = args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+    world = args.tp_size * rest
+    if torchrun.world == world:
+        return
+    advice = []
+    if world % torchrun.nnodes == 0:
+        advice.append(f"--nproc-per-node {world // torchrun.nnodes}")
+    tp = torchrun.world // rest
+    if tp * rest == torchrun.world and tp % args.ep_size == 0:
+        advice.append(f"--tp-size {tp}")
+    raise ValueError(
+        f"torchrun started {torchrun.world} processes and the flags ask for {world} ranks: give "
+        + (", or ".join(advice) or "as many processes as ranks")
+    )
 
 
 def _start(args: ServerArgs) -> int:
@@ -52,6 +65,7 @@ def _start(args: ServerArgs) -> int:
 
 
 def _serve(args: ServerArgs) -> int:
+    check_nodes(args)
     listener = bind(args.host, args.port)
     try:
         from moesaic.server.run import serve

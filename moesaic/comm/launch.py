@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import zmq
 
+from moesaic.comm.supervise.address import check_meeting
 from moesaic.comm.supervise.spec import ServiceSpec, Timeouts, pack
 from moesaic.comm.supervise.watch import process_state
 from moesaic.comm.supervisor import LENGTH_BYTES
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
 
-__all__ = ["Service", "ServiceSpec", "Timeouts"]
+__all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
+
+logger = logging.getLogger(__name__)
 
 # What the supervisor itself may take to begin, and to end, beyond what its ranks take.
 MARGIN: Final = 30.0
@@ -38,7 +44,12 @@ class Service:
     """
 
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
+        if spec.mesh.nnodes > 1:
+            known = {**os.environ, **(environment or {})}
+            check_meeting(spec.node_rank, spec.dist_init_addr or "", known)
         self.spec = spec
+        self.farewell = Stop()
+        """What `close` tells the supervisor."""
         self.facts: dict[str, object] = {}
         """What rank 0 said when it was ready; under "ranks", what each of them said."""
         self._fault: Fault | None = None
@@ -58,7 +69,8 @@ class Service:
     @classmethod
     def start(cls, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> Service:
         """Returns when all ranks of all nodes are ready; RuntimeError with the reason if they
-        cannot be. `environment`: what the ranks are to see beyond this process's own."""
+        cannot be, ValueError before anything is started if nodes cannot meet where they are to.
+        `environment`: what the ranks are to see beyond this process's own."""
         service = cls(spec, environment)
         service.connect()
         return service
@@ -121,7 +133,7 @@ class Service:
         if self._context.closed:
             return
         if self._process.poll() is None and self.folder is not None:
-            self.send(Stop())
+            self.send(self.farewell)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._await_exit(deadline)
         self._process.stdin.close()
@@ -215,6 +227,44 @@ class Service:
         else:
             self._fault = Fault(f"the supervisor died (exit code {code}), and all ranks with it")
         return self._fault
+
+
+def host_ranks(service: Service) -> int:
+    """The life of a node other than the first, until that ends the service or a signal this node;
+    an exit status."""
+    node = service.spec.node_rank
+    with _leaving_on_signals(service):
+        service.connect()
+        logger.info("node %d is ready", node)
+        try:
+            while not isinstance(message := service.receive(None), Stop | Fault):
+                pass
+        finally:
+            service.close()
+    if isinstance(message, Fault):
+        logger.error("%s", message.message)
+        return 1
+    logger.info("node 0 has ended the service: node %d ends", node)
+    return 0
+
+
+@contextmanager
+def _leaving_on_signals(service: Service) -> Iterator[None]:
+    """With status 0, as a server that is told to end; but not while nothing was served yet."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        logger.info("%s: node %d leaves", name, service.spec.node_rank)
+        service.farewell = Stop(f"it was stopped by {name}")
+        sys.exit(0 if service.facts else 128 + number)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

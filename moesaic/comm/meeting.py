@@ -22,8 +22,8 @@ class StoreGroup(Peers):
     """Ranks that exchange bytes through a store, operation after operation in the same order.
 
     Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
-    ends with EpochChanged when the supervisor declares a new epoch. `host`: the address that gloo
-    binds, if collectives are asked for.
+    ends with EpochChanged when the supervisor declares a new epoch. `timeout`: of a meeting, which
+    ranks may come to at very different times while they load.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class StoreGroup(Peers):
         timeout: float,
         nodes: Sequence[int] = (),
         seat: Seat | None = None,
-        host: str = LOOPBACK,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of group {name}: give one of 0..{size - 1}")
@@ -48,16 +47,25 @@ class StoreGroup(Peers):
         self._store = PrefixStore(name, store) if store is not None and size > 1 else None
         self._sequence = 0
         self._last_complete = ""
-        self._host = host
+        self.host = LOOPBACK
+        """The address that gloo binds, if collectives are asked for."""
+        self.collective_timeout = timeout
+        """Of those collectives."""
         self._collectives: RankGroup | None = None
 
     def collectives(self) -> RankGroup:
         if self._collectives is None:
             if self._store is None:
-                self._collectives = RankGroup.alone(self.name, self.timeout)
+                self._collectives = RankGroup.alone(self.name, self.collective_timeout)
             else:
+                self.barrier("form a group")
                 self._collectives = RankGroup.form(
-                    self._store, "gloo", self.rank, self.size, self.timeout, host=self._host
+                    self._store,
+                    "gloo",
+                    self.rank,
+                    self.size,
+                    self.collective_timeout,
+                    host=self.host,
                 )
         return self._collectives
 

@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
 from moesaic.comm.errors import PeerTimeout, WindowAborted
-from moesaic.comm.group import LOOPBACK
 from moesaic.comm.links import Links
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.mesh import Place
 from moesaic.comm.store_host import connect_store
 from moesaic.comm.supervise.nursery import function_of
-from moesaic.comm.supervise.orphans import die_with_fork_server
+from moesaic.comm.supervise.orphans import die_with_fork_server, name_process
 from moesaic.comm.supervise.spec import Boot, unpack_boot
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
 from moesaic.core.process import keep_freed_memory
@@ -46,6 +45,7 @@ class RankLink:
         self.place: Place = boot.mesh.place(boot.rank)
         self.timeout = boot.timeout
         """Seconds after which an operation between ranks fails."""
+        self.is_ready = False
         self._boot = boot
         self._page = ControlPage.open(boot.control, self.mesh.ranks_of_node(self.node).start)
         self.seat: Seat = self._page.seat(boot.rank)
@@ -75,7 +75,7 @@ class RankLink:
         """Where ranks meet; connected at first use."""
         if self._store is None:
             boot = self._boot
-            self._store = connect_store(boot.store_host, boot.store_port, boot.timeout)
+            self._store = connect_store(boot.store_host, boot.store_port, boot.start_timeout)
         return self._store
 
     @property
@@ -90,21 +90,23 @@ class RankLink:
         """This rank and others of the service, in that order; they all ask for the same."""
         nodes = [self.mesh.node_of(rank) for rank in ranks]
         across = len(set(nodes)) > 1
+        # Meetings are for the start, in which one rank may load for much longer than another.
         group = StoreGroup(
             self.store if len(ranks) > 1 else None,
             name,
             list(ranks).index(self.rank),
             len(ranks),
-            self.timeout,
+            self._boot.start_timeout,
             nodes if across else (),
             self.seat,
-            self._boot.host if across else LOOPBACK,
         )
+        group.collective_timeout = self.timeout
         if across:
-            group.links = self.links
+            group.links, group.host = self.links, self._boot.host
         return group
 
     def ready(self, facts: dict[str, Any]) -> None:
+        self.is_ready = True
         self.send(Ready(self.rank, facts))
 
     def send(self, message: Message) -> None:
@@ -147,6 +149,7 @@ def main(data: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
     boot = unpack_boot(data)
+    name_process(process_name(boot.rank))
     _set_up(boot)
     link = RankLink(boot)
     code = _run(link, boot.target)
@@ -155,6 +158,10 @@ def main(data: bytes) -> None:
     sys.stderr.flush()
     # Threads and destructors of what the target left behind must not hold the process up.
     os._exit(code)
+
+
+def process_name(rank: int) -> str:
+    return f"moesaic-rank-{rank}" if rank < 100 else f"moesaic-rk-{rank}"
 
 
 def _run(link: RankLink, target: str) -> int:
@@ -169,7 +176,10 @@ def _run(link: RankLink, target: str) -> int:
         logger.info("abandoned: %s", error)
         return ABANDONED
     except Exception as error:
-        logger.exception("rank %d failed", link.rank)
+        # What cannot be started as it was asked for is no fault of the code: the message is enough.
+        refused = isinstance(error, ValueError) and not link.is_ready
+        level = logging.DEBUG if refused else logging.ERROR
+        logger.log(level, "rank %d failed", link.rank, exc_info=True)
         waited = isinstance(error, PeerTimeout)
         link.send(Failed(link.rank, _last_lines(error), waited=waited))
         return 1

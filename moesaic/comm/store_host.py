@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from moesaic.comm.supervise.orphans import die_with_fork_server
+from moesaic.comm.supervise.orphans import die_with_fork_server, name_process
 
 STORE_TIMEOUT: Final = 300.0
 PREFIX: Final = "moesaic/"
@@ -45,19 +45,16 @@ def meet(
     host: str,
     port: int,
     timeout: float,
-    given: Mapping[str, str],
     names: Sequence[str],
     answer: Connection,
 ) -> None:
-    """On another node: leave facts in the store, fetch those with `names` from it, and give them to
-    the supervisor; or an "error"."""
+    """On another node: fetch the facts with these names from the store, and give them to the
+    supervisor; or an "error"."""
     _settle()
     store = None
     try:
         _await_listener(host, port, timeout)
         store = connect_store(host, port, timeout)
-        for name, value in given.items():
-            store.set(PREFIX + name, value)
         facts = {name: store.get(PREFIX + name).decode() for name in names}
     except (OSError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
@@ -90,6 +87,7 @@ def connect_store(host: str, port: int, timeout: float) -> Store:
 
 
 def _settle() -> None:
+    name_process("moesaic-store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
 

@@ -25,6 +25,7 @@ from moesaic.comm.supervise.agent import Agent
 from moesaic.comm.supervise.folder import RunFolder
 from moesaic.comm.supervise.head import Head
 from moesaic.comm.supervise.node import Node
+from moesaic.comm.supervise.orphans import name_process
 from moesaic.comm.supervise.spec import ServiceSpec, unpack_spec
 
 LENGTH_BYTES: Final = 8
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    name_process("moesaic-super")
     requests, answers = _take_pipes()
     spec = _read_spec(requests)
     logging.basicConfig(
@@ -101,8 +103,11 @@ def _watch_client(node: Node, pipe: int) -> None:
     """The pipe ends with the client, unless a child of the client's holds it; its process then
     tells."""
 
+    number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
+
     def gone() -> None:
-        node.stop("the client is gone")
+        node.has_client = False
+        node.stop(f"the process that started {number} ranks ended")
 
     node.loop.add(pipe, gone)
     with suppress(OSError, AttributeError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.supervise.folder import held, user_folder
+from moesaic.comm.supervise.folder import held, mark_of, user_folder
 
 NAMES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POLL_SECONDS: Final = 0.1
@@ -64,7 +64,8 @@ class Torchrun:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """For the launcher, while the service lives. The kernel drops the lock when it dies."""
+        """For the launcher, while the service lives. The kernel drops the lock when it dies; the
+        file stays for those who look later, until torchrun is gone."""
         path = self._path()
         with held(path.parent):
             file = path.open("w", encoding="ascii")
@@ -74,37 +75,30 @@ class Torchrun:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
             file.close()
 
     def wait_for_launcher(self) -> None:
         """For the others: returns when the launcher has ended, however it did."""
         parent = os.getppid()
-        while (path := self._begun()) is None:
+        path = self._path()
+        while not _is_written(path):
             if os.getppid() != parent:
                 return  # torchrun itself is gone
             time.sleep(POLL_SECONDS)
         with suppress(FileNotFoundError), path.open(encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
-        path.unlink(missing_ok=True)
 
     def _path(self) -> Path:
         """All processes of one torchrun on a node have the same parent."""
-        return user_folder() / f"torchrun-{os.getppid()}-{self.restarts}"
-
-    def _begun(self) -> Path | None:
-        """The lock's file, once the launcher holds it; one of a dead namesake does not count."""
-        path = self._path()
-        with suppress(OSError, ValueError):
-            pid = int(path.read_text(encoding="ascii"))
-            if _parent_of(pid) == os.getppid():
-                return path
-        return None
+        return user_folder() / mark_of("torchrun", os.getppid(), self.restarts)
 
 
-def _parent_of(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_bytes()
-    return int(stat.rpartition(b")")[2].split()[1])
+def _is_written(path: Path) -> bool:
+    """Whether the launcher has come: what it writes, it writes under its lock."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def _meeting_point(environment: Mapping[str, str]) -> str:

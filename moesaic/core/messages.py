@@ -122,13 +122,17 @@ class Fault(Message):
 
 
 class Stop(Message):
-    """End now; a rank answers by exiting with status 0."""
+    """End now; a rank answers by exiting with status 0. `reason`: why, from a client."""
+
+    reason: str = "its program has ended it"
 
 
 class Hello(Message):
-    """The first word of a client or a node to the supervisor. `node`: 0 for the client."""
+    """The first word of a client or a node to the supervisor, and of node 0 to one that it lets in.
+    `node`: 0 for the client. `facts`: what nodes must have in common."""
 
     node: int = 0
+    facts: dict[str, Any] = {}
 
 
 class Relay(Message):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moesaic.comm.arrange import mesh_of
-from moesaic.comm.launch import Service, ServiceSpec, Timeouts
+from moesaic.comm.launch import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.core.messages import (
@@ -23,7 +23,6 @@ from moesaic.core.messages import (
     NewRequest,
     Output,
     Reply,
-    Stop,
     Submit,
 )
 from moesaic.core.request import FinishReason
@@ -175,15 +174,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
 def serve_node(args: ServerArgs) -> int:
     """The ranks of a node other than the first, until that ends the service; an exit status."""
     args = replace(args, model_path=materialise(args.model_path))
-    service = Service.start(service_spec(args, mesh_of(args)))
-    try:
-        while not isinstance(message := service.receive(None), Stop | Fault):
-            pass
-    finally:
-        service.close()
-    if isinstance(message, Fault):
-        logger.error("%s", message.message)
-    return int(isinstance(message, Fault))
+    return host_ranks(Service(service_spec(args, mesh_of(args))))
 
 
 def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:

@@ -187,7 +187,8 @@ class CausalLM(Module):
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
         """`rows`: how many rows each attention group of the stage wants, where there are several;
-        all ranks of the last stage call this together then, also those that want none."""
+        all ranks of the last stage call this together then, also those that want none. Only the
+        first rank of an attention group gets any."""
         assert self.lm_head is not None, "only the last stage has logits"
         return self.lm_head(x_RH, rows)
 

@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
         while not (self.should_exit or self._engine.fault):
             await asyncio.sleep(LOOK_SECONDS)
         if self._engine.fault:
-            logger.error("the server stops: %s", self._engine.fault)
+            logger.error("the server stops: its engine has failed")
         self.should_exit = True
         await asyncio.sleep(DRAIN_SECONDS)
         await asyncio.to_thread(self._engine.shutdown)
@@ -104,7 +104,8 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """While nothing is served yet, a signal ends the process, with status 0 and all it started."""
+    """While nothing is served yet, a signal ends the process and all that it started, with the
+    status that a shell gives to one which a signal has ended."""
     before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
         yield
@@ -115,7 +116,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _exit(number: int, _: FrameType | None) -> None:
     logger.info("%s: the server was not ready yet", signal.Signals(number).name)
-    sys.exit(0)
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -40,7 +40,6 @@ class FakeRank:
         self.window = SharedWindow.create(group, [plane], link.timeout)
         self.peers = range(len(ranks))
         self.open: dict[str, tuple[NewRequest, int]] = {}
-        self.asks: list[Ask] = []
         self.step = 0
 
     def run(self) -> None:
@@ -65,7 +64,7 @@ class FakeRank:
             self.take(message)
         self.link.seat.begin(self.step)
         misbehave(self.link, self.step)
-        self.window.plane("work")[0] = len(self.open) + len(self.asks)
+        self.window.plane("work")[0] = len(self.open)
         self.window.touch(self.window.plane("work"))
         self.window.barrier("count work")
         work = sum(int(self.window.plane("work", peer)) for peer in self.peers)
@@ -82,7 +81,9 @@ class FakeRank:
                 del self.open[rid]
                 self.link.send(Output([Delta(rid, [], finish=Finish("abort"))]))
             case Ask():
-                self.asks.append(message)
+                group = self.link.mesh.group_of(self.link.place)
+                answer = {"what": message.what, "rank": self.link.rank}
+                self.link.send(Reply(message.number, group, answer))
 
     def emit(self) -> None:
         deltas = []
@@ -96,10 +97,6 @@ class FakeRank:
                 del self.open[rid]
         if deltas:
             self.link.send(Output(deltas))
-        group = self.link.mesh.group_of(self.link.place)
-        for ask in self.asks:
-            self.link.send(Reply(ask.number, group, {"what": ask.what, "rank": self.link.rank}))
-        self.asks.clear()
         time.sleep(0.001)
 
 

@@ -184,7 +184,9 @@ def _serve(
         ends = torch.tensor([stop - first for _, first, stop in work], dtype=torch.int64)
         rows_RH = x_TH[ends.cumsum(0) - 1]
         logits_RV = model.logits(rows_RH, [len(w) for w in works] if dp > 1 else ())
-        for (sequence, _, stop), logits_V in zip(work, logits_RV, strict=True):
+        # The first rank of an attention group gets them, for all.
+        told = work if place.attention_rank == 0 else []
+        for (sequence, _, stop), logits_V in zip(told, logits_RV, strict=True):
             logits[sequence, stop - 1] = logits_V.clone()
     return logits
 

@@ -8,14 +8,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from moesaic.cli.main import main
 from moesaic.comm.launch import Service, ServiceSpec, Timeouts
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.seal import Seal
+from moesaic.comm.supervise.address import check_meeting
+from moesaic.comm.supervise.alike import differences, facts_of
+from moesaic.comm.supervise.folder import RunFolder, mark_of, user_folder
+from moesaic.comm.supervise.seal import Doubt, Seal
 from moesaic.comm.torchrun import Torchrun
 from moesaic.core.messages import Fault, Stop, Submit
 from tests.distributed.test_supervisor import (
@@ -157,33 +163,214 @@ def wait_in_vain(node: Service, ends: list[str]) -> None:
     ends.append(str(caught.value))
 
 
-def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
-    """What it sends is dropped, and not acted on: the first node goes on waiting."""
-    port = free_port()
-    first = Service(spec(0, port), SECRET)
-    ends: list[str] = []
-    waiting = threading.Thread(target=wait_in_vain, args=(first, ends))
-    waiting.start()
+@contextmanager
+def waiting(first: ServiceSpec) -> Iterator[tuple[Service, list[str]]]:
+    """A node that starts in vain, and what it says when it gives up; by itself, or stopped."""
+    node, ends = Service(first, SECRET), []
+    thread = threading.Thread(target=wait_in_vain, args=(node, ends))
+    thread.start()
     try:
-        other = {"MOESAIC_SECRET": "another secret of some length"}
-        with pytest.raises(RuntimeError, match="is MOESAIC_SECRET the same on all nodes"):
-            Service.start(spec(1, port), other)
-        with pytest.raises(RuntimeError, match="MOESAIC_SECRET is set on node 0 but not here"):
-            Service.start(spec(1, port), {"MOESAIC_SECRET": ""})
-        assert first.alive
+        yield node, ends
     finally:
-        os.kill(first.pid, signal.SIGTERM)
-        waiting.join()
+        if node.alive:
+            os.kill(node.pid, signal.SIGTERM)
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def hurried(wanted: ServiceSpec, seconds: float) -> ServiceSpec:
+    return replace(wanted, timeouts=replace(wanted.timeouts, join=seconds))
+
+
+def test_wrong_secret(capfd: pytest.CaptureFixture[str]):
+    """Who has not the secret is told so and not let in; the first node goes on waiting."""
+    port = free_port()
+    with waiting(spec(0, port)) as (first, ends):
+        for secret, told in (
+            ("another secret of some length", "MOESAIC_SECRET here is not that of node 0: give"),
+            ("", "MOESAIC_SECRET is set on node 0 but not here: set it on all nodes"),
+        ):
+            with pytest.raises(RuntimeError, match=told) as caught:
+                Service.start(spec(1, port), {"MOESAIC_SECRET": secret})
+            assert f"node 1: node 0 (127.0.0.1:{port}) refuses: " in str(caught.value)
+        assert first.alive
     assert ends == ["the service was stopped while it started"]
-    assert "dropped: it has a wrong MAC" in capfd.readouterr().err
+    log = capfd.readouterr().err
+    assert log.count("dropped: it was made with another MOESAIC_SECRET than this node's") == 2
+    assert "Traceback" not in log
 
 
-def test_address_in_use():
+def test_the_same_node_twice():
+    with two_nodes(environment=SECRET) as (first, second):
+        again = spec(1, int((first.spec.dist_init_addr or "").rpartition(":")[2]))
+        with pytest.raises(RuntimeError, match="another node came with --node-rank 1 before"):
+            Service.start(again, SECRET)
+        assert first.alive and second.alive
+
+
+def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
+    """Nobody else is to blame, and the ranks that wait for its ranks say nothing."""
+    port = free_port()
+    with pytest.raises(RuntimeError) as caught:
+        Service.start(hurried(spec(0, port, SPLIT), 4.0), SECRET)
+    address = f"127.0.0.1:{port}"
+    assert str(caught.value) == (
+        f"node 1 did not come to {address} within 4 s: start --nnodes 2 --node-rank 1 "
+        f"--dist-init-addr {address}"
+    )
+    log = capfd.readouterr().err
+    assert "waiting for node 1 (1 of 2 nodes are here)" in log
+    assert "Traceback" not in log and "failed" not in log
+
+
+def test_first_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
+    port = free_port()
+    with pytest.raises(RuntimeError, match=rf"not met at 127\.0\.0\.1:{port} within 1 s: start it"):
+        Service.start(hurried(spec(1, port), 1.0), SECRET)
+    assert f"waiting for node 0 at 127.0.0.1:{port}" in capfd.readouterr().err
+
+
+def test_ranks_may_come_late():
+    """The start has its own limit, not that of operations between ranks."""
+    port = free_port()
+    brief = Timeouts(start=60.0, collective=1.0, stop=5.0)
+    nodes = [Service(replace(spec(n, port, SPLIT), timeouts=brief), SECRET) for n in range(2)]
+    first = threading.Thread(target=nodes[0].connect)
+    first.start()
+    first.join(5.0)
+    try:
+        nodes[1].connect()
+        first.join(60)
+        assert [len(node.facts["ranks"]) for node in nodes] == [2, 2]
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_nodes_with_different_flags():
+    port = free_port()
+    flags = {"page_size": 16, "model_path": "a", "node_rank": 0, "api_key": "x"}
+    other = {"page_size": 1, "model_path": "b", "node_rank": 1, "api_key": "y"}
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(RuntimeError, match=r"node 0 cannot listen at 127\.0\.0\.1:.*in use"),
+        waiting(spec(0, port, config=flags)) as (_, ends),
+        pytest.raises(RuntimeError) as caught,
     ):
-        Service.start(spec(0, taken.getsockname()[1]), SECRET)
+        Service.start(spec(1, port, config=other), SECRET)
+    told = "nodes 0 and 1 were not started alike: --page-size is 16 on node 0 and 1 on node 1"
+    assert [str(caught.value), *ends] == [told, told]
+
+
+def test_what_differs():
+    mine = facts_of(spec(0, 1, config={"page_size": 1}))
+    assert mine["flags"] == {"page_size": 1}
+    assert differences(mine, facts_of(spec(1, 2, config={"page_size": 1, "port": 7})), 1) == ""
+    assert differences(mine, facts_of(spec(1, 1, SPLIT, {"page_size": 1})), 1) == (
+        "dp is 1 on node 0 and 2 on node 1; ep is 1 on node 0 and 2 on node 1; "
+        "replicas is 2 on node 0 and 1 on node 1"
+    )
+    assert differences(mine, facts_of(spec(1, 1)), 1) == (
+        "--page-size is 1 on node 0 and unknown on node 1"
+    )
+    old = {**mine, "version": "0.0.1", "flags": {}}
+    assert differences(mine, old, 3).endswith("on node 0 and 0.0.1 on node 3")
+
+
+NODE = """
+import logging, sys
+import msgspec
+from moesaic.comm.launch import Service, ServiceSpec, host_ranks
+logging.basicConfig(level="INFO", format="%(message)s")
+spec = msgspec.json.decode(sys.argv[1], type=ServiceSpec)
+sys.exit(host_ranks(Service(spec)))
+"""
+
+
+@contextmanager
+def node_process(wanted: ServiceSpec) -> Iterator[subprocess.Popen[str]]:
+    """A node as the command line runs it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODE, msgspec.json.encode(wanted).decode()],
+        env={**os.environ, **SECRET},
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_node_that_is_ended(number: signal.Signals):
+    port = free_port()
+    with node_process(spec(1, port)) as second:
+        first = Service.start(spec(0, port), SECRET)
+        try:
+            start_stepping(first)
+            second.send_signal(number)
+            log = second.communicate(timeout=60)[1]
+            fault = fault_of(first, {"a", "b"})
+        finally:
+            first.close()
+        if number == signal.SIGKILL:
+            reason = "the process that started node 1's ranks ended"
+            assert second.returncode == -signal.SIGKILL
+        else:
+            reason = "it was stopped by SIGTERM"
+            assert second.returncode == 0
+            assert "SIGTERM: node 1 leaves" in log and "Traceback" not in log
+        assert fault.message == f"node 1 has left: {reason}"
+        assert f"joined node 0 at 127.0.0.1:{port}; ranks 2 to 3 are here" in log
+        assert log.index("joined node 0") < log.index("node 1 is ready")
+
+
+def test_a_node_that_is_ended_while_it_waits():
+    with node_process(spec(1, free_port())) as node:
+        assert node.stderr is not None
+        assert any("waiting for node 0" in line for line in iter(node.stderr.readline, ""))
+        node.send_signal(signal.SIGINT)
+        assert "SIGINT: node 1 leaves" in node.communicate(timeout=60)[1]
+        assert node.returncode == 130
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_unusable_meeting_places(node: int):
+    """Refused before anything is started, with what to do."""
+    for address, told in (
+        ("no.such.host.invalid:5000", "the name 'no.such.host.invalid' has no address"),
+        ("0.0.0.0:5000", "0.0.0.0:5000: other nodes cannot call there; give an address of node 0"),
+        ("nowhere", "give HOST:PORT of node 0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_meeting(node, address, SECRET)
+    with pytest.raises(ValueError, match="MOESAIC_SECRET has 5 bytes: give 16 or more"):
+        Service(spec(node, free_port()), {"MOESAIC_SECRET": "short"})
+
+
+def test_address_of_another_machine_or_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*in use.*another port"):
+            Service(spec(0, port), SECRET)
+        check_meeting(1, f"127.0.0.1:{port}", SECRET)  # there it must be in use
+    other = (
+        r"203\.0\.113\.7:5000: node 0 cannot listen there .*this machine has .*127\.0\.0\.1:5000"
+    )
+    with pytest.raises(ValueError, match=other):
+        check_meeting(0, "203.0.113.7:5000", SECRET)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_short_secret_on_the_command_line(
+    node: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MOESAIC_SECRET", "short")
+    address = f"127.0.0.1:{free_port()}"
+    flags = f"--tp 2 --nnodes 2 --node-rank {node} --dist-init-addr {address}".split()
+    assert main(["serve", "no/such/model", *flags, "--port", str(free_port())]) == 2
+    assert "error: MOESAIC_SECRET has 5 bytes" in capsys.readouterr().err
 
 
 def test_seal():
@@ -191,15 +378,15 @@ def test_seal():
     sender, receiver = Seal(b"s" * 16, session, 1), Seal(b"s" * 16, session, 0)
     frames = sender.close(0, b"hello")
     assert receiver.open(frames) == (1, b"hello")
-    assert receiver.open(frames) is None  # played again
-    assert receiver.open(sender.close(2, b"x")) is None  # for another
+    assert receiver.open(frames) is Doubt.AGAIN
+    assert receiver.open(sender.close(2, b"x")) is Doubt.PLACE
     head, mac, payload = sender.close(0, b"pay 1")
-    assert receiver.open([head, mac, b"pay 2"]) is None
-    assert receiver.open([bytes(24), mac, payload]) is None
-    assert receiver.open([payload]) is None
+    assert receiver.open([head, mac, b"pay 2"]) is Doubt.MAC
+    assert receiver.open([bytes(24), mac, payload]) is Doubt.MAC
+    assert receiver.open([payload]) is Doubt.FORM
     assert receiver.open([head, mac, payload]) == (1, b"pay 1")
-    assert Seal(b"t" * 16, session, 0).open(sender.close(0, b"x")) is None
-    assert Seal(b"s" * 16, bytes([1] * 16), 0).open(sender.close(0, b"x")) is None
+    assert Seal(b"t" * 16, session, 0).open(sender.close(0, b"x")) is Doubt.MAC
+    assert Seal(b"s" * 16, bytes([1] * 16), 0).open(sender.close(0, b"x")) is Doubt.MAC
 
 
 TORCHRUN = {
@@ -245,15 +432,40 @@ else:
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_processes_of_torchrun_wait_for_the_launcher(tmp_path: Path, end: str):
-    """The launcher and two others with one parent, as torchrun starts them."""
-    both = {**os.environ, **TORCHRUN, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tmp_path), end], env=both | {"LOCAL_RANK": str(rank)}
-        )
-        for rank in (1, 2, 0)
-    ]
-    codes = [worker.wait(60) for worker in workers]
+    """The launcher and two others with one parent, as torchrun starts them; a third comes when all
+    is over."""
+    both = {**os.environ, **TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    both["TORCHELASTIC_RESTART_COUNT"] = {"exit": "1000", "kill": "1001"}[end]
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WORKER, str(tmp_path), end]
+        return subprocess.Popen(command, env=both | {"LOCAL_RANK": str(rank)})
+
+    codes = [worker.wait(60) for worker in [start(rank) for rank in (1, 2, 0)]]
     assert codes == [0, 0, 0 if end == "exit" else -signal.SIGKILL]
-    assert (tmp_path / "launched").read_text() == "3 1"
-    assert (tmp_path / "waited1").exists() and (tmp_path / "waited2").exists()
+    assert (tmp_path / "launched").read_text() == "4 1"
+    RunFolder.create().remove()  # sweeps
+    assert start(3).wait(60) == 0
+    assert all((tmp_path / f"waited{rank}").exists() for rank in (1, 2, 3))
+    user_folder().joinpath(
+        mark_of("torchrun", os.getpid(), int(both["TORCHELASTIC_RESTART_COUNT"]))
+    ).unlink()
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("--tp 2", "the flags ask for 2 ranks: give --nproc-per-node 2, or --tp-size 4"),
+        ("--tp 4 --pp 2", "the flags ask for 8 ranks: give --nproc-per-node 8, or --tp-size 2"),
+        ("--tp 6 --ep 6", "the flags ask for 6 ranks: give --nproc-per-node 6"),
+    ],
+)
+def test_wrong_count_of_processes(
+    flags: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    alone = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "RANK": "0", "GROUP_RANK": "0"}
+    for name, value in (TORCHRUN | alone).items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "no/such/model", *flags.split()]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: torchrun started 4 processes and {advice}"

@@ -380,7 +380,8 @@ def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
             client.get("/health")
 
 
-def test_a_signal_while_loading_ends_the_server() -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_loading_ends_the_server(number: signal.Signals, status: int) -> None:
     command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
     port = free_port()
     server = subprocess.Popen(
@@ -389,13 +390,13 @@ def test_a_signal_while_loading_ends_the_server() -> None:
     assert server.stderr is not None
     assert any("loading tiny:qwen3_moe" in line for line in iter(server.stderr.readline, ""))
     children = psutil.Process(server.pid).children(recursive=True)
-    server.send_signal(signal.SIGTERM)
+    server.send_signal(number)
     server.communicate(timeout=60)
-    assert server.returncode == 0
+    assert server.returncode == status
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-def test_a_dead_rank_ends_the_server_with_an_error() -> None:
+def test_a_dead_rank_ends_the_server_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with process("--tp", "2") as (server, url), httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/server_info").json()["tp_size"] == 2
         children = psutil.Process(server.pid).children(recursive=True)
@@ -407,6 +408,8 @@ def test_a_dead_rank_ends_the_server_with_an_error() -> None:
             error = list(pieces)[-1]["error"]["message"]
         assert "was killed by signal 9" in error
         assert server.wait(timeout=60) == 1
+        log = capfd.readouterr().err
+        assert log.count("was killed by signal 9") == 1 and "its engine has failed" in log
         assert psutil.wait_procs(children, timeout=30)[1] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -27,16 +28,18 @@ def check_meeting(
     name, port = split_address(address)
     host = numeric(name)
     if ipaddress.ip_address(host).is_unspecified:
-        raise ValueError(
-            f"--dist-init-addr {address}: other nodes cannot call there; {_advice(port)}"
-        )
+        advice = _advice(port) if node_rank == 0 else "give an address of node 0"
+        raise ValueError(f"--dist-init-addr {address}: other nodes cannot call there; {advice}")
     if node_rank == 0:
         _check_own(address, host, port)
         return
     try:
         address_towards(host, port)
     except OSError as error:
-        raise ValueError(f"--dist-init-addr {address}: no way there from this machine: {error}")
+        raise ValueError(
+            f"--dist-init-addr {address}: no way there from this machine ({error}); give an "
+            "address of node 0 that this one reaches"
+        ) from None
 
 
 def numeric(host: str) -> str:
@@ -83,8 +86,8 @@ def _check_own(address: str, host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            in_use = host in own_addresses()
-            advice = "give another port, the same on all nodes" if in_use else _advice(port)
+            ours = error.errno != errno.EADDRNOTAVAIL
+            advice = "give another port, the same on all nodes" if ours else _advice(port)
             raise ValueError(
                 f"--dist-init-addr {address}: node 0 cannot listen there "
                 f"({error.strerror or error}); {advice}"

@@ -36,15 +36,20 @@ def facts_of(spec: ServiceSpec) -> dict[str, Any]:
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], node: int) -> str:
     """What is not the same on node 0 and on another; empty if all is."""
-    names = {name: flag.name for name, flag in specs(ServerArgs).items()}
-    told = [
-        f"{names.get(name, name)} is {here!r} on node 0 and {there!r} on node {node}"
-        for part in ("flags", "mesh")
-        for name, here, there in _unlike(first.get(part, {}), other.get(part, {}))
-    ]
-    if first.get("version") != other.get("version"):
-        told = [f"moesaic is {first.get('version')} on node 0 and {other.get('version')} on {node}"]
-    return "; ".join(dict.fromkeys(told))
+    shown = {name: flag.name for name, flag in specs(ServerArgs).items()}
+    # The mesh follows from the flags, and those from the version: the cause is enough.
+    for mine, its in (
+        ({"moesaic": first.get("version")}, {"moesaic": other.get("version")}),
+        (first.get("flags", {}), other.get("flags", {})),
+        (first.get("mesh", {}), other.get("mesh", {})),
+    ):
+        told = [
+            f"{shown.get(name, name)} is {here} on node 0 and {there} on node {node}"
+            for name, here, there in _unlike(mine, its)
+        ]
+        if told:
+            return "; ".join(told)
+    return ""
 
 
 def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,12 @@ from typing import Any
 import zmq
 
 from moesaic.comm.control import Seen, State
+from moesaic.comm.supervise.address import family_of, numeric
+from moesaic.comm.supervise.alike import differences, facts_of
 from moesaic.comm.supervise.guard import StepGuard
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.node import Node
-from moesaic.comm.supervise.nodes import BEAT_SECONDS, OtherNodes, Sightings, numeric
+from moesaic.comm.supervise.nodes import BEAT_SECONDS, WAIT_SECONDS, OtherNodes, Sightings
 from moesaic.comm.supervise.spec import LOOPBACK, ServiceSpec, split_address
 from moesaic.core.messages import (
     Abort,
@@ -64,14 +67,14 @@ class Head(Node):
         self.journal = Journal(mesh.num_groups, spec.load_balance)
         self._guard = StepGuard(mesh, times.guard, times.hang)
         self._facts: dict[int, dict[str, Any]] = {}
-        self._asked = [0] * mesh.num_groups
-        """Questions that each group has still to answer."""
         size = mesh.pp * mesh.tp
         self._replicas = [
             Replica(range(i * size, (i + 1) * size), range(i * mesh.dp, (i + 1) * mesh.dp))
             for i in range(mesh.replicas)
         ]
-        self._deadline = time.monotonic() + times.start
+        self._begun = time.monotonic()
+        self._said = -math.inf
+        """When it was last said which nodes are missing."""
         self._others: OtherNodes | None = None
         self._elsewhere = Sightings({})
         self._beaten = 0.0
@@ -86,16 +89,15 @@ class Head(Node):
         try:
             host, port = split_address(self.spec.dist_init_addr or "")
             host = numeric(host)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=family_of(host))
             others = OtherNodes(self.spec, self.socket(zmq.ROUTER))
-        except (OSError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
             return
         self._others = others
         self.loop.add(others.router, self._on_others)
         own = self.spec.host or host
-        self.start_store("serve", listener, {**others.facts, "host/0": own})
+        self.start_store("serve", listener, others.facts)
         self.start_ranks((host, port), others.secret, own)
 
     def tick(self, now: float) -> None:
@@ -105,6 +107,9 @@ class Head(Node):
             return
         if not self.is_serving:
             self._check_start(now)
+            return
+        if not self.is_fair:
+            self._guard.pause()
             return
         hung = self._guard.look(self.sights(now), now)
         if hung is not None:
@@ -119,7 +124,7 @@ class Head(Node):
         if self.exit_code is not None:
             return
         self.exit_code = 1
-        logger.error("the service ends: %s", message)
+        self.log_end(logging.ERROR, f"the service ends: {message}")
         self._tell_others(Fault(message, list(ranks)))
         self.fence(ranks, message)
         for answer in self.journal.end_all(message, failed=True):
@@ -130,7 +135,7 @@ class Head(Node):
         if self.exit_code is not None:
             return
         self.exit_code = 0
-        logger.info("the service stops: %s", reason)
+        self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}", failed=False):
             self.tell_client(answer)
         self._tell_others(Stop())
@@ -147,8 +152,8 @@ class Head(Node):
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
             case Ask():
                 self._ask(message)
-            case Stop():
-                self.stop("the client asked for it")
+            case Stop(reason):
+                self.stop(reason)
 
     def on_rank(self, rank: int, data: bytes) -> None:
         """What a leader gives out goes on as it came: it is not encoded again."""
@@ -157,8 +162,7 @@ class Head(Node):
             case Output():
                 self.journal.take(message)
                 self.tell_client(data)
-            case Reply(group=group):
-                self._asked[group] -= 1
+            case Reply():
                 self.tell_client(data)
             case Asleep(replica, round_):
                 self._replicas[replica].awake = False
@@ -198,8 +202,34 @@ class Head(Node):
                     self._elsewhere.take(message, now)
                 case Fault(text, ranks):
                     self.fail(text, ranks)
-                case Hello():
-                    logger.info("node %d of %d is here", node, self.mesh.nnodes)
+                case Hello(facts=facts):
+                    self._admit(node, facts)
+
+    def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
+        assert self._others is not None
+        unlike = differences(facts_of(self.spec), facts, node)
+        if unlike:
+            self.fail(f"nodes 0 and {node} were not started alike: {unlike}", [])
+            return
+        self._others.welcome(node)
+        here = self.mesh.nnodes - len(self._others.missing)
+        logger.info("node %d is here (%d of %d nodes)", node, here, self.mesh.nnodes)
+
+    def _await_nodes(self, now: float) -> None:
+        """Ranks of this node load meanwhile."""
+        assert self._others is not None
+        missing, nnodes = self._others.missing, self.mesh.nnodes
+        if not missing:
+            return
+        names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        address, limit = self.spec.dist_init_addr, self.spec.timeouts.meet
+        if now - self._begun > limit:
+            flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
+            self.fail(f"{names} did not come to {address} within {limit:.0f} s: start {flags}", [])
+        elif now - self._said > WAIT_SECONDS:
+            self._said = now
+            here = nnodes - len(missing)
+            logger.info("waiting for %s (%d of %d nodes are here)", names, here, nnodes)
 
     def _look_after_others(self, now: float) -> None:
         if self._others is None or self.exit_code is not None:
@@ -209,6 +239,7 @@ class Head(Node):
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
             self._others.tell_all(Beat(0))
+        self._await_nodes(now)
         lost = self._others.lost(now)
         if lost is not None:
             node, seconds = lost
@@ -235,11 +266,9 @@ class Head(Node):
     def _ask(self, question: Ask) -> None:
         if question.what == "info":
             self.tell_client(Reply(question.number, -1, self._overview()))
+        # A leader answers in its sleep, too.
         for group in range(self.mesh.num_groups):
-            self._asked[group] += 1
             self.send_rank(self.mesh.leader(group), encode(question))
-        for replica in self._replicas:
-            self._wake_if_due(replica)
 
     def _overview(self) -> list[dict[str, Any]]:
         """Every rank: where it stands, what it holds, and what it does now."""
@@ -252,9 +281,7 @@ class Head(Node):
         ]
 
     def _wake_if_due(self, replica: Replica) -> None:
-        groups = replica.groups
-        due = any(self.journal.requests[group] or self._asked[group] for group in groups)
-        if replica.awake or not due:
+        if replica.awake or not any(self.journal.requests[group] for group in replica.groups):
             return
         replica.awake = True
         for rank in replica.ranks:
@@ -269,7 +296,7 @@ class Head(Node):
             self.tell_client(ready)
 
     def _check_start(self, now: float) -> None:
-        if now < self._deadline:
+        if now - self._begun < self.spec.timeouts.start:
             return
         late = [rank for rank in range(self.mesh.world) if rank not in self._facts]
         seen = self.sights(now)

@@ -58,18 +58,21 @@ class Node(ABC):
         self.client = self.socket(zmq.DEALER)
         self.client.bind(f"ipc://{folder}/client")
         self.loop.add(self.client, self._on_client)
-        self._has_client = False
+        self.has_client = False
+        """Whether somebody is there to be told how it ends, and to log it."""
         self.excused: set[int] = set()
         """Ranks whose end is known, and being judged."""
         self.was_late = False
         """Whether this process was held up, so that the silence of others says nothing."""
+        self.is_fair = False
+        """Whether that was long enough ago to judge who stands still."""
         self.is_serving = False
         """Whether all ranks have said that they are ready."""
 
     def run(self) -> int:
         """The exit status of the supervisor."""
         # Before anything can go wrong, so that the client hears of it.
-        while self.exit_code is None and not self._has_client:
+        while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
         if self.exit_code is None:
             self.begin()
@@ -105,7 +108,7 @@ class Node(ABC):
         if self._store_process is not None:
             pids[watch.STORE] = self._store_process.pid or 0
         found = self._watch.look(pids, now, starting=not self.is_serving)
-        self.was_late = self._watch.was_late
+        self.was_late, self.is_fair = self._watch.was_late, self._watch.is_fair
         if found is not None:
             rank, why = found
             if rank == watch.STORE:
@@ -129,6 +132,10 @@ class Node(ABC):
         with suppress(zmq.Again):
             self.client.send(data, zmq.NOBLOCK)
 
+    def log_end(self, level: int, text: str) -> None:
+        """Once is enough: the client logs what it is told."""
+        logger.log(logging.DEBUG if self.has_client else level, "%s", text)
+
     def blame(self, rank: int, what: str) -> str:
         """What a rank of this node did, and where it was last."""
         return f"{self.mesh.describe(rank)} {what}; {self.page.seen(rank)}"
@@ -151,6 +158,7 @@ class Node(ABC):
                 store_host=store[0],
                 store_port=store[1],
                 timeout=spec.timeouts.collective,
+                start_timeout=spec.timeouts.start,
                 threads=spec.threads,
                 log_level=spec.log_level,
                 host=host,
@@ -243,7 +251,7 @@ class Node(ABC):
 
     def _on_client(self) -> None:
         while self.exit_code is None and (frames := receive_now(self.client)) is not None:
-            self._has_client = True
+            self.has_client = True
             self.on_client(decode(frames[0]))
 
 
