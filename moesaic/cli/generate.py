@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.common import add_model, join_node, read_args, set_up_logging
+from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
 from moesaic.cli.sampling import GenerateArgs
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
@@ -34,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
     given = parser.parse(argv)
     asked, args = merge(GenerateArgs, given, {}), read_args(given)
     resolved = resolve(args)  # before anything slow, so that a wrong flag is answered at once
+    check_nodes(resolved)
     if resolved.node_rank > 0:
         set_up_logging(args.log_level)
         return join_node(resolved)

@@ -50,8 +50,9 @@ NOTHING = StepPlan([], [])
 def run(link: RankLink) -> None:
     """Until the supervisor ends it."""
     # What ranks have in common was logged before they were started.
-    quiet = "moesaic.engine.moe_setup" if link.shows_progress else "moesaic"
-    logging.getLogger(quiet).setLevel(logging.WARNING)
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):
+        quiet = "moesaic.engine.moe_setup" if link.shows_progress else "moesaic"
+        logging.getLogger(quiet).setLevel(logging.WARNING)
     Rank(link).serve()
 
 
