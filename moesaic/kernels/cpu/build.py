@@ -63,7 +63,8 @@ def _built(command: list[str], source: Path) -> Path:
     """Named by what it is made from and for, since homes may be shared between machines; and put in
     place whole, since ranks may build at the same time."""
     made_for = repr((command, sorted(cpu_flags()))).encode()
-    key = hashlib.sha256(source.read_bytes() + made_for).hexdigest()[:16]
+    headers = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))
+    key = hashlib.sha256(source.read_bytes() + headers + made_for).hexdigest()[:16]
     folder = cache_folder()
     library = folder / f"{source.stem}-{key}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
