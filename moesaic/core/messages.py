@@ -115,7 +115,8 @@ class Failed(Message):
 
 
 class Fault(Message):
-    """From the supervisor: the service has ended. `ranks`: those at fault."""
+    """From the supervisor: the service has ended, and with it every open request. `ranks`: those at
+    fault."""
 
     message: str
     ranks: list[int] = []

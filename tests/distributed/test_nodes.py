@@ -116,7 +116,7 @@ def test_step_across_nodes_and_its_guard(capfd: pytest.CaptureFixture[str]):
     config = {"rank": 1, "step": 40, "what": "sleep"}
     with two_nodes(SPLIT, config, SECRET) as (first, second):
         start_stepping(first)
-        fault = fault_of(first, {"a", "b"})
+        fault = fault_of(first)
         assert fault.ranks == [1]
         assert "the odd one out is rank 1 (tp 1, dp 1, ep 1): step 40, computing" in fault.message
         assert "Waiting for it: rank 0 in 'count work' of step 40" in fault.message
@@ -130,7 +130,7 @@ def test_killed_rank_of_another_node():
     with two_nodes(environment=SECRET) as (first, second):
         start_stepping(first)
         os.kill(rank_pid(first, 3), signal.SIGKILL)
-        fault = fault_of(first, {"a", "b"})
+        fault = fault_of(first)
         assert fault.ranks == [3]
         assert fault.message.startswith(
             "node 1: rank 3 (replica 1, tp 1) was killed by signal 9 (SIGKILL); step "
@@ -147,7 +147,7 @@ def test_lost_node(victim: int):
         start_stepping(nodes[0])
         os.kill(nodes[victim].pid, signal.SIGKILL)
         if victim == 1:
-            fault = fault_of(nodes[0], {"a", "b"})
+            fault = fault_of(nodes[0])
             assert fault.ranks == [2, 3]
             assert fault.message.startswith("node 1 (ranks 2 to 3) is lost: silent for 3.")
         else:
@@ -311,7 +311,7 @@ def test_a_node_that_is_ended(number: signal.Signals):
             start_stepping(first)
             second.send_signal(number)
             log = second.communicate(timeout=60)[1]
-            fault = fault_of(first, {"a", "b"})
+            fault = fault_of(first)
         finally:
             first.close()
         if number == signal.SIGKILL:

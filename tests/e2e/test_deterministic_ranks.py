@@ -76,20 +76,22 @@ CASES = [
     ("mixtral", "--tp 2", f"--tp 4 {DPA} 2"),
     ("deepseek_v2", "--tp 2", f"--tp 4 {DPA} 2 --moe-a2a-backend deepep --deepep-mode low_latency"),
 ]
-ALWAYS = {1, 2, 3, 7}
+# Of those that are always run, some in one type and some in the other.
+ALWAYS = {(1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (7, "float32")}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "base", "line"),
+    ("family", "base", "line", "dtype"),
     [
         pytest.param(
             *case,
-            id=f"{case[0]} {case[1]} = {case[2]}",
-            marks=[] if number in ALWAYS else pytest.mark.slow,
+            dtype,
+            id=f"{case[0]} {case[1]} = {case[2]} {dtype}",
+            marks=[] if (number, dtype) in ALWAYS else pytest.mark.slow,
         )
         for number, case in enumerate(CASES)
+        for dtype in ("float32", "bfloat16")
     ],
 )
 def test_bits_do_not_depend_on_the_mesh_or_the_batch(

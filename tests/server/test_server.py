@@ -29,7 +29,7 @@ from moesaic.server.listen import bind
 
 Answer = dict[str, Any]
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
-LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -293,11 +293,14 @@ def test_queue_full() -> None:
         body = {"text": ["Hello", "you"], "sampling_params": LONG, "stream": True}
         with client.stream("POST", "/generate", json=body) as response:
             next(pieces_of(response))
+            go_on = threading.Event()
+            engine._tell(lambda core: go_on.wait(30))  # or the first would soon be done
             for stream in (False, True):
                 third = client.post("/generate", json=body | {"text": "third", "stream": stream})
                 assert (third.status_code, third.headers["retry-after"]) == (429, "1")
                 assert "try again later" in third.json()["error"]["message"]
             assert client.get("/health").status_code == 200
+            go_on.set()
         wait_until_idle(engine)
         assert client.post("/generate", json={"text": "x"}).status_code == 200
 
@@ -425,7 +428,7 @@ def test_after_a_fault_every_answer_names_it() -> None:
             for text in ("one", ["a", "list"])
         ]
         wait_until(lambda: engine.get_server_info()["running"] == 3)
-        os.kill(rank_of(psutil.Process().children(recursive=True)), signal.SIGKILL)
+        os.kill(engine.get_server_info()["ranks"][1]["pid"], signal.SIGKILL)
         answers = [future.result() for future in pending]
         answers += [client.get(path) for path in ("/health", "/health_generate", "/server_info")]
         answers += [client.post("/generate", json={"text": "x"}), client.post("/flush_cache")]

@@ -127,8 +127,6 @@ class Head(Node):
         self.log_end(logging.ERROR, f"the service ends: {message}")
         self._tell_others(Fault(message, list(ranks)))
         self.fence(ranks, message)
-        for answer in self.journal.end_all(message, failed=True):
-            self.tell_client(answer)
         self.tell_client(Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
@@ -136,7 +134,7 @@ class Head(Node):
             return
         self.exit_code = 0
         self.log_end(logging.INFO, f"the service stops: {reason}")
-        for answer in self.journal.end_all(f"the service stops: {reason}", failed=False):
+        for answer in self.journal.end_all(f"the service stops: {reason}"):
             self.tell_client(answer)
         self._tell_others(Stop())
         self.stop_ranks()

@@ -55,9 +55,9 @@ class Journal:
             if delta.finish is not None:
                 self._drop(delta.rid)
 
-    def end_all(self, message: str, *, failed: bool) -> list[Output]:
+    def end_all(self, message: str) -> list[Output]:
         """The last answers to all open requests, which are forgotten."""
-        finish = Finish("abort", message=message, failed=failed)
+        finish = Finish("abort", message=message)
         deltas = [Delta(rid, [], finish=finish) for rid in self.entries]
         for rid in list(self.entries):
             self._drop(rid)
