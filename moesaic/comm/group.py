@@ -71,10 +71,16 @@ class RankGroup(Peers):
     @staticmethod
     def host_store(host: str = LOOPBACK) -> tuple[Store, int]:
         """The meeting point, served from this process; (store, port)."""
-        # Left to itself TCPStore listens on all interfaces, whatever host it is given.
         listener = socket.create_server((host, 0))
         port: int = listener.getsockname()[1]
-        store = TCPStore(
+        return RankGroup.serve_store(listener), port
+
+    @staticmethod
+    def serve_store(listener: socket.socket) -> Store:
+        """The same on a socket that listens already. Left to itself TCPStore would listen on all
+        interfaces, whatever host it is given."""
+        host, port = listener.getsockname()[:2]
+        return TCPStore(
             host,
             port,
             is_master=True,
@@ -82,7 +88,6 @@ class RankGroup(Peers):
             timeout=timedelta(seconds=STORE_TIMEOUT),
             master_listen_fd=listener.detach(),
         )
-        return store, port
 
     @staticmethod
     def connect_store(host: str, port: int, timeout: float) -> Store:

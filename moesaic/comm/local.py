@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
-import os
 import pickle
 import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,9 +18,9 @@ import torch
 
 from moesaic.comm.errors import RankFailed
 from moesaic.comm.group import LOOPBACK, RankGroup
+from moesaic.comm.supervise.orphans import die_with_fork_server
 from moesaic.core.process import keep_freed_memory
 
-PR_SET_PDEATHSIG: Final = 1
 EXIT_SECONDS: Final = 2.0
 
 
@@ -182,7 +178,7 @@ def _args_of(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _serve(pipe: Connection, place: _Place, threads: int) -> None:
     """The life of a rank: run what comes through the pipe until it closes."""
-    _die_with_parent()
+    die_with_fork_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     keep_freed_memory()
@@ -206,18 +202,3 @@ def _join(place: _Place, name: str) -> RankGroup:
         return RankGroup.alone(name, place.timeout)
     store = RankGroup.connect_store(LOOPBACK, place.port, place.timeout)
     return RankGroup.form(store, name, place.rank, place.size, place.timeout)
-
-
-def _die_with_parent() -> None:
-    """End with the process that made the pool, and with the fork server between the two."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server lives on as long as its children do, so its end alone would not do.
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
-def _exit_after_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.group import RankGroup
 from moesaic.comm.links import Links
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.mesh import Place
-from moesaic.comm.store_host import connect_store
 from moesaic.comm.supervise.nursery import function_of
 from moesaic.comm.supervise.orphans import die_with_fork_server, name_process
 from moesaic.comm.supervise.spec import Boot, unpack_boot
@@ -75,7 +75,9 @@ class RankLink:
         """Where ranks meet; connected at first use."""
         if self._store is None:
             boot = self._boot
-            self._store = connect_store(boot.store_host, boot.store_port, boot.start_timeout)
+            self._store = RankGroup.connect_store(
+                boot.store_host, boot.store_port, boot.start_timeout
+            )
         return self._store
 
     @property

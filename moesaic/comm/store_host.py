@@ -8,16 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Final
 
 import msgspec
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from moesaic.comm.group import RankGroup
 from moesaic.comm.supervise.orphans import die_with_fork_server, name_process
 
-STORE_TIMEOUT: Final = 300.0
 PREFIX: Final = "moesaic/"
 CONNECT_SECONDS: Final = 5.0
 CONNECT_PAUSE: Final = 0.2
@@ -26,16 +25,7 @@ CONNECT_PAUSE: Final = 0.2
 def serve(listener: socket.socket, facts: Mapping[str, str]) -> None:
     """The life of the process: hold the store open. `facts`: what it is to hold from the start."""
     _settle()
-    host, port = listener.getsockname()[:2]
-    # The socket of our own, bound to one address: left to itself TCPStore listens on all of them.
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT),
-        master_listen_fd=listener.detach(),
-    )
+    store = RankGroup.serve_store(listener)
     for name, value in facts.items():
         store.set(PREFIX + name, value)
     _stay(store)
@@ -54,7 +44,7 @@ def meet(
     store = None
     try:
         _await_listener(host, port, timeout)
-        store = connect_store(host, port, timeout)
+        store = RankGroup.connect_store(host, port, timeout)
         facts = {name: store.get(PREFIX + name).decode() for name in names}
     except (OSError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
@@ -74,16 +64,6 @@ def _await_listener(host: str, port: int, seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(CONNECT_PAUSE)
-
-
-def connect_store(host: str, port: int, timeout: float) -> Store:
-    return TCPStore(
-        host,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
 
 
 def _settle() -> None:

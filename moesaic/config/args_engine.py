@@ -281,7 +281,10 @@ class RuntimeArgs:
     ] = False
     watchdog_timeout: Annotated[
         float,
-        Flag("Seconds without progress in a step after which ranks are ended.", above=0),
+        Flag(
+            "Seconds in which a step of several ranks may stand still before they are ended.",
+            above=0,
+        ),
     ] = 300.0
     log_level: Annotated[
         str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))
