@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e '.[dev,server]'
+	$(BIN)/python -m pip install -e '.[dev,server,structured,bench]'
 	touch $@
 
 test: setup

@@ -101,55 +101,47 @@ class ServeArgs:
     port: Annotated[int, Flag("Port to listen on.", at_least=1, at_most=65535)] = 30000
     api_key: Annotated[
         str | None,
-        Flag("Key that API requests must carry.", secret=True, built=ONLY_DEFAULT),
+        Flag("Key that API requests must carry.", secret=True),
     ] = None
     admin_api_key: Annotated[
         str | None,
         Flag(
             "Key that administrative requests must carry.",
             secret=True,
-            built=ONLY_DEFAULT,
         ),
     ] = None
     served_model_name: Annotated[
         str | None,
         Flag(
             "Model name that the API shows; unset: the model path.",
-            built=ONLY_DEFAULT,
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Flag("Format in which the model calls tools.", built=ONLY_DEFAULT),
+        Flag("Format in which the model calls tools."),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        Flag("Format in which the model marks its reasoning.", built=ONLY_DEFAULT),
+        Flag("Format in which the model marks its reasoning."),
     ] = None
     grammar_backend: Annotated[
         str | None,
         Flag(
             "Engine for structured output.",
             choices=("llguidance", "none"),
-            built=ONLY_DEFAULT,
         ),
     ] = None
-    skip_server_warmup: Annotated[
-        bool, Flag("Send no request of our own at start.", built=ONLY_DEFAULT)
-    ] = False
-    enable_cache_report: Annotated[
-        bool, Flag("Report cached tokens in usage.", built=ONLY_DEFAULT)
-    ] = False
-    log_requests: Annotated[bool, Flag("Log every request.", built=ONLY_DEFAULT)] = False
+    skip_server_warmup: Annotated[bool, Flag("Send no request of our own at start.")] = False
+    enable_cache_report: Annotated[bool, Flag("Report cached tokens in usage.")] = False
+    log_requests: Annotated[bool, Flag("Log every request.")] = False
     log_requests_level: Annotated[
         int,
         Flag(
             "0: metadata; 1: and sampling; 2: and shortened texts; 3: everything.",
             choices=(0, 1, 2, 3),
-            built=ONLY_DEFAULT,
         ),
     ] = 2
-    enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics.", built=ONLY_DEFAULT)] = False
+    enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics.")] = False
 
 
 @dataclass(frozen=True)
@@ -289,6 +281,6 @@ class RuntimeArgs:
     log_level: Annotated[
         str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))
     ] = "info"
-    decode_log_interval: Annotated[
-        int, Flag("Decode steps between two log lines.", at_least=1, built=ONLY_DEFAULT)
-    ] = 40
+    decode_log_interval: Annotated[int, Flag("Decode steps between two log lines.", at_least=1)] = (
+        40
+    )

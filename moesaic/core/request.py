@@ -81,6 +81,16 @@ class Request:
         return self.token_ids[len(self.prompt_ids) :]
 
     @property
+    def failed(self) -> bool:
+        return self.finish_reason is not None and self.finish_reason.failed
+
+    @property
+    def failure(self) -> str:
+        """What to tell of a request that failed."""
+        assert self.finish_reason is not None
+        return f"request {self.rid} failed: {self.finish_reason.message}"
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_new_tokens - self.num_output

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from moesaic.core.request import Request, TopLogprobs
+from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.tokenizer import Tokenizer
 
 Signal = tuple[int, Progress]
 Entry = tuple[float | None, int, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """How far one request of a call is; `index` counts prompts, and within them samples. The first
+    `progress.num_output` tokens of the request belong to it; its reason to finish is set once
+    `progress.finished`."""
+
+    index: int
+    progress: Progress
+    request: Request
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return self.progress.text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.request.finish_reason if self.progress.finished else None
 
 
 class Answers:
@@ -27,10 +48,9 @@ class Answers:
         request = self.jobs[number].request
         if progress.finished:
             self.pending.discard(number)
-            reason = request.finish_reason
             # In a list the others' answers must not be lost: there the failure is an entry.
-            if self.single and reason is not None and reason.failed:
-                raise RuntimeError(f"request {request.rid} failed: {reason.message}")
+            if self.single and request.failed:
+                raise RuntimeError(request.failure)
         elif progress.num_output == self._shown[number]:
             return None
         self._shown[number] = progress.num_output
@@ -42,9 +62,6 @@ class Answers:
     def result(self) -> dict[str, Any] | list[dict[str, Any]]:
         outputs = [self._final[number] for number in range(len(self.jobs))]
         return outputs[0] if self.single else outputs
-
-    def pending_rids(self) -> list[str]:
-        return [self.jobs[number].request.rid for number in self.pending]
 
 
 def answer(request: Request, progress: Progress, texts: Tokenizer | None) -> dict[str, Any]:

@@ -9,25 +9,27 @@ import os
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import FinishReason
-from moesaic.engine.answers import Answers, Signal
+from moesaic.engine.answers import Answers, Piece, Signal
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
 from moesaic.engine.jobs import Job, Progress
+from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 Core = EngineCore | RemoteCore
 Command = Callable[[Core], None]
 Output = dict[str, Any]
+# Longer prompts are made into tokens in a thread, so that an event loop is not held up.
+LONG_PROMPT: Final = 2048
 
 
 class Engine:
@@ -77,6 +81,7 @@ class Engine:
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
         self._lock = threading.RLock()
         self._in_flight: set[str] = set()
+        self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
         self._pid = os.getpid()
@@ -124,7 +129,8 @@ class Engine:
             rid,
         )
         signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
-        answers = self._prepare(call, signals.put, stream, return_text_in_logprobs)
+        jobs = self._prepare(call, lambda *signal: signals.put(signal), stream)
+        answers = self._answers(call, jobs, return_text_in_logprobs)
         pieces = self._stream(answers, signals)
         if stream:
             return pieces
@@ -154,20 +160,24 @@ class Engine:
             top_logprobs_num,
             rid,
         )
-        loop = asyncio.get_running_loop()
-        signals: asyncio.Queue[Signal] = asyncio.Queue()
-
-        def put(signal: Signal) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(signals.put_nowait, signal)
-
-        answers = self._prepare(call, put, stream, return_text_in_logprobs)
-        pieces = self._async_stream(answers, signals)
+        jobs, mailbox = await self._prepare_aside(call, stream)
+        answers = self._answers(call, jobs, return_text_in_logprobs)
+        pieces = self._async_stream(answers, mailbox)
         if stream:
             return pieces
         async for _ in pieces:
             pass
         return answers.result()
+
+    async def follow(self, call: GenerateInput, stream: bool = True) -> AsyncGenerator[Piece, None]:
+        """What becomes of the requests of a call, without the form that `generate` gives it: pieces
+        as they grow (a slow reader gets larger ones), or without `stream` only the last of each.
+        Closing it aborts what is not done. ValueError for what cannot be asked, QueueFull for what
+        cannot be taken in, both before the first piece; a failure is a finish reason."""
+        jobs, mailbox = await self._prepare_aside(call, stream)
+        async with aclosing(self._signals(jobs, mailbox)) as signals:
+            async for number, progress in signals:
+                yield Piece(number, progress, jobs[number].request)
 
     def abort(self, rid: str) -> None:
         """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
@@ -201,27 +211,41 @@ class Engine:
             self._thread.join()
 
     def _prepare(
-        self, call: GenerateInput, put: Callable[[Signal], None], stream: bool, texts: bool
-    ) -> Answers:
+        self, call: GenerateInput, put: Callable[[int, Progress], None], stream: bool
+    ) -> list[Job]:
         """Checks every request; nothing is submitted before somebody listens."""
         specs = call.specs(self.tokenizer, self._limits)
         interval = self.args.stream_interval if stream else None
-        jobs = [
+        return [
             self._job(spec, partial(self._signal, put, number), interval)
             for number, spec in enumerate(specs)
         ]
+
+    async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
+        mailbox = Mailbox(self._post(asyncio.get_running_loop()))
+        if call.size > LONG_PROMPT:
+            return await asyncio.to_thread(self._prepare, call, mailbox.put, stream), mailbox
+        return self._prepare(call, mailbox.put, stream), mailbox
+
+    def _post(self, loop: asyncio.AbstractEventLoop) -> Post:
+        with self._lock:
+            if loop not in self._posts:
+                self._posts[loop] = Post(loop)
+            return self._posts[loop]
+
+    def _answers(self, call: GenerateInput, jobs: list[Job], texts: bool) -> Answers:
         single = call.is_single and len(jobs) == 1
         return Answers(jobs, single, self.tokenizer if texts else None)
 
-    def _submit(self, answers: Answers) -> None:
-        rids = {job.request.rid for job in answers.jobs}
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        rids = {job.request.rid for job in jobs}
         with self._lock:
             if taken := rids & self._in_flight:
                 raise ValueError(f"rid {sorted(taken)} is in use: give each request its own")
             self._check_queue(len(rids))
 
             def add(core: Core) -> None:
-                for job in answers.jobs:
+                for job in jobs:
                     _take_in(core, job)
 
             self._tell(add)
@@ -237,11 +261,13 @@ class Engine:
                 "try again later"
             )
 
-    def _signal(self, put: Callable[[Signal], None], number: int, progress: Progress) -> None:
+    def _signal(
+        self, put: Callable[[int, Progress], None], number: int, progress: Progress
+    ) -> None:
         if progress.finished:
             with self._lock:
                 self._in_flight.discard(progress.rid)
-        put((number, progress))
+        put(number, progress)
 
     def _job(
         self, spec: RequestSpec, listener: Callable[[Progress], None], interval: int | None
@@ -253,30 +279,39 @@ class Engine:
         return Job(request, detokenizer, listener, interval)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
-        self._submit(answers)
+        self._submit(answers.jobs)
         try:
             while answers.pending:
                 if (output := answers.take(signals.get())) is not None:
                     yield output
         finally:
-            self._abort(answers)
+            self._abort(answers.jobs, answers.pending)
 
     async def _async_stream(
-        self, answers: Answers, signals: asyncio.Queue[Signal]
-    ) -> AsyncIterator[Output]:
-        self._submit(answers)
-        try:
-            while answers.pending:
-                if (output := answers.take(await signals.get())) is not None:
+        self, answers: Answers, mailbox: Mailbox
+    ) -> AsyncGenerator[Output, None]:
+        async with aclosing(self._signals(answers.jobs, mailbox)) as signals:
+            async for signal in signals:
+                if (output := answers.take(signal)) is not None:
                     yield output
-        finally:
-            self._abort(answers)
 
-    def _abort(self, answers: Answers) -> None:
+    async def _signals(self, jobs: Sequence[Job], mailbox: Mailbox) -> AsyncGenerator[Signal, None]:
+        self._submit(jobs)
+        pending = set(range(len(jobs)))
+        try:
+            while pending:
+                number, progress = await mailbox.get()
+                if progress.finished:
+                    pending.discard(number)
+                yield number, progress
+        finally:
+            self._abort(jobs, pending)
+
+    def _abort(self, jobs: Sequence[Job], pending: set[int]) -> None:
         """Whoever stops listening stops the work too."""
-        for rid in answers.pending_rids():
+        for number in pending:
             with suppress(RuntimeError):
-                self.abort(rid)
+                self.abort(jobs[number].request.rid)
 
     def _tell(self, command: Command) -> None:
         with self._lock:

@@ -80,6 +80,16 @@ class GenerateInput:
         ids = self._ids()
         return not (ids and isinstance(ids[0], Sequence))
 
+    @property
+    def size(self) -> int:
+        """Characters or token ids, roughly: how long it takes to prepare."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        rows = self.input_ids if self.prompt is None else self.prompt
+        if not isinstance(rows, list):
+            return 0
+        return sum(len(row) if isinstance(row, str | list) else 1 for row in rows)
+
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
         """One a sample: `n` of each prompt, next to each other."""
         prompts = self._prompts(tokenizer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
+
+from moesaic.engine.inputs import GenerateInput
+from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
 
@@ -29,21 +31,24 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     image_data: None = None
     lora_path: None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """The keywords of Engine.async_generate."""
+    def call(self) -> GenerateInput:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("give either text or input_ids, and not both")
-        return {
-            "prompt": self.text,
-            "input_ids": self.input_ids,
-            "sampling_params": self.sampling_params,
-            "return_logprob": self.return_logprob,
-            "logprob_start_len": self.logprob_start_len,
-            "top_logprobs_num": self.top_logprobs_num,
-            "return_text_in_logprobs": self.return_text_in_logprobs,
-            "stream": self.stream,
-            "rid": self.rid,
-        }
+            raise Refusal(400, "give either text or input_ids, and not both")
+        return GenerateInput(
+            self.text,
+            cast(Any, self.input_ids),
+            self.sampling_params,
+            self.return_logprob,
+            self.logprob_start_len,
+            self.top_logprobs_num,
+            self.rid,
+        )
+
+    @property
+    def samples(self) -> Any:
+        """`n`, as it was sent."""
+        params = self.sampling_params
+        return params.get("n") or 1 if isinstance(params, dict) else 1
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,17 +56,17 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body, or ValueError. msgspec knows no NaN, no Infinity, no lone surrogates, and its
+    """The body, or a Refusal. msgspec knows no NaN, no Infinity, no lone surrogates, and its
     messages say where and what was expected without repeating what was sent."""
     data = await _read(request)
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
-        raise ValueError("the body is nested too deeply") from None
+        raise Refusal(400, "the body is nested too deeply") from None
     except UnicodeError:
-        raise ValueError("the body is not UTF-8") from None
+        raise Refusal(400, "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"the body does not fit: {error}") from None
+        raise Refusal(400, f"the body does not fit: {error}") from None
 
 
 async def _read(request: Request) -> bytes:
@@ -69,5 +74,5 @@ async def _read(request: Request) -> bytes:
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY:
-            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes: send less")
+            raise Refusal(413, f"the body has more than {MAX_BODY} bytes: send less")
     return bytes(data)

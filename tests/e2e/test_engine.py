@@ -390,8 +390,10 @@ def test_async_streaming(engine: Engine, prompts: list[list[int]]) -> None:
     async def main() -> list[list[list[int]]]:
         return await asyncio.gather(read(), read())
 
-    for pieces in asyncio.run(main()):
-        assert pieces == [expected[: i + 1] for i in range(12)]
+    for pieces in asyncio.run(main()):  # a reader that is late gets several tokens at once
+        assert pieces[-1] == expected and len(pieces) > 1
+        assert pieces == [expected[: len(piece)] for piece in pieces]
+        assert [len(piece) for piece in pieces] == sorted({len(piece) for piece in pieces})
 
 
 def test_a_cancelled_task_stops_its_request(engine: Engine, prompts: list[list[int]]) -> None:

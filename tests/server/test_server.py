@@ -229,9 +229,10 @@ def test_size_limit(client: httpx.Client) -> None:
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:
     missing, wrong = client.get("/nothing"), client.get("/generate")
-    assert (missing.status_code, missing.json()) == (404, {"error": {"message": "Not Found"}})
+    error = {"message": "Not Found", "type": "not_found_error", "param": None, "code": None}
+    assert (missing.status_code, missing.json()) == (404, {"error": error})
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert wrong.json() == {"error": {"message": "Method Not Allowed"}}
+    assert wrong.json()["error"]["message"] == "Method Not Allowed"
 
 
 def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
@@ -333,7 +334,7 @@ def test_a_stopping_server_drains_and_then_ends_what_runs(
 
     ended, finished = asyncio.run(main())
     assert (ended.status_code, finished.status_code) == (503, 200)
-    assert ended.json() == {"error": {"message": "the server is stopping"}}
+    assert ended.json()["error"]["message"] == "the server is stopping"
     assert len(finished.json()["output_ids"]) == 8
     assert "ready: http://127.0.0.1:" in capfd.readouterr().out
 

@@ -1,0 +1,52 @@
+"""Errors as clients get them: OpenAI's shape, with the right status, whatever the route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+# A message may quote what was sent, which may be megabytes.
+LONGEST_MESSAGE: Final = 500
+TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class Refusal(Exception):
+    """Ends the handling of a request with this status. `param`: the field at fault; `code`: a word
+    that programs look for, such as context_length_exceeded."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Also the event that ends a stream which has begun."""
+        text = self.message
+        if len(text) > LONGEST_MESSAGE:
+            text = f"{text[:LONGEST_MESSAGE]} …"
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
+        error = {"message": text, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        body = msgspec.json.encode(self.body())
+        return Response(body, self.status, self.headers, "application/json")

@@ -1,0 +1,67 @@
+"""Routes for those who run the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.engine.inputs import GenerateInput
+from moesaic.server import work
+from moesaic.server.bodies import AbortBody, read_body
+from moesaic.server.context import Context
+from moesaic.server.errors import Refusal
+from moesaic.server.replies import json_response
+from moesaic.server.routes import Access, Route
+
+# How long one token may take until the engine counts as ill.
+PROBE_SECONDS: Final = 20.0
+
+
+async def health(context: Context, _: Request) -> Response:
+    if context.trouble:
+        raise Refusal(503, context.trouble)
+    return json_response({"status": "ok"})
+
+
+async def health_generate(context: Context, request: Request) -> Response:
+    """One token through every rank."""
+    call = GenerateInput(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            (piece,) = await work.whole(context, request, call)
+    except TimeoutError:
+        raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
+    if piece.request.failed:
+        raise context.refusal(RuntimeError(piece.request.failure))
+    return json_response({"status": "ok"})
+
+
+async def server_info(context: Context, _: Request) -> Response:
+    return json_response(await context.ask(context.engine.get_server_info))
+
+
+async def flush_cache(context: Context, _: Request) -> Response:
+    return json_response({"freed_pages": await context.ask(context.engine.flush_cache)})
+
+
+async def abort_request(context: Context, request: Request) -> Response:
+    body = await read_body(request, AbortBody)
+    await context.ask(lambda: context.engine.abort(body.rid))
+    return json_response({"status": "ok"})
+
+
+ROUTES = (
+    Route("GET", "/health", health, Access.OPEN, "Whether the server lives"),
+    Route("GET", "/health_generate", health_generate, Access.OPEN, "One token through every rank"),
+    Route(
+        "GET", "/server_info", server_info, Access.ADMIN, "What was resolved, and what is so now"
+    ),
+    Route("GET", "/get_server_info", server_info, Access.ADMIN, "The same as /server_info"),
+    Route("POST", "/flush_cache", flush_cache, Access.ADMIN, "Empties the prefix cache"),
+    Route(
+        "POST", "/abort_request", abort_request, Access.USER, "Ends a request by its id", AbortBody
+    ),
+)

@@ -1,0 +1,59 @@
+"""How answers leave: JSON, events of a stream, and work that ends when its client does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+DONE: Final = b"data: [DONE]\n\n"
+
+Result = TypeVar("Result")
+_encoder = msgspec.json.Encoder()
+
+
+def json_response(value: Any) -> Response:
+    return Response(_encoder.encode(value), media_type="application/json")
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class Events(StreamingResponse):
+    """Server-sent events, encoded already. The source is closed when the client leaves, too, which
+    aborts what it stands for."""
+
+    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(source, media_type="text/event-stream")
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What the work gives; it is cancelled, which aborts its requests, if the client leaves."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,36 @@
+"""What a route is: data, from which the app, the access check and the OpenAPI document are made."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.server.context import Context
+
+Handler = Callable[[Context, Request], Awaitable[Response]]
+
+
+class Access(Enum):
+    """Who may call a route. OPEN: everybody, always (probes and metrics). USER: whoever has a key,
+    once there is one. ADMIN: whoever has the admin key, or the only key there is."""
+
+    OPEN = "open"
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`body`: the msgspec type of what is sent, if anything is."""
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    summary: str
+    body: Any = None
