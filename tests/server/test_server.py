@@ -79,6 +79,17 @@ def wait_until_idle(engine: Engine) -> None:
     wait_until(idle)
 
 
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """No step meanwhile: what runs still runs afterwards."""
+    go_on = threading.Event()
+    engine._tell(lambda core: go_on.wait(30))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def pieces_of(response: httpx.Response) -> Iterator[Answer]:
     """The events of a stream; [DONE] must be the last."""
     done = False
@@ -239,7 +250,8 @@ def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
     body = {"text": "Hello", "sampling_params": LONG, "rid": "taken", "stream": True}
     with client.stream("POST", "/generate", json=body) as response:
         next(pieces_of(response))
-        second = client.post("/generate", json=body)
+        with held(engine):
+            second = client.post("/generate", json=body)
         assert second.status_code == 400
         assert "taken" in second.json()["error"]["message"]
     wait_until_idle(engine)

@@ -425,8 +425,8 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "(use --chunked-prefill-size, the token budget of a step)",
         ),
         (
-            "--api-key hunter2 --schedule-policy lpm",
-            "not built yet: --api-key *** (leave it out); --schedule-policy lpm (works now: fcfs)",
+            "--enable-eplb --schedule-policy lpm",
+            "not built yet: --enable-eplb (leave it out); --schedule-policy lpm (works now: fcfs)",
         ),
     ],
 )
