@@ -46,12 +46,12 @@ LONG_PROMPT: Final = 2048
 class Engine:
     """Serves one model. Keyword arguments are the server's flags with underscores.
 
-    On one rank a thread of this process runs the model; several ranks are processes of their own,
-    which end with this one. `generate` may be called from any number of threads and
-    tasks at once, and their requests are batched together.
+    On one rank a thread of this process runs the model, unless it is to be `apart`; several ranks
+    are always processes of their own, which end with this one. `generate` may be called from any
+    number of threads and tasks at once, and their requests are batched together.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
         tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
@@ -66,7 +66,7 @@ class Engine:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = _load_tokenizer(self.args)
         self.mesh = mesh_of(self.args)
-        self._core: Core = self._make_core()
+        self._core: Core = self._make_core(apart)
         eos_ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.eos_ids
         facts = self._core.facts
         self._max_running = facts.max_running * self.mesh.num_groups
@@ -89,14 +89,14 @@ class Engine:
         self._thread.start()
         atexit.register(self.shutdown)
 
-    def _make_core(self) -> Core:
+    def _make_core(self, apart: bool) -> Core:
         """In this process, or on ranks of their own."""
         if self.args.node_rank > 0:
             raise ValueError(
                 f"an Engine is made on node 0, not on --node-rank {self.args.node_rank}: run "
                 "moesaic serve or moesaic generate with the same flags there"
             )
-        if self.mesh.world == 1:
+        if self.mesh.world == 1 and not apart:
             return EngineCore(self.args)
         return start_ranks(self.args, self.mesh)
 

@@ -167,7 +167,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     preview(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
-    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
+    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told) or "one of everything")
     return RemoteCore(args, Service.start(service_spec(args, mesh)))
 
 
