@@ -29,6 +29,7 @@ class NewRequest(Message):
     logprob_start: int = 0
     top_logprobs_num: int = 0
     emitted: list[int] = []
+    group: int | None = None
 
 
 class Submit(Message):

@@ -76,6 +76,7 @@ class Engine:
             cache_tokens=facts.cache_tokens,
             eos_ids=eos_ids or frozenset(facts.eos_ids),
             seeds=random.Random(self.args.random_seed),
+            num_groups=self.mesh.num_groups,
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
@@ -117,6 +118,7 @@ class Engine:
         stream: bool = False,
         return_text_in_logprobs: bool = False,
         rid: str | list[str] | None = None,
+        data_parallel_rank: int | list[int] | None = None,
     ) -> Output | list[Output] | Iterator[Output]:
         """Continues one prompt or a list of them; with `stream`, yields the growing answers."""
         call = GenerateInput(
@@ -127,6 +129,7 @@ class Engine:
             logprob_start_len,
             top_logprobs_num,
             rid,
+            data_parallel_rank,
         )
         signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
         jobs = self._prepare(call, lambda *signal: signals.put(signal), stream)
@@ -149,6 +152,7 @@ class Engine:
         stream: bool = False,
         return_text_in_logprobs: bool = False,
         rid: str | list[str] | None = None,
+        data_parallel_rank: int | list[int] | None = None,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """`generate` for asyncio: await the answers, or with `stream` await an async iterator."""
         call = GenerateInput(
@@ -159,6 +163,7 @@ class Engine:
             logprob_start_len,
             top_logprobs_num,
             rid,
+            data_parallel_rank,
         )
         jobs, mailbox = await self._prepare_aside(call, stream)
         answers = self._answers(call, jobs, return_text_in_logprobs)

@@ -215,6 +215,7 @@ def _new_request(job: Job) -> NewRequest:
         return_logprob=request.return_logprob,
         logprob_start=request.logprob_start,
         top_logprobs_num=request.top_logprobs_num,
+        group=request.group,
     )
 
 

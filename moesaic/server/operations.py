@@ -27,15 +27,21 @@ async def health(context: Context, _: Request) -> Response:
 
 
 async def health_generate(context: Context, request: Request) -> Response:
-    """One token through every rank."""
-    call = GenerateInput(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    """One token through every serving group, and so through every rank."""
+    groups = list(range(context.engine.mesh.num_groups))
+    call = GenerateInput(
+        input_ids=[[0] for _ in groups],
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        data_parallel_rank=groups,
+    )
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            (piece,) = await work.whole(context, request, call)
+            pieces = await work.whole(context, request, call)
     except TimeoutError:
         raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
-    if piece.request.failed:
-        raise context.refusal(RuntimeError(piece.request.failure))
+    for piece in pieces:
+        if piece.request.failed:
+            raise context.refusal(RuntimeError(piece.request.failure))
     return json_response({"status": "ok"})
 
 
