@@ -27,7 +27,7 @@ from moesaic.core.request import FinishReason
 from moesaic.engine.answers import Answers, Piece, Signal
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
-from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
+from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec, check_token_ids
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.remote import RemoteCore, start_ranks
@@ -198,6 +198,15 @@ class Engine:
         """What was resolved at start, and the state of scheduler and cache now."""
         info: dict[str, Any] = self._ask("info")
         return info
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return self._limits.context_length
+
+    def check_token_ids(self, ids: Sequence[int]) -> None:
+        """ValueError for one that the model does not have."""
+        check_token_ids(ids, self._limits.vocab_size)
 
     @property
     def fault(self) -> str:

@@ -246,14 +246,18 @@ def seed_of_sample(seed: int, sample: int) -> int:
     return (seed + sample * 0x9E3779B97F4A7C15) % 2**SEED_BITS
 
 
+def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token id {token} is out of range: this model has ids 0 to {vocab_size - 1}"
+            )
+
+
 def _check_prompt(ids: list[int], limits: Limits) -> None:
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
-    for token in ids:
-        if not 0 <= token < limits.vocab_size:
-            raise ValueError(
-                f"token id {token} is out of range: this model has ids 0 to {limits.vocab_size - 1}"
-            )
+    check_token_ids(ids, limits.vocab_size)
     if len(ids) >= limits.context_length:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
