@@ -82,6 +82,8 @@ class Rank:
         """Sets of requests that each attention group has to try by themselves."""
         self._is_trial = False
         """Whether the step is for one such set."""
+        self._failure = ""
+        """The last one that was logged."""
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
         link.ready(facts | self._holdings())
 
@@ -151,9 +153,12 @@ class Rank:
 
     def _report_failure(self, error: Exception) -> NoReturn:
         """Until the supervisor calls all ranks back from the step."""
-        generation = self.link.seat.generation
-        logger.warning("step %d failed", self.number, exc_info=error)
-        self.link.send(messages.StepFailed(self.link.rank, generation, last_lines(error)))
+        generation, text = self.link.seat.generation, last_lines(error)
+        # Once is enough: the steps that look for the request to blame fail in the same way.
+        trace = None if text == self._failure else error
+        logger.warning("step %d failed: %s", self.number, text, exc_info=trace)
+        self._failure = text
+        self.link.send(messages.StepFailed(self.link.rank, generation, text))
         while True:
             self._heed(self.link.receive(None, f"be called back from step {self.number}"))
 

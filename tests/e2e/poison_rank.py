@@ -7,11 +7,14 @@ sampler, or on a follower whose leader has its results already.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final, NoReturn
 
 import torch
 
+from moesaic.cli.main import main as command
 from moesaic.comm.rank_link import RankLink
+from moesaic.engine import remote
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import StepPlan
 from moesaic.engine.rank import Rank
@@ -97,3 +100,13 @@ def run(link: RankLink) -> None:
     rank = Rank(link)
     Poison(rank.runner)
     rank.serve()
+
+
+def main() -> int:
+    """The `moesaic` command with such ranks."""
+    remote.TARGET = TARGET
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ import pytest
 
 from moesaic import Engine
 from moesaic.engine import remote
-from tests.e2e.grid import DPA, arguments
+from tests.e2e.grid import DPA, arguments, model_path
 from tests.e2e.poison_rank import LATE, POISONS, TARGET
 
 pytestmark = pytest.mark.timeout(600)
@@ -120,17 +123,18 @@ def check(engine: Engine, rounds: int) -> None:
         served.poisoned_prompt(names[number % len(names)], number % 13)
         served.poisoned_token(names[(number + 1) % len(names)], (5 * number) % 13)
         after = settled(engine)
-        # Each group may have a step under way when one fails; 13 requests are found in few steps.
-        groups = engine.mesh.num_groups
-        assert 2 <= after["failed_steps"] - before <= 2 * (6 + groups)
+        # One of 13 requests is found in few steps, though each group may have had a step under way
+        # when one failed, or several in a pipeline.
+        most = 2 * (6 + engine.mesh.num_groups) * engine.mesh.pp
+        assert 2 <= after["failed_steps"] - before <= most
         assert after["pages_used"] == 0
     assert not engine.fault
 
 
-def kill_and_name(engine: Engine) -> None:
+def kill_and_name(engine: Engine, told: str = "was killed by signal 9") -> None:
     victim = settled(engine)["ranks"][-1]
     os.kill(victim["pid"], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=rf"rank {victim['rank']} .*was killed by signal 9"):
+    with pytest.raises(RuntimeError, match=rf"rank {victim['rank']} .*{told}"):
         engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
 
 
@@ -174,3 +178,25 @@ def test_every_mesh(line: str) -> None:
     with poisoned(line) as engine:
         check(engine, 20)
         kill_and_name(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [f"--tp 4 {DPA} 2 --moe-a2a-backend deepep", "--tp 2 --pp 2"])
+def test_two_nodes(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way between nodes when a step is abandoned is not taken for a later one."""
+    monkeypatch.setenv("MOESAIC_SECRET", "a secret of some length")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    line = f"qwen3_moe {flags} --page-size 4 --nnodes 2 --dist-init-addr {address}"
+    command = [sys.executable, "-m", "tests.e2e.poison_rank", "serve", "--model-path"]
+    words = [model_path("qwen3_moe"), *line.split()[1:], "--node-rank", "1"]
+    other = subprocess.Popen([*command, *words])
+    try:
+        with poisoned(line) as engine:
+            check(engine, 12)
+            # Those that lose their connection to it may be the first to tell.
+            kill_and_name(engine, "(was killed by signal 9|is lost)")
+        assert other.wait(60) != 0
+    finally:
+        other.kill()
+        other.wait()
