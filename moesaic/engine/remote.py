@@ -195,7 +195,10 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
 
 
 # Figures of the serving groups that add up to those of the service.
-SUMMED = ("running", "waiting", "pages_used", "pages_cached", "pages_free", "retractions", "steps")
+SUMMED = (
+    *("running", "waiting", "pages_used", "pages_cached", "pages_free"),
+    *("retractions", "steps", "failed_steps"),
+)
 
 
 def _number(job: Job) -> str:
