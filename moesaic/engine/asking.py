@@ -14,11 +14,13 @@ from moesaic.core.messages import Reply
 from moesaic.core.stats import EngineStats, RankStats
 from moesaic.engine.observer import RankTold
 
-# A rank answers between two steps. Who has not answered a question to every rank by then is left
-# out of it.
-RANK_SECONDS: Final = 3.0
-# How long a caller waits for any answer at all. A prompt of a large model may take long.
+# A rank answers between two steps. Who has not told its statistics by then is left out: whoever
+# asks for them does so again and again.
+STATS_SECONDS: Final = 3.0
+# Everything else is worth waiting for: a prompt of a large model may take long.
 ANSWER_SECONDS: Final = 60.0
+# Of a caller's own patience, which ends only where nobody is there to count the others'.
+CALLER_SECONDS: Final = ANSWER_SECONDS + 5.0
 
 
 class NoAnswer(RuntimeError):
@@ -57,7 +59,7 @@ class Question:
     @property
     def deadline(self) -> float:
         """On the monotonic clock."""
-        return self.sent / 1e9 + (RANK_SECONDS if self.every else ANSWER_SECONDS)
+        return self.sent / 1e9 + (STATS_SECONDS if self.what == "stats" else ANSWER_SECONDS)
 
     def take(self, reply: Reply) -> None:
         if reply.group < 0:

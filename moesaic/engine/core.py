@@ -13,6 +13,7 @@ from typing import Any
 from moesaic.config import ServerArgs
 from moesaic.core.request import FinishReason, Request
 from moesaic.engine.asking import RankAnswers, Told
+from moesaic.engine.holdings import holdings, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.kv_manager import KVManager
 from moesaic.engine.model_runner import ModelRunner
@@ -22,7 +23,7 @@ from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResul
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 from moesaic.engine.tally import Tally
-from moesaic.observe.spans import Kind
+from moesaic.observe.spans import Kind, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv)
         self.tally = Tally(self.scheduler, args.decode_log_interval, group)
         self.observer = Observer(self.runner, group=self.tally.stats)
+        self.front = Spans()
+        """What callers' threads do beside the engine's."""
         self._pace = Pace()
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
@@ -134,7 +137,14 @@ class EngineCore:
         answer.set_result({"info": self.info, "flush_cache": self.kv.flush}[what]())
 
     def info(self) -> dict[str, Any]:
-        return {**asdict(self.args), **self.figures()}
+        """In the shape that many ranks have, too."""
+        rank = {"rank": 0, "place": "rank 0", **holdings(self.runner)} | {
+            "state": "computing" if self.has_work else "idle",
+            "step": self.num_steps,
+            "computed": self.observer.busy,
+            "waited": 0.0,
+        }
+        return service_info(asdict(self.args), [self.figures()], [rank], self.facts.num_experts)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -166,7 +176,9 @@ class EngineCore:
             for item in work:
                 self._fail(item.request, f"the step failed: {error!r}")
             return
+        begin = spans.clock()
         self.apply(result)
+        spans.add(Kind.DETOKENISE, begin, tokens=len(result.items))
         spans.add(Kind.STEP, start, tokens=plan.num_tokens)
         self._count_step(plan, (time.monotonic_ns() - start) / 1e9)
 

@@ -26,9 +26,10 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import FinishReason
 from moesaic.core.stats import EngineStats
 from moesaic.engine.answers import Answers, Piece, Signal
-from moesaic.engine.asking import ANSWER_SECONDS, NoAnswer, engine_stats
+from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
@@ -36,7 +37,7 @@ from moesaic.engine.profiler import Profiler
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
-from moesaic.observe.spans import Kind, Spans
+from moesaic.observe.spans import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Engine:
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
-        self.spans = Spans()
+        self.spans = self._core.front
         self._profiler = Profiler(self._ask, self.mesh, self.spans)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
@@ -103,7 +104,9 @@ class Engine:
                 "moesaic serve or moesaic generate with the same flags there"
             )
         if self.mesh.world == 1:
-            return EngineCore(self.args)
+            core = EngineCore(self.args)
+            log_ranks([holdings(core.runner)], self.mesh)
+            return core
         return start_ranks(self.args, self.mesh)
 
     def __enter__(self) -> Engine:
@@ -365,10 +368,10 @@ class Engine:
 
         self._tell(answer)
         try:
-            return future.result(ANSWER_SECONDS)
+            return future.result(CALLER_SECONDS)
         except TimeoutError:
             raise NoAnswer(
-                f"the engine did not answer {what!r} within {ANSWER_SECONDS:g} s: it is in a long "
+                f"the engine did not answer {what!r} within {CALLER_SECONDS:g} s: it is in a long "
                 "step, or its thread is held up"
             ) from None
 

@@ -83,15 +83,17 @@ class ModelRunner:
         if ranks.seat is not None:
             self._announce_layers(ranks.seat)
         logger.info(
-            "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB), "
-            "context of %d tokens",
+            "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB: %s), "
+            "context of %d tokens, at most %d requests at once",
             folder,
             time.monotonic() - started,
             weight_bytes / GIB,
             str(self.dtype).removeprefix("torch."),
             self.num_pages * args.page_size,
             self.cache.num_bytes / GIB,
+            self._why_cache(args),
             self.context_length,
+            self.max_running,
         )
 
     @property
@@ -123,6 +125,13 @@ class ModelRunner:
         )
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
         self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+
+    def _why_cache(self, args: ServerArgs) -> str:
+        if args.max_total_tokens is not None:
+            return "as --max-total-tokens says"
+        if self.num_pages * args.page_size >= self.max_running * self.context_length:
+            return "as much as all requests can use"
+        return "what memory allows"
 
     def _announce_layers(self, seat: Seat) -> None:
         """A rank that computes shows how far it is: a long step is not a hang."""

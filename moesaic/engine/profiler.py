@@ -146,19 +146,17 @@ class Recording:
         return common
 
     def _front(self, steps: Mapping[int, set[int]], data: Mapping[int, list[Span]]) -> Track:
-        """What this process did meanwhile."""
-        times = [
-            (span.begin - self._ahead(rank), span.end - self._ahead(rank))
+        """What this process did until the last step ended."""
+        ends = [
+            span.end - self._ahead(rank)
             for rank, spans in data.items()
             for span in spans
             if span.kind == Kind.STEP and span.step in steps[self._replica(rank)]
         ]
         own = list(unpack(self._spans.read(0, CAPACITY)))
         self._spans.free()
-        if not times:
-            return Track(0, "engine", own)
-        begin, end = min(first for first, _ in times), max(last for _, last in times)
-        return Track(0, "engine", [span for span in own if span.end >= begin and span.begin <= end])
+        end = max(ends, default=0)
+        return Track(0, "engine", [span for span in own if span.begin <= end])
 
     def _facts(
         self, steps: Mapping[int, set[int]], told: Mapping[int, RecordTold], missing: list[int]

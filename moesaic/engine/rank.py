@@ -10,7 +10,6 @@ Every decision of the loop follows from what was gathered, so all ranks take the
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -28,8 +27,9 @@ from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine import wire as wires
 from moesaic.engine.core import EngineCore
+from moesaic.engine.holdings import holdings
 from moesaic.engine.jobs import Job, Progress
-from moesaic.engine.layout import COLLECTIVE_BYTES, expert_bytes, pipe_spec
+from moesaic.engine.layout import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
@@ -90,7 +90,7 @@ class Rank:
         self._under_way: deque[_Begun] = deque()
         self._finished = 0
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
-        link.ready(facts | self._holdings())
+        link.ready(facts | holdings(self.runner))
 
     def serve(self) -> None:
         while True:
@@ -263,15 +263,6 @@ class Rank:
         config = self.runner.model.config
         spec = pipe_spec(self.mesh, self.runner.limits, config.hidden_size, config.dtype)
         return Pipe(peers, spec, self.ranks.timeout)
-
-    def _holdings(self) -> dict[str, int]:
-        """What this rank keeps in memory, in bytes, and its process."""
-        return {
-            "pid": os.getpid(),
-            "weight_bytes": self.runner.model.nbytes,
-            "expert_bytes": sum(map(expert_bytes, self.runner.moe_layers)),
-            "cache_bytes": self.runner.cache.num_bytes,
-        }
 
 
 class Leader:

@@ -30,6 +30,7 @@ from moesaic.core.messages import (
 from moesaic.core.request import FinishReason
 from moesaic.engine.asking import NoAnswer, Question
 from moesaic.engine.core import ModelFacts
+from moesaic.engine.holdings import log_ranks, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.layout import preview
 from moesaic.models.tiny import materialise
@@ -54,7 +55,8 @@ class RemoteCore:
         self.jobs: dict[str, Job] = {}
         self._by_number: dict[str, Job] = {}
         self.fault = ""
-        self.spans = Spans()
+        self.front = Spans()
+        """What this process does beside the ranks."""
         self._asked = 0
         self._questions: dict[int, Question] = {}
 
@@ -113,10 +115,10 @@ class RemoteCore:
         message = self.service.receive(self._patience())
         self._expire()
         if isinstance(message, Output):
-            begin = self.spans.clock()
+            begin = self.front.clock()
             for delta in message.deltas:
                 self._take(delta)
-            self.spans.add(Kind.DETOKENISE, begin, tokens=len(message.deltas))
+            self.front.add(Kind.DETOKENISE, begin, tokens=len(message.deltas))
         elif isinstance(message, Reply):
             self._reply(message)
         elif isinstance(message, Fault):
@@ -170,9 +172,8 @@ class RemoteCore:
         if question.what == "flush_cache":
             question.answer.set_result(sum(values))
             return
-        summed = {key: sum(value[key] for value in values) for key in SUMMED}
-        told = {"groups": values, "ranks": question.overview}
-        question.answer.set_result({**asdict(self.args), **values[0], **summed, **told})
+        info = service_info(asdict(self.args), values, question.overview, self.facts.num_experts)
+        question.answer.set_result(info)
 
     def _patience(self) -> float | None:
         """Until the first question must be answered."""
@@ -210,7 +211,9 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
-    return RemoteCore(args, Service.start(service_spec(args, mesh)))
+    core = RemoteCore(args, Service.start(service_spec(args, mesh)))
+    log_ranks(core.service.facts["ranks"], mesh)
+    return core
 
 
 def serve_node(args: ServerArgs) -> int:
@@ -238,8 +241,6 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
 
 # What only the leaders of groups are asked; everything else every rank is.
 OF_GROUPS = ("info", "flush_cache")
-# Figures of the serving groups that add up to those of the service.
-SUMMED = ("running", "waiting", "pages_used", "pages_cached", "pages_free", "retractions", "steps")
 
 
 def _number(job: Job) -> str:

@@ -22,7 +22,7 @@ COMPRESSION: Final = 1
 
 @dataclass(frozen=True)
 class Track:
-    """The spans of one process. `ahead`: nanoseconds by which its clock is ahead of the writer's."""
+    """The spans of one process, whose clock is so many nanoseconds ahead of the writer's."""
 
     number: int
     name: str
