@@ -195,20 +195,22 @@ class Subject:
             cache=model.cache,
             cache_bytes_per_token=model.cache.bytes_per_token(moe.dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
-            collective_bytes=self._collective_bytes(model.config.hidden_size),
+            collective_bytes=collective_bytes(
+                self.mesh, self.limits, model.config.hidden_size, moe.dtype
+            ),
         )
 
-    def _collective_bytes(self, hidden_size: int) -> int:
-        """Of the stage, of the attention group where it is another, and of the pipe."""
-        mesh = self.mesh
-        windows = [
-            (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
-            for size in {mesh.tp, mesh.attention_tp}
-        ]
-        if mesh.pp > 1:
-            pipe = pipe_spec(mesh, self.limits, hidden_size, self.moe.dtype)
-            windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
-        return sum(nbytes // size for size, nbytes in windows)
+
+def collective_bytes(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> int:
+    """Of a rank: for its stage, for the attention group where it is another, and for the pipe."""
+    windows = [
+        (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
+        for size in {mesh.tp, mesh.attention_tp}
+    ]
+    if mesh.pp > 1:
+        pipe = pipe_spec(mesh, limits, hidden_size, dtype)
+        windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
+    return sum(nbytes // size for size, nbytes in windows)
 
 
 def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:

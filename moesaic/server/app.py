@@ -11,14 +11,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import native, operations, tokens
+from moesaic.server import native, operations, profile, tokens
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.routes import Route
 
 logger = logging.getLogger(__name__)
 
-ROUTES = operations.ROUTES + native.ROUTES + tokens.ROUTES
+ROUTES = operations.ROUTES + native.ROUTES + tokens.ROUTES + profile.ROUTES
 
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:

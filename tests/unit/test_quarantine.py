@@ -1,4 +1,4 @@
-"""Steps that fail are taken back without a trace, and the request to blame is found in few steps."""
+"""Steps that fail are taken back without a trace; the request to blame is found in few steps."""
 
 import math
 import random
