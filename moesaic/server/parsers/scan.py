@@ -42,6 +42,12 @@ def markers(texts: frozenset[str]) -> Markers:
     return Markers(texts)
 
 
+def slices(text: str, size: int = 4096) -> list[str]:
+    """Text to be worked off piece by piece: what is left is copied at every marker, so that many
+    markers in one long text would take quadratic time."""
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
 class Json(Enum):
     OPEN = "open"
     DONE = "done"
