@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 from moesaic.server.parsers import (
     Content,
     Format,
-    Part,
     Reasoning,
     Tool,
     ToolArguments,
@@ -24,6 +23,7 @@ from moesaic.server.parsers import (
     choose_format,
 )
 from moesaic.server.parsers.syntax import CALLS, THINKING
+from tests.unit.chat_parts import Calls, calls_of, parts_of, summed
 
 WEATHER = Tool(
     "get_weather",
@@ -43,31 +43,6 @@ ADD = Tool(
     "add", "", {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 )
 TOOLS = (WEATHER, ADD)
-Calls = list[tuple[str, Any]]
-
-
-def parts_of(parser: Any, pieces: Sequence[str]) -> list[Part]:
-    return [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-
-
-def summed(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """Neighbours joined, ids left out: (kind, text) and ("call", name)."""
-    result: list[tuple[str, str]] = []
-    for part in parts:
-        match part:
-            case ToolStart(index, _, name):
-                assert index == sum(kind == "call" for kind, _ in result)
-                result.append(("call", name))
-            case _:
-                kind = type(part).__name__
-                assert part.text, "an empty part"
-                if isinstance(part, ToolArguments):
-                    assert part.index == sum(k == "call" for k, _ in result) - 1
-                if result and result[-1][0] == kind:
-                    result[-1] = (kind, result[-1][1] + part.text)
-                else:
-                    result.append((kind, part.text))
-    return result
 
 
 def read(
@@ -82,23 +57,6 @@ def read(
         "".join(t for kind, t in whole if kind == "Content"),
         calls_of(whole),
     )
-
-
-def calls_of(items: Sequence[tuple[str, str]]) -> Calls:
-    calls: Calls = []
-    for kind, text in items:
-        if kind == "call":
-            calls.append((text, ""))
-        elif kind == "ToolArguments":
-            calls[-1] = (calls[-1][0], calls[-1][1] + text)
-    return [(name, parsed(arguments)) for name, arguments in calls]
-
-
-def parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def form(tools: str | None = None, reasoning: str | None = None, model: str = "none") -> Format:

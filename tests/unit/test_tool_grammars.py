@@ -1,14 +1,14 @@
-"""Grammars that force tool calls and forms of answers, walked by llguidance over good and bad text."""
+"""Grammars that force calls and forms of answers, walked by llguidance over good and bad text."""
 
 import json
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from test_parsers import calls_of, parts_of, summed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moesaic.server.parsers import Format, NamedTool, Tool, choose_format
+from tests.unit.chat_parts import calls_of, parts_of, summed
 
 SCHEMA = {
     "type": "object",
