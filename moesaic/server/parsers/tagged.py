@@ -46,7 +46,15 @@ class TaggedParser:
         self._known: dict[tuple[bool, ...], Markers] = {}
 
     def feed(self, text: str) -> list[Part]:
+        plain = text and self._mid_sentence() and text[-1] not in SPACE
+        if plain and self._wanted().none_begins_in(text):
+            return [self._part(text)]
         return joined(self._run(text, final=False))
+
+    def _mid_sentence(self) -> bool:
+        """Nothing is held back and text stands before: most tokens come here."""
+        held = self._pending or self._held or self._fresh or self._early
+        return not held and self._reader is None and self._opened is None
 
     def finish(self) -> list[Part]:
         return joined(self._end())
