@@ -65,8 +65,8 @@ class EngineCore:
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
         self._under_way: deque[list[Planned]] = deque()
-        self.ended: list[int] = []
-        """Numbers of requests that are over, for whoever keeps something of them to take."""
+        self._ended: list[int] = []
+        """Numbers of requests that are over, for the next plan to say."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -125,7 +125,6 @@ class EngineCore:
 
     def step(self) -> None:
         """One pass of the model; an error in it ends the requests that took part, no others."""
-        self.ended.clear()
         plan = self.plan()
         try:
             result = self.runner.step(plan)
@@ -145,8 +144,9 @@ class EngineCore:
         items = [_plan_item(item) for item in work]
         if not work:
             return StepPlan([], [])
-        plan = StepPlan(items, list(self._taken), prefill)
+        plan = StepPlan(items, list(self._taken), prefill, self._ended)
         self._taken.clear()
+        self._ended = []
         self.num_steps += 1
         self._under_way.append([_begin(item) for item in work])
         return plan
@@ -166,7 +166,7 @@ class EngineCore:
         if job is None or job.request is not request:  # it ended while the step was under way
             return
         if found.broken:
-            self._fail(request, "the model gave numbers that are not finite for this request")
+            self._fail(request, found.broken)
             return
         request.input_logprobs += found.input_logprobs
         request.input_top_logprobs += found.input_top_logprobs
@@ -175,8 +175,10 @@ class EngineCore:
         if not item.samples:
             return
         request.pending = False
-        if found.token_id is None:
-            reason: FinishReason | None = FinishReason("length", length=0)
+        if found.ended:
+            reason: FinishReason | None = FinishReason("stop")
+        elif found.token_id is None:
+            reason = FinishReason("length", length=0)
         else:
             reason = job.accept(found.token_id, found.logprob, found.top_logprobs)
         if reason is not None:
@@ -192,7 +194,7 @@ class EngineCore:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
         self.scheduler.finish(job.request)
-        self.ended.append(job.request.arrival)
+        self._ended.append(job.request.arrival)
         job.finish(reason)
 
 
@@ -230,7 +232,7 @@ def _begin(item: Scheduled) -> Planned:
 
 def _sample_row(request: Request) -> SampleRow:
     params = request.params
-    looks_back = params.penalised or params.min_new_tokens > 0
+    looks_back = params.penalised or params.min_new_tokens > 0 or params.grammar is not None
     return SampleRow(
         params=params,
         seed=request.seed,
