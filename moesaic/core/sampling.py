@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 NOT_BUILT: Final = (
-    "json_schema",
-    "regex",
-    "ebnf",
     "structural_tag",
     "stop_regex",
     "custom_params",
@@ -25,6 +23,15 @@ MAX_COUNT: Final = 2**31
 # Beyond these float32 would overflow or underflow.
 MAX_BIAS: Final = 1e6
 MIN_REPETITION_PENALTY: Final = 0.01
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "lark")
+MAX_GRAMMAR_BYTES: Final = 2**16
+
+
+class Grammar(NamedTuple):
+    """What an answer must look like; `kind` is one of GRAMMARS."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,10 @@ class SamplingParams:
     n: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    lark: str | None = None
 
     def __post_init__(self) -> None:
         _set(self, "stop", _strings("stop", self.stop))
@@ -58,6 +69,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_filters()
         self._check_penalties()
+        self._check_grammar()
         if self.sampling_seed is not None:
             _integer("sampling_seed", self.sampling_seed)
             if not 0 <= self.sampling_seed < MAX_SEED:
@@ -91,6 +103,14 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
         )
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like, if that was asked for."""
+        for kind in GRAMMARS:
+            if (text := getattr(self, kind)) is not None:
+                return Grammar(kind, text)
+        return None
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have."""
@@ -139,6 +159,20 @@ class SamplingParams:
         if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2:
             fix = f"give a number in [{MIN_REPETITION_PENALTY}, 2]; 1 is off"
             _refuse("repetition_penalty", self.repetition_penalty, fix)
+
+    def _check_grammar(self) -> None:
+        given = [kind for kind in GRAMMARS if getattr(self, kind) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot be had together: give one of them")
+        kind = given[0]
+        _set(self, kind, _grammar_text(kind, getattr(self, kind)))
+        if self.ignore_eos:
+            _refuse("ignore_eos", True, f"with {kind} the answer ends where the grammar does")
+        if self.min_new_tokens > 0:
+            fix = f"with {kind} the answer ends where the grammar does: say its least size there"
+            _refuse("min_new_tokens", self.min_new_tokens, fix)
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:
@@ -196,6 +230,27 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         if any("\ud800" <= character <= "\udfff" for character in string):
             _refuse(name, string, "it holds half of a character (a lone surrogate)")
     return strings
+
+
+def _grammar_text(kind: str, value: Any) -> str:
+    """Never shown in a message: it may be long."""
+    if kind == "json_schema" and isinstance(value, dict):
+        try:
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{kind} is not possible: it cannot be written as JSON") from error
+    if not isinstance(value, str) or not value:
+        what = "a JSON schema as text or dict" if kind == "json_schema" else "a text"
+        raise ValueError(f"{kind} is not possible: give {what} that is not empty")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        fix = "it holds half of a character (a lone surrogate)"
+        raise ValueError(f"{kind} is not possible: {fix}") from None
+    if size > MAX_GRAMMAR_BYTES:
+        fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
+        raise ValueError(f"{kind} is not possible: {fix}")
+    return value
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -71,8 +71,8 @@ class EngineCore:
         self.num_steps = 0
         self._under_way: deque[UnderWay] = deque()
         self._quarantine = Quarantine()
-        self.ended: list[int] = []
-        """Numbers of requests that are over, for whoever keeps something of them to take."""
+        self._ended: list[int] = []
+        """Numbers of requests that are over, for the next plan to say."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -161,7 +161,6 @@ class EngineCore:
 
     def step(self) -> None:
         """One pass of the model; a request that makes it fail is found and ended, no others."""
-        self.ended.clear()
         spans, start = self.runner.spans, time.monotonic_ns()
         spans.begin_step(self.num_steps + 1)
         plan = self.plan()
@@ -196,8 +195,9 @@ class EngineCore:
         items = [_plan_item(item) for item in work]
         if not work:
             return StepPlan([], [])
-        plan = StepPlan(items, list(self._taken), prefill)
+        plan = StepPlan(items, list(self._taken), prefill, self._ended)
         self._taken.clear()
+        self._ended = []
         self.num_steps += 1
         self.tally.begin(work)
         self._under_way.append(UnderWay([Planned.begin(item) for item in work], plan.clear))
@@ -252,7 +252,7 @@ class EngineCore:
             return
         job = self.jobs[request.rid]
         if found.broken:
-            self._fail(request, "the model gave numbers that are not finite for this request")
+            self._fail(request, found.broken)
             return
         request.input_logprobs += found.input_logprobs
         request.input_top_logprobs += found.input_top_logprobs
@@ -261,8 +261,10 @@ class EngineCore:
         if not item.samples:
             return
         request.pending = False
-        if found.token_id is None:
-            reason: FinishReason | None = FinishReason("length", length=0)
+        if found.ended:
+            reason: FinishReason | None = FinishReason("stop")
+        elif found.token_id is None:
+            reason = FinishReason("length", length=0)
         else:
             reason = job.accept(found.token_id, found.logprob, found.top_logprobs)
         if reason is not None:
@@ -283,7 +285,7 @@ class EngineCore:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
         self.scheduler.finish(job.request)
-        self.ended.append(job.request.arrival)
+        self._ended.append(job.request.arrival)
         job.finish(reason)
 
 
@@ -310,7 +312,7 @@ def _score(request: Request, stop: int) -> Score | None:
 
 def _sample_row(request: Request) -> SampleRow:
     params = request.params
-    looks_back = params.penalised or params.min_new_tokens > 0
+    looks_back = params.penalised or params.min_new_tokens > 0 or params.grammar is not None
     return SampleRow(
         params=params,
         seed=request.seed,

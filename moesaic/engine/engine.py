@@ -29,6 +29,9 @@ from moesaic.engine.answers import Answers, Piece, Signal
 from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.engine.errors import QueueFull as QueueFull
+from moesaic.engine.grammar_check import GrammarChecker
+from moesaic.engine.grammar_child import Setup
 from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec, check_token_ids
 from moesaic.engine.jobs import Job, Progress
@@ -82,6 +85,7 @@ class Engine:
             eos_ids=eos_ids or frozenset(facts.eos_ids),
             seeds=random.Random(self.args.random_seed),
             num_groups=self.mesh.num_groups,
+            grammars=self._grammar_checker(eos_ids or frozenset(facts.eos_ids)),
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
@@ -109,6 +113,12 @@ class Engine:
             log_ranks([holdings(core.runner)], self.mesh)
             return core
         return start_ranks(self.args, self.mesh)
+
+    def _grammar_checker(self, eos_ids: frozenset[int]) -> GrammarChecker:
+        setup, folder = None, self.args.tokenizer_path
+        if folder is not None:
+            setup = Setup(folder, self._core.facts.vocab_size, sorted(eos_ids))
+        return GrammarChecker(setup, self.args.grammar_backend)
 
     def __enter__(self) -> Engine:
         return self
@@ -250,6 +260,7 @@ class Engine:
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._limits.grammars.close()
 
     def _prepare(
         self, call: GenerateInput, put: Callable[[int, Progress], None], stream: bool
@@ -266,7 +277,7 @@ class Engine:
 
     async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
         mailbox = Mailbox(self._post(asyncio.get_running_loop()))
-        if call.size > LONG_PROMPT:
+        if call.size > LONG_PROMPT or call.has_grammar:
             return await asyncio.to_thread(self._prepare, call, mailbox.put, stream), mailbox
         return self._prepare(call, mailbox.put, stream), mailbox
 
@@ -430,10 +441,6 @@ class Engine:
                 command(self._core)
         except Exception:
             logger.exception("a command to the engine failed")
-
-
-class QueueFull(RuntimeError):
-    """More requests than --max-running-requests and --max-queued-requests allow."""
 
 
 def _take_in(core: Core, job: Job) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.request import Request
-from moesaic.core.sampling import SamplingParams
+from moesaic.core.sampling import GRAMMARS, SamplingParams
+from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
@@ -28,6 +29,7 @@ class Limits:
     eos_ids: frozenset[int]
     seeds: random.Random
     """Where requests without a seed get theirs."""
+    grammars: GrammarChecker
     num_groups: int = 1
 
     @property
@@ -93,6 +95,14 @@ class GenerateInput:
         if not isinstance(rows, list):
             return 0
         return sum(len(row) if isinstance(row, str | list) else 1 for row in rows)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether any of them is to be structured, which may take a while to check."""
+        given = self.sampling_params
+        return any(
+            _asks_for_grammar(one) for one in (given if isinstance(given, list) else [given])
+        )
 
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
         """One a sample: `n` of each prompt, next to each other."""
@@ -168,6 +178,12 @@ def _check_group(group: Any, num_groups: int) -> None:
         )
 
 
+def _asks_for_grammar(sampling: Any) -> bool:
+    if isinstance(sampling, SamplingParams):
+        return sampling.grammar is not None
+    return isinstance(sampling, Mapping) and any(name in sampling for name in GRAMMARS)
+
+
 def _rid(given: str | None, sample: int) -> str:
     """The caller's name for a request; further samples of one prompt get a number."""
     if given is None:
@@ -238,6 +254,8 @@ def _params(given: Any, tokenizer: Tokenizer | None, limits: Limits) -> Sampling
         raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
     if params.n > MAX_SAMPLES:
         raise ValueError(f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
+    if params.grammar is not None:
+        limits.grammars.check(params.grammar)
     return params
 
 

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from moesaic.comm.control import Seat, State
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.step import Step
+from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
     chunk_tokens,
     context_length,
@@ -28,11 +29,13 @@ from moesaic.engine.layout import (
     step_limits,
     whole_outline,
 )
+from moesaic.engine.matchers import Allowed, Matchers
 from moesaic.engine.memory import GIB, cache_tokens, total_memory
 from moesaic.engine.moe_setup import moe_context, report_buffers, weight_format
 from moesaic.engine.plan import ItemResult, StepPlan, StepResult, Turn
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, sample, token_logprobs
+from moesaic.engine.tokenizer import Tokenizer
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Logits are made for this many rows at a time: a vocabulary is wide.
 LOGIT_ROWS = 128
+NOT_FINITE = "the model gave numbers that are not finite for this request"
+NONE_LEFT = "no token is left that its grammar, logit_bias and other parameters allow"
 
 
 class ModelRunner:
@@ -80,6 +85,8 @@ class ModelRunner:
             load_weights(self.model, folder, scheme)
             settle_input_scales(self.model, folder)
         self._make_cache(args, weight_bytes)
+        self.samples = ranks.is_last and ranks.place.attention_rank == 0
+        self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
         if ranks.seat is not None:
             self._announce_layers(ranks.seat)
         logger.info(
@@ -133,6 +140,12 @@ class ModelRunner:
             return "as much as all requests can use"
         return "what memory allows"
 
+    def _compiler(self, args: ServerArgs) -> Compiler:
+        """Only made when a grammar is asked for."""
+        assert args.tokenizer_path is not None, "checked before a request is submitted"
+        tokenizer = Tokenizer.from_folder(args.tokenizer_path)
+        return Compiler(tokenizer, self.vocab_size, tokenizer.eos_ids or self.eos_ids)
+
     def _announce_layers(self, seat: Seat) -> None:
         """A rank that computes shows how far it is: a long step is not a hang."""
         assert self.parallel.layers is not None
@@ -162,6 +175,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan, turn: Turn, x_TH: Tensor | None = None) -> Tensor:
         """This stage's layers over the plan's tokens; `x_TH`: what the stage before gave."""
+        if self.samples:
+            self.matchers.begin(plan)
         if plan.clear:
             self.cache.clear(plan.clear)
         ids: list[int] = []
@@ -201,7 +216,7 @@ class ModelRunner:
                 continue
             started = self.spans.clock()
             here = sampling[begin : begin + LOGIT_ROWS]
-            _sample(plan, here, logits_RV[: len(here)], results)
+            _sample(plan, here, logits_RV[: len(here)], results, self.matchers.wait())
             scoring.take(logits_RV[len(here) :])
             self.spans.add(Kind.SAMPLE, started, tokens=len(here))
         return StepResult(results)
@@ -225,7 +240,7 @@ class _ScoreQueue:
             targets = [target for _, target, _ in rows[start:stop]]
             logprobs, tops = token_logprobs(logits_RV[start:stop], targets, top)
             if not all(map(math.isfinite, logprobs)):
-                result.broken = True
+                result.broken = NOT_FINITE
             result.input_logprobs += logprobs
             result.input_top_logprobs += tops
 
@@ -240,23 +255,51 @@ def _runs(keys: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _sample(
-    plan: StepPlan, items: Sequence[int], logits_RV: Tensor, results: list[ItemResult]
+    plan: StepPlan,
+    items: Sequence[int],
+    logits_RV: Tensor,
+    results: list[ItemResult],
+    allowed: Mapping[int, Allowed],
 ) -> None:
+    """`allowed`: of items with a grammar."""
+    for item in items:
+        if (found := allowed.get(item)) is not None:
+            results[item].broken, results[item].ended = found.broken, found.ended
+    _draw(plan, items, logits_RV, results, {n: found.mask for n, found in allowed.items()})
+
+
+def _draw(
+    plan: StepPlan,
+    items: Sequence[int],
+    logits_RV: Tensor,
+    results: list[ItemResult],
+    masks: Mapping[int, Tensor | None],
+) -> None:
+    open_rows = [
+        row for row, item in enumerate(items) if not (results[item].broken or results[item].ended)
+    ]
+    if len(open_rows) < len(items):
+        items, logits_RV = [items[row] for row in open_rows], logits_RV[open_rows]
     if not items:
         return
-    rows = [plan.items[item].sample for item in items]
+    asked = [plan.items[item].sample for item in items]
+    rows = [one for one in asked if one is not None]
     try:
-        sampled = sample(logits_RV, [row for row in rows if row is not None])
+        sampled = sample(logits_RV, rows, [masks.get(item) for item in items] if masks else ())
     except NonFiniteLogits as error:
         for row in error.rows:
-            results[items[row]].broken = True
-        good = [row for row in range(len(items)) if row not in error.rows]
-        _sample(plan, [items[row] for row in good], logits_RV[good], results)
+            masked = items[row] in masks and _is_finite(logits_RV[row])
+            results[items[row]].broken = NONE_LEFT if masked else NOT_FINITE
+        _draw(plan, items, logits_RV, results, masks)
         return
     for row, item in enumerate(items):
         results[item].token_id = sampled.token_ids[row]
         results[item].logprob = sampled.logprobs[row]
         results[item].top_logprobs = sampled.top_logprobs[row]
+
+
+def _is_finite(logits_V: Tensor) -> bool:
+    return math.isfinite(logits_V.max().item())
 
 
 def _check_weights_fit(folder: Path, weight_bytes: int, ranks: int) -> None:

@@ -36,11 +36,13 @@ class PlanItem(msgspec.Struct, array_like=True):
 
 class StepPlan(msgspec.Struct, array_like=True):
     """The work of one serving group; `clear`: pages that are handed out anew and must be zeroed
-    first. All ranks of the group carry out all plans, in the order in which they were made."""
+    first. `ended`: requests that no later plan will name. All ranks of the group carry out all
+    plans, in the order in which they were made."""
 
     items: list[PlanItem]
     clear: list[int]
     prefill: bool = False
+    ended: list[int] = []
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +69,11 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class ItemResult(msgspec.Struct, array_like=True):
-    """What a step gave one item. `broken`: its numbers were not finite."""
+    """What a step gave one item. `broken`: why it has nothing to give. `ended`: it is complete, as
+    its grammar has it, and the model has no token that would say so."""
 
-    broken: bool = False
+    broken: str = ""
+    ended: bool = False
     token_id: int | None = None
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None

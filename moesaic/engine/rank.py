@@ -281,8 +281,6 @@ class Rank:
         """For whoever else carries it out."""
         if self.leader is None or self.mesh.attention_tp * self.mesh.pp == 1:
             return wires.NOTHING
-        ended, self.leader.core.ended = self.leader.core.ended, []
-        self._sender.end(ended)
         return self._sender.encode(plan)
 
     def _share(self, data: bytes, length: int, operation: str) -> bytes:

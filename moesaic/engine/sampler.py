@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.core.sampling import SamplingParams
+from moesaic.engine.token_masks import forbid
 
 TopLogprobs = list[tuple[float, int]]
 
@@ -142,15 +143,17 @@ class Near:
     settled_R: Tensor
 
 
-def sample(logits_BV: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """One token a row; NonFiniteLogits names every row that has none."""
+def sample(
+    logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
+) -> Sampled:
+    """One token a row; NonFiniteLogits names every row that has none. `masks`: as token_masks."""
     assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
     out = Sampled([], [], [])
     bad: list[int] = []
     for piece in _pieces(logits_BV):
         raw_RV = logits_BV[piece].float()
         chosen = rows[piece]
-        tokens, broken = _pick(_adjust(raw_RV, chosen), chosen)
+        tokens, broken = _pick(forbid(_adjust(raw_RV, chosen), masks[piece]), chosen)
         bad += [piece.start + i for i in broken]
         if not bad:
             _extend(out, raw_RV, tokens, chosen)

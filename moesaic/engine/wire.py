@@ -6,7 +6,7 @@ full every time, they would be most of a plan. Every receiver must hear all plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,7 +17,8 @@ from moesaic.engine.sampler import SampleRow
 
 class WireItem(msgspec.Struct, array_like=True):
     """The first `kept` pages are as they were; `pages` follow them. `sample`: told with the first
-    token that is sampled, then only `position` and, if they matter, the tokens so far."""
+    token that is sampled, then only `position` and, if they matter, the tokens so far: the first
+    `kept_ids` as they were, then `output_ids`."""
 
     key: int
     token_ids: list[int]
@@ -27,11 +28,12 @@ class WireItem(msgspec.Struct, array_like=True):
     score: Score | None = None
     sample: SampleRow | None = None
     position: int | None = None
+    kept_ids: int = 0
     output_ids: list[int] = []
 
 
 class WirePlan(msgspec.Struct, array_like=True):
-    """`ended`: requests that no later plan will name."""
+    """As StepPlan."""
 
     items: list[WireItem]
     clear: list[int]
@@ -50,30 +52,25 @@ class Known:
 
     pages: list[int]
     sample: SampleRow | None = None
+    output_ids: Sequence[int] = ()
 
 
 class PlanSender:
     def __init__(self) -> None:
         self._known: dict[int, Known] = {}
-        self._ended: list[int] = []
-
-    def end(self, keys: Iterable[int]) -> None:
-        """These requests are over."""
-        self._ended += (key for key in keys if self._known.pop(key, None) is not None)
 
     def encode(self, plan: StepPlan) -> bytes:
         """A plan of nothing is always the same, so that nobody has to be sent it."""
         if not plan.items:
-            assert not plan.clear
+            assert not plan.clear and not plan.ended
             return NOTHING
+        ended = [key for key in plan.ended if self._known.pop(key, None) is not None]
         items = [self._item(item) for item in plan.items]
-        data = _encoder.encode(WirePlan(items, plan.clear, plan.prefill, self._ended))
-        self._ended = []
-        return data
+        return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended))
 
     def _item(self, item: PlanItem) -> WireItem:
         known = self._known.setdefault(item.key, Known([]))
-        kept = len(known.pages) if item.pages[: len(known.pages)] == known.pages else 0
+        kept = _kept(known.pages, item.pages)
         known.pages = item.pages
         told = WireItem(item.key, item.token_ids, item.first, kept, item.pages[kept:], item.score)
         if item.sample is None:
@@ -84,7 +81,10 @@ class PlanSender:
                 item.sample, params=replace(item.sample.params, stop=())
             )
         else:
-            told.position, told.output_ids = item.sample.position, list(item.sample.output_ids)
+            kept = _kept(known.output_ids, item.sample.output_ids)
+            told.position, told.kept_ids = item.sample.position, kept
+            told.output_ids = list(item.sample.output_ids[kept:])
+        known.output_ids = item.sample.output_ids
         return told
 
 
@@ -96,15 +96,22 @@ class PlanReceiver:
         wire = _decoder.decode(data)
         for key in wire.ended:
             del self._known[key]
-        return StepPlan([self._item(item) for item in wire.items], wire.clear, wire.prefill)
+        items = [self._item(item) for item in wire.items]
+        return StepPlan(items, wire.clear, wire.prefill, wire.ended)
 
     def _item(self, told: WireItem) -> PlanItem:
         known = self._known.setdefault(told.key, Known([]))
         known.pages = known.pages[: told.kept] + told.pages
         if told.sample is not None:
-            known.sample = told.sample
+            known.sample, known.output_ids = told.sample, told.sample.output_ids
         sample = told.sample
         if told.position is not None:
             assert known.sample is not None
-            sample = replace(known.sample, position=told.position, output_ids=told.output_ids)
+            known.output_ids = [*known.output_ids[: told.kept_ids], *told.output_ids]
+            sample = replace(known.sample, position=told.position, output_ids=known.output_ids)
         return PlanItem(told.key, told.token_ids, told.first, known.pages, told.score, sample)
+
+
+def _kept(known: Sequence[int], now: Sequence[int]) -> int:
+    """How many of the known ones are still the first."""
+    return len(known) if list(now[: len(known)]) == list(known) else 0

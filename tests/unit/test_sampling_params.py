@@ -50,9 +50,6 @@ def test_accepted(given, name, value):
     [
         ({"temprature": 1}, "unknown sampling parameter 'temprature': did you mean 'temperature'"),
         ({"max_tokens": 1}, "did you mean 'max_new_tokens'"),
-        ({"json_schema": "{}"}, "'json_schema' is not built yet"),
-        ({"regex": "a"}, "'regex' is not built yet"),
-        ({"ebnf": "a"}, "'ebnf' is not built yet"),
         ({"structural_tag": "a"}, "'structural_tag' is not built yet"),
         ({"stop_regex": "a"}, "'stop_regex' is not built yet"),
         ({"custom_params": {}}, "'custom_params' is not built yet"),

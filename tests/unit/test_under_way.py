@@ -51,8 +51,6 @@ def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
     sizes = []
     while core.has_work:
         made = core.plan(parts)
-        ended, core.ended = core.ended, []
-        sender.end(ended)
         data = sender.encode(made)
         sizes.append(len(data))
         plan = receiver.decode(data)
@@ -69,7 +67,6 @@ def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
 
 def test_nothing_is_always_told_alike():
     sender = PlanSender()
-    sender.end([3])
     assert sender.encode(make_core().plan()) == NOTHING
 
 

@@ -1,0 +1,308 @@
+"""Grammars before they reach a model: what is refused and why, and what that may cost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moesaic
+from moesaic import SamplingParams
+from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
+from moesaic.engine import grammar_check
+from moesaic.engine.errors import QueueFull
+from moesaic.engine.grammar import Compiler
+from moesaic.engine.grammar_check import GrammarChecker
+from moesaic.engine.grammar_child import Setup
+from moesaic.engine.matchers import Matchers
+from moesaic.engine.plan import PlanItem, StepPlan
+from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.engine.token_masks import forbid
+from moesaic.engine.tokenizer import Tokenizer
+from moesaic.models.tiny import materialise
+
+FOLDER = materialise("tiny:qwen3_moe")
+VOCAB, EOS = 258, 256
+MANY = {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(Setup(FOLDER, VOCAB, [EOS]), None)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(FOLDER)
+
+
+def grammar(kind: str, given: Any) -> Grammar:
+    found = SamplingParams(**{kind: given}).grammar
+    assert found is not None
+    return found
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "regex and ebnf cannot be had together"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos=True .* ends where the grammar does"),
+        ({"lark": "a", "min_new_tokens": 2}, "min_new_tokens=2 .* ends where the grammar does"),
+        ({"regex": ""}, "regex .* not empty"),
+        ({"regex": 5}, "regex .* give a text"),
+        ({"json_schema": [1]}, "json_schema .* text or dict"),
+        ({"json_schema": {"const": math.nan}}, "cannot be written as JSON"),
+        ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
+        ({"ebnf": "a\ud800"}, "half of a character"),
+        ({"regex": "ä" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "65538 bytes, give at most 65536"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_parameters_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        SamplingParams.from_dict(given)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_schema_may_be_a_dict() -> None:
+    schema = {"type": "object", "title": "größe"}
+    params = SamplingParams(json_schema=schema)  # type: ignore[arg-type]
+    assert params.grammar is not None and json.loads(params.grammar.text) == schema
+    assert SamplingParams().grammar is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("regex", "([", "unclosed character class"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("regex", "(" * 65 + "a" + ")" * 65, "nested 65 deep, give at most 64"),
+        ("json_schema", "[" * 20000, "nested too deep"),
+        ("json_schema", nested(20), None),
+        ("json_schema", nested(70), "nested 72 deep, give at most 64"),
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", '{"const": NaN}', "NaN"),
+        ("json_schema", '{"type": "foo"}', "Invalid type"),
+        ("json_schema", {"not": {"type": "string"}}, '"not"'),
+        ("json_schema", {"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ("json_schema", {"if": {}, "then": {}}, '"if", "then"'),
+        ("json_schema", {"type": "string", "format": "klingon"}, "klingon"),
+        ("json_schema", {"$ref": "http://example.com/x.json"}, "does not fetch"),
+        ("json_schema", {"$ref": "#"}, "nothing matches it"),
+        ("json_schema", {"oneOf": [{"minimum": 1}, {"maximum": 9}]}, "oneOf"),
+        ("json_schema", MANY, "max is 2000"),
+        ("json_schema", {"type": "integer", "multipleOf": 99999989}, "more than 1 s to compile"),
+        ("ebnf", 'root ::= "a', "not GBNF"),
+        ("ebnf", 'main ::= "a"', "root"),
+        ("ebnf", "root ::= missing", "missing"),
+        ("lark", "start: missing", "missing"),
+        ("lark", "start: " + "(" * 3000, "nested 3000 deep"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_grammars_that_are_refused(
+    checker: GrammarChecker, kind: str, given: Any, words: str | None
+) -> None:
+    if words is None:
+        checker.check(grammar(kind, given))
+        return
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        checker.check(grammar(kind, given))
+    assert str(caught.value).startswith(f"{kind} is not possible: ")
+    assert len(str(caught.value)) < 400
+
+
+def test_memory_is_bounded_and_the_next_grammar_is_tried_anew() -> None:
+    checker = GrammarChecker(Setup(FOLDER, VOCAB, [EOS]), None)
+    try:
+        greedy = {"type": "integer", "multipleOf": 99999989, "maximum": 10**15, "minimum": 0}
+        with pytest.raises(ValueError, match="to compile: simplify it"):
+            checker.check(grammar("json_schema", greedy))
+        assert checker._child is None
+        checker.check(grammar("regex", "a+"))
+        child = checker._child
+        assert child is not None and child.alive
+        # What was refused is refused again without being tried.
+        with pytest.raises(ValueError, match="to compile: simplify it"):
+            checker.check(grammar("json_schema", greedy))
+        assert checker._child is child and child.alive
+    finally:
+        checker.close()
+    assert not child.alive
+    with pytest.raises(RuntimeError, match="shut down"):
+        checker.check(grammar("regex", "b+"))
+
+
+def test_verdicts_are_bounded_and_only_so_many_wait(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "REMEMBERED", 3)
+    for number in range(6):
+        checker.check(grammar("regex", f"a{number}"))
+    assert len(checker._verdicts) == 3
+    failed: list[BaseException] = []
+
+    def ask(number: int) -> None:
+        try:
+            checker.check(grammar("regex", f"waits{number}"))
+        except BaseException as error:
+            failed.append(error)
+
+    with checker._child_lock:
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads[grammar_check.MAX_WAITING + 1 :]:
+            thread.join(0.2)
+        checker.check(grammar("regex", "a5"))  # known: it does not wait
+    for thread in threads:
+        thread.join(30)
+    assert len(failed) == 7 - grammar_check.MAX_WAITING
+    assert all(isinstance(error, QueueFull) for error in failed)
+    assert checker._waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("setup", "backend", "words"),
+    [
+        (Setup(FOLDER, VOCAB, [EOS]), "none", "--grammar-backend none"),
+        (None, "llguidance", "need a tokenizer"),
+    ],
+)
+def test_engines_without_grammars(setup: Setup | None, backend: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GrammarChecker(setup, backend).check(Grammar("regex", "a"))
+
+
+def test_without_llguidance_the_fix_is_named(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'moesaic\[structured\]'"):
+        checker.check(Grammar("regex", "a"))
+
+
+def test_llguidance_is_imported_only_where_it_is_used() -> None:
+    for path in sorted((Path(moesaic.__file__).parent).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not any(name.startswith("llguidance") for name in names), path
+
+
+def test_masks_are_added_to_scores() -> None:
+    torch.manual_seed(0)
+    scores_RV = torch.randn(3, 20)
+    bits = torch.zeros(24, dtype=torch.bool)
+    bits[[1, 7, 8, 19, 21]] = True
+    mask_B = (bits.view(3, 8).int() << torch.arange(8)).sum(1).to(torch.uint8)
+    for masks in ([None, mask_B, None], [mask_B] * 3):
+        found = forbid(scores_RV, masks)
+        for row, mask in zip(range(3), masks, strict=True):
+            kept = torch.ones(20, dtype=torch.bool) if mask is None else bits[:20]
+            assert torch.equal(found[row][kept], scores_RV[row][kept])
+            assert (found[row][~kept] == -math.inf).all()
+    assert forbid(scores_RV, [None] * 3) is scores_RV and forbid(scores_RV, ()) is scores_RV
+
+
+def test_sampling_stays_inside_the_mask() -> None:
+    torch.manual_seed(1)
+    logits_RV = torch.randn(64, 300) * 3
+    allowed = {3, 150, 299}
+    mask_B = torch.zeros(40, dtype=torch.uint8)
+    for token in allowed:
+        mask_B[token // 8] |= 1 << token % 8
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0},
+        {"top_k": 5},
+        {"top_p": 0.3},
+        {"min_p": 0.5},
+        {"top_k": 2, "top_p": 0.9, "repetition_penalty": 1.5},
+        {"logit_bias": {7: 100.0, 3: -100.0}, "temperature": 0},
+        {"temperature": 50.0},
+    ]
+    rows = [SampleRow(SamplingParams(**settings[i % 8]), seed=i, position=4) for i in range(64)]
+    found = sample(logits_RV, rows, [mask_B] * 64)
+    assert set(found.token_ids) <= allowed and len(set(found.token_ids[::8])) > 1
+    with pytest.raises(NonFiniteLogits) as caught:
+        sample(logits_RV, rows, [torch.zeros(40, dtype=torch.uint8)] + [mask_B] * 63)
+    assert caught.value.rows == (0,)
+    logits_RV[5, 200] = math.nan  # outside of the mask, and still not to be trusted
+    with pytest.raises(NonFiniteLogits) as caught:
+        sample(logits_RV, rows, [mask_B] * 64)
+    assert caught.value.rows == (5,)
+
+
+def allowed_tokens(mask_B: torch.Tensor | None) -> list[int]:
+    assert mask_B is not None
+    return [token for token in range(len(mask_B) * 8) if mask_B[token // 8] >> token % 8 & 1]
+
+
+def plan_of(outputs: dict[int, list[int]], ended: list[int], regex: str) -> StepPlan:
+    params = SamplingParams(regex=regex)
+    rows = {key: SampleRow(params, 0, 9, output_ids=ids) for key, ids in outputs.items()}
+    items = [PlanItem(key, [1], 8, [0], None, row) for key, row in rows.items()]
+    return StepPlan(items, [], False, ended)
+
+
+def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
+    made: list[Compiler] = []
+
+    def make() -> Compiler:
+        made.append(Compiler(tokenizer, VOCAB, [EOS]))
+        return made[-1]
+
+    matchers = Matchers(make, limit=3)
+    a, b, c, d = tokenizer.encode("abcd")
+    none: list[int] = []
+    matchers.begin(StepPlan([], []))
+    assert matchers.wait() == {} and not made  # nothing is built before it is needed
+    steps = [
+        ({1: [], 2: [a]}, [], {1: [a], 2: [b, c]}),
+        ({1: [a], 2: [a, b]}, [], {1: [b, c], 2: [d]}),
+        ({1: [], 2: [a, c]}, [], {1: [a], 2: [d]}),  # shorter, and another past: begun anew
+        ({2: [a, c, d], 3: [a]}, [1], {2: [EOS], 3: [b, c]}),
+    ]
+    for outputs, ended, expected in steps:
+        matchers.begin(plan_of(outputs, ended, "a[bc]d"))
+        found = matchers.wait()
+        keys = list(outputs)
+        assert {keys[n]: allowed_tokens(one.mask) for n, one in found.items()} == expected
+    assert len(matchers) == 2 and len(made) == 1
+    matchers.begin(plan_of({4: [b]}, none, "a[bc]d"))
+    assert "grammar failed" in matchers.wait()[0].broken and len(matchers) == 2
+    matchers.begin(plan_of(dict.fromkeys(range(10, 18), none), none, "a"))
+    assert len(matchers.wait()) == 8 and len(matchers) == 3
+
+
+def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> None:
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB, []), limit=3)
+    a, b = tokenizer.encode("ab")
+    matchers.begin(plan_of({1: [a], 2: [a, b]}, [], "ab"))
+    first, second = matchers.wait().values()
+    assert allowed_tokens(first.mask) == [b] and not first.ended
+    assert second.ended and second.mask is None
+
+
+def test_several_end_tokens_all_work(tokenizer: Tokenizer) -> None:
+    matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), limit=3)
+    a, b = tokenizer.encode("ab")
+    matchers.begin(plan_of({1: [a, b]}, [], "ab"))
+    assert allowed_tokens(matchers.wait()[0].mask) == [EOS, EOS + 1]
