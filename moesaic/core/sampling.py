@@ -27,6 +27,14 @@ MAX_BIAS: Final = 1e6
 MIN_REPETITION_PENALTY: Final = 0.01
 
 
+class BadParameter(ValueError):
+    """`name`: the sampling parameter at fault."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Checked on construction; `from_dict` is the door for JSON and keyword arguments."""
@@ -146,7 +154,7 @@ def _set(params: SamplingParams, name: str, value: Any) -> None:
 
 
 def _refuse(name: str, value: object, fix: str) -> None:
-    raise ValueError(f"{name}={value!r} is not possible: {fix}")
+    raise BadParameter(name.partition("[")[0], f"{name}={value!r} is not possible: {fix}")
 
 
 def _check_foreign(name: str, value: Any, known: set[str]) -> None:

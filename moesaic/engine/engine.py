@@ -55,7 +55,12 @@ class Engine:
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
         tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
-        self.args = replace(args, model_path=folder, tokenizer_path=tokenizer)
+        self.args = replace(
+            args,
+            model_path=folder,
+            tokenizer_path=tokenizer,
+            served_model_name=args.served_model_name or args.model_path,
+        )
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         if not Path(self.args.model_path).is_dir():
             raise ValueError(
@@ -193,6 +198,10 @@ class Engine:
         """What was resolved at start, and the state of scheduler and cache now."""
         info: dict[str, Any] = self._ask("info")
         return info
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
 
     @property
     def fault(self) -> str:

@@ -18,6 +18,10 @@ MAX_SAMPLES = 4096
 SEED_BITS = 63
 
 
+class PromptTooLong(ValueError):
+    """The prompt does not fit into the context or the cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the engine can serve."""
@@ -108,7 +112,8 @@ class GenerateInput:
                 found += [replace(spec, rid=_rid(rid, k)) for k, spec in enumerate(samples)]
             except ValueError as error:
                 where = "" if self.is_single else f"prompt {number}: "
-                raise ValueError(f"{where}{error}") from error
+                error.args = (f"{where}{error}",)
+                raise
         return found
 
     def _rids(self, number: int) -> list[str | None]:
@@ -236,13 +241,13 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
                 f"token id {token} is out of range: this model has ids 0 to {limits.vocab_size - 1}"
             )
     if len(ids) >= limits.context_length:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
             "of them for the answer: shorten the prompt, or raise --context-length if the model "
             "allows it"
         )
     if len(ids) >= limits.cache_tokens:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the KV cache holds {limits.cache_tokens}: "
             "shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
         )
