@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from moesaic.config.flags import ONLY_DEFAULT, Flag
+from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 DEVICES = ("auto", "cpu", "cuda", "npu")
@@ -118,11 +119,17 @@ class ServeArgs:
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        Flag("Format in which the model calls tools."),
+        Flag(
+            "Format in which the model calls tools; unset: what its family writes.",
+            choices=TOOL_PARSERS,
+        ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        Flag("Format in which the model marks its reasoning."),
+        Flag(
+            "Format in which the model marks its reasoning; unset: what its family writes.",
+            choices=REASONING_PARSERS,
+        ),
     ] = None
     grammar_backend: Annotated[
         str | None,

@@ -1,0 +1,181 @@
+"""The format of a served model: chosen once, then it makes parsers and grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
+from moesaic.server.parsers.grammar import GrammarWriter
+from moesaic.server.parsers.harmony import HarmonyParser
+from moesaic.server.parsers.parts import Calls, ChatParser, Tool, ToolChoice
+from moesaic.server.parsers.syntax import (
+    CALLS,
+    FAMILIES,
+    HARMONY,
+    HARMONY_MARKERS,
+    THINKING,
+    Vocabulary,
+)
+from moesaic.server.parsers.tagged import Setup, TaggedParser
+
+
+class AddedToken(Protocol):
+    """As the tokenizers library describes a token that was added to a vocabulary."""
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def special(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Format:
+    """`tools` and `reasoning` name the parsers. Sampling must use `skip_special_tokens`, so that
+    markers which are special tokens are seen in the text; those without meaning are taken out."""
+
+    tools: str | None
+    reasoning: str | None
+    skip_special_tokens: bool
+    vocabulary: Vocabulary = field(default_factory=Vocabulary, repr=False)
+
+    @property
+    def harmony(self) -> bool:
+        return HARMONY in (self.tools, self.reasoning)
+
+    def thinking(self, template_arguments: Mapping[str, Any]) -> bool:
+        """Whether a request with these chat template arguments lets the model think."""
+        think = THINKING.get(self.reasoning or "")
+        if think is None:
+            return self.reasoning == HARMONY
+        if think.always or not think.switch:
+            return True
+        # Templates know one of the two names; clients of several models send either.
+        names = (think.switch, "enable_thinking", "thinking")
+        given = (template_arguments[name] for name in names if name in template_arguments)
+        return bool(next(given, think.default))
+
+    def parser(
+        self,
+        tools: Sequence[Tool],
+        thinking: bool,
+        split_reasoning: bool = True,
+        prompt: str = "",
+    ) -> ChatParser:
+        """`prompt`, where given, tells by its end whether it left the thinking part open, whatever
+        the template's arguments are called."""
+        if self.harmony:
+            calls = Calls(tools if self.tools == HARMONY else ())
+            split = split_reasoning and self.reasoning == HARMONY
+            return HarmonyParser(calls, split, self.vocabulary.special - HARMONY_MARKERS)
+        syntax = CALLS.get(self.tools or "") if tools else None
+        think = THINKING.get(self.reasoning or "")
+        setup = Setup(
+            calls=syntax,
+            think=think,
+            inside=self.begins_inside(thinking, prompt),
+            split=split_reasoning,
+            noise=self._noise(bool(tools)),
+        )
+        return TaggedParser(setup, Calls(tools, syntax.ids if syntax is not None else "call"))
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        response: dict[str, str] | None,
+        thinking: bool,
+        prompt: str = "",
+    ) -> dict[str, str]:
+        """Sampling parameters that force what was asked; empty where nothing is."""
+        writer = GrammarWriter(
+            tools=self.tools,
+            think=None if self.harmony else THINKING.get(self.reasoning or ""),
+            inside=self.begins_inside(thinking, prompt),
+            thinking=thinking,
+            ids=self.vocabulary.ids,
+            harmony=self.harmony,
+        )
+        return writer.parameters(tools, choice, response)
+
+    def begins_inside(self, thinking: bool, prompt: str = "") -> bool:
+        """Whether the answer begins within the reasoning."""
+        think = THINKING.get(self.reasoning or "")
+        if think is None:
+            return False
+        end = prompt.rstrip()
+        if end.endswith(think.open):
+            return True
+        if end.endswith(think.close):
+            return False
+        return thinking if think.inside is None else think.inside
+
+    def _noise(self, with_tools: bool) -> frozenset[str]:
+        """Special tokens that mark nothing."""
+        used = set[str]()
+        if self.tools is not None and with_tools:
+            used |= CALLS[self.tools].markers
+        if self.reasoning is not None:
+            used |= {THINKING[self.reasoning].open, THINKING[self.reasoning].close}
+        return frozenset() if self.skip_special_tokens else self.vocabulary.special - used
+
+
+def choose_format(
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    model_type: str,
+    *,
+    chat_template: str = "",
+    added_tokens: Mapping[int, AddedToken] | None = None,
+) -> Format:
+    """What the flags name; what they leave open, the model's family decides, and among its
+    checkpoints the chat template. `added_tokens` are the tokenizer's own: grammars name markers by
+    token id."""
+    _check("--tool-call-parser", tool_call_parser, TOOL_PARSERS)
+    _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    fits = (f for f in FAMILIES if f.model_type == model_type and f.hint in chat_template)
+    family = next(fits, None)
+    tools, reasoning = tool_call_parser, reasoning_parser
+    if HARMONY in (tools, reasoning):
+        tools, reasoning = tools or HARMONY, reasoning or HARMONY
+    elif family is not None:
+        # A family of channels has nothing to offer to a format of markers.
+        whole = family.tools == HARMONY and (tools or reasoning)
+        tools = tools or (None if whole else family.tools)
+        reasoning = reasoning or (None if whole else family.reasoning)
+    if (tools == HARMONY) != (reasoning == HARMONY):
+        raise ValueError(
+            f"--tool-call-parser {tools} and --reasoning-parser {reasoning} do not go together: "
+            f"{HARMONY} marks calls and reasoning in one way, so name it for both or leave one out"
+        )
+    return _format(tools, reasoning, added_tokens)
+
+
+def _format(
+    tools: str | None, reasoning: str | None, added_tokens: Mapping[int, AddedToken] | None
+) -> Format:
+    if added_tokens is None:
+        vocabulary = Vocabulary.published((tools, reasoning))
+    else:
+        vocabulary = Vocabulary(
+            ids={token.content: number for number, token in added_tokens.items()},
+            special=frozenset(token.content for token in added_tokens.values() if token.special),
+        )
+    hidden = _markers(tools, reasoning) & vocabulary.special
+    return Format(tools, reasoning, skip_special_tokens=not hidden, vocabulary=vocabulary)
+
+
+def _markers(tools: str | None, reasoning: str | None) -> frozenset[str]:
+    if HARMONY in (tools, reasoning):
+        return HARMONY_MARKERS
+    found = CALLS[tools].markers if tools is not None else frozenset[str]()
+    if reasoning is not None:
+        found |= {THINKING[reasoning].open, THINKING[reasoning].close}
+    return found
+
+
+def _check(flag: str, name: str | None, known: Iterable[str]) -> None:
+    if name is not None and name not in known:
+        raise ValueError(f"{flag} is {name!r}: choose one of {', '.join(known)}")

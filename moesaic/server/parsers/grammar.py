@@ -1,0 +1,232 @@
+"""Lark grammars, as llguidance reads them, that make a model answer in its own format.
+
+    start: (thought SPACE)? calls
+    calls: call ("\\n" call)*
+    call: "<tool_call>\\n{\\"name\\": \\"add\\", \\"arguments\\": " args_0 "}\\n</tool_call>"
+
+Literals are written as the chat templates write them, so the model stays on what it has learned. A
+marker that is a token of its own is named by its id: llguidance does not spell such tokens out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
+from moesaic.server.parsers.syntax import (
+    CALLS,
+    HARMONY,
+    HARMONY_MARKERS,
+    HARMONY_WRITTEN,
+    ThinkSyntax,
+    Written,
+)
+from moesaic.server.parsers.values import is_text
+
+# As the templates write JSON; free whitespace would let a model go on with it for ever.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,3}/\nNUMBER: /[0-9]{1,3}/"
+CLOSE_PARAMETER = "\n</parameter>\n"
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT_MESSAGE = "<|end|><|start|>assistant"
+
+
+@dataclass(frozen=True)
+class GrammarWriter:
+    tools: str | None  # name of the tool parser
+    think: ThinkSyntax | None
+    inside: bool
+    thinking: bool
+    ids: Mapping[str, int]
+    harmony: bool
+    lines: list[str] = field(default_factory=list)
+
+    def parameters(
+        self, tools: Sequence[Tool], choice: ToolChoice, response: Mapping[str, str] | None
+    ) -> dict[str, str]:
+        if isinstance(choice, NamedTool) or choice == "required":
+            return self._lark(self._forced(tools, choice))
+        may_call = choice == "auto" and bool(tools) and self.tools is not None
+        if response:
+            plain = not (self.harmony or self._thinks() or may_call)
+            return dict(response) if plain else self._lark(self._answer(tools, may_call, response))
+        if may_call and any(tool.strict for tool in tools):
+            return self._lark(self._free(tools))
+        return {}
+
+    def _lark(self, start: str) -> dict[str, str]:
+        return {"lark": "\n".join([f"start: {start}", *self.lines, TERMINALS, ""])}
+
+    def _forced(self, tools: Sequence[Tool], choice: ToolChoice) -> str:
+        named = isinstance(choice, NamedTool)
+        wanted = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
+        if not wanted:
+            what = f"function {choice.name!r}" if isinstance(choice, NamedTool) else "a function"
+            raise ValueError(f"tool_choice asks for {what}, and tools do not have it")
+        if self.tools is None:
+            raise ValueError(
+                "tool_choice forces a call, and how this model writes calls is not known: start "
+                "the server with --tool-call-parser"
+            )
+        return f"{self._thought()} {self._calls(wanted, several=not named)}"
+
+    def _answer(self, tools: Sequence[Tool], may_call: bool, response: Mapping[str, str]) -> str:
+        """The wanted form, or calls."""
+        self.lines.append(f"answer: {_answer_rule(response)}")
+        final = f"{self._literal(FINAL)} answer" if self.harmony else "answer"
+        body = f"({final} | {self._calls(tools, several=True)})" if may_call else final
+        return f"{self._thought()} {body}"
+
+    def _free(self, tools: Sequence[Tool]) -> str:
+        """Any text, but a call that begins goes on as it must."""
+        if self.harmony:
+            calls = self._calls(tools, several=False)
+            return f"{self._thought()} ({self._literal(FINAL)} TEXT | {calls})"
+        written = self._written()
+        trigger = _leading(written.open or written.call, self._markers())
+        if written.open:
+            rest = self._calls(tools, several=True, without=trigger)
+        else:
+            rest = self._calls(tools, several=False, without=trigger)
+        return f"{self._thought()} ({self._until(trigger)} {rest})* TEXT"
+
+    def _thinks(self) -> bool:
+        return self.think is not None and (self.thinking or self.inside or self.think.always)
+
+    def _thought(self) -> str:
+        """The reasoning before the answer, or nothing."""
+        if self.harmony:
+            analysis = f"({self._literal(ANALYSIS)} {self._until(NEXT_MESSAGE)})*"
+            return analysis if self.thinking else ""
+        if self.think is None or not self._thinks():
+            return ""
+        rest = f"{self._until(self.think.close)} SPACE"
+        return rest if self.inside else f"({self._literal(self.think.open)} {rest})?"
+
+    def _calls(self, tools: Sequence[Tool], several: bool, without: str = "") -> str:
+        written = self._written()
+        opening = written.open.removeprefix(without)
+        skipped = "" if written.open else without
+        names = [self._call(n, tool, written, skipped) for n, tool in enumerate(tools)]
+        self.lines.append(f"call: {' | '.join(names)}")
+        more = f"({self._literal(written.between)} call)*" if several and written.several else ""
+        return f"{self._literal(opening)} call {more} {self._literal(written.close)}"
+
+    def _call(self, number: int, tool: Tool, written: Written, without: str) -> str:
+        before, after = written.call.removeprefix(without).split("{arguments}")
+        pieces = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
+        is_xml = self.tools == "qwen3_coder"
+        arguments = self._xml(tool, number) if is_xml else f"%json {_schema(tool)}"
+        self.lines.append(f"args_{number}: {arguments}")
+        self.lines.append(
+            f"call_{number}: {' NUMBER '.join(pieces)} args_{number} {self._literal(after)}"
+        )
+        return f"call_{number}"
+
+    def _xml(self, tool: Tool, number: int) -> str:
+        properties = tool.parameters.get("properties")
+        required = tool.parameters.get("required") or []
+        pieces: list[str] = []
+        for key, schema in (properties if isinstance(properties, dict) else {}).items():
+            rule = f"value_{number}_{len(pieces)}"
+            self.lines.append(f"{rule}: {self._xml_value(tool.parameters, key, schema)}")
+            piece = f"({self._literal(f'<parameter={key}>{chr(10)}')} {rule})"
+            pieces.append(piece if key in required else piece + "?")
+        return " ".join(pieces) or '""'
+
+    def _xml_value(self, parameters: Mapping[str, Any], key: str, schema: Any) -> str:
+        if not is_text(parameters, key):
+            shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
+            whole = {**shared, **schema} if isinstance(schema, dict) else {}
+            return f"%json {_json(whole)} {self._literal(CLOSE_PARAMETER)}"
+        words = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if words:
+            either = " | ".join(self._literal(str(word)) for word in words)
+            return f"({either}) {self._literal(CLOSE_PARAMETER)}"
+        return self._until(CLOSE_PARAMETER)
+
+    def _written(self) -> Written:
+        assert self.tools is not None
+        return HARMONY_WRITTEN if self.tools == HARMONY else CALLS[self.tools].written
+
+    def _markers(self) -> frozenset[str]:
+        found = HARMONY_MARKERS if self.harmony else frozenset[str]()
+        if self.tools is not None and self.tools != HARMONY:
+            found |= CALLS[self.tools].markers
+        return found | ({self.think.open, self.think.close} if self.think is not None else set())
+
+    def _literal(self, text: str) -> str:
+        """A fixed text; markers in it that are tokens by their ids."""
+        tokens = sorted(self._markers() & self.ids.keys(), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, tokens))
+        pieces = re.split(f"({pattern})", text) if tokens else [text]
+        shown = (
+            f"<[{self.ids[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
+        return " ".join(shown)
+
+    def _until(self, text: str) -> str:
+        """Anything up to and with a fixed text that begins with a marker."""
+        marker = _leading(text, self._markers()) or text
+        if marker in self.ids:
+            return f"TEXT {self._literal(text)}"
+        rule = f"until_{len(self.lines)}"
+        self.lines.append(f"{rule}[lazy]: TEXT {json.dumps(marker, ensure_ascii=False)}")
+        return f"{rule} {self._literal(text.removeprefix(marker))}".rstrip()
+
+
+def _leading(text: str, markers: frozenset[str]) -> str:
+    """The marker that a text begins with."""
+    return max((marker for marker in markers if text.startswith(marker)), key=len, default="")
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace("{json_name}", json.dumps(name, ensure_ascii=False)).replace("{name}", name)
+
+
+def _schema(tool: Tool) -> str:
+    # Where nobody asked for strictness, keywords that cannot be forced are no reason to refuse.
+    return _json({"type": "object", **tool.parameters}, lenient=not tool.strict)
+
+
+def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    try:
+        return json.dumps({**schema, "x-guidance": {**SPACING, "lenient": lenient}})
+    except RecursionError:
+        raise ValueError("a JSON schema is nested too deeply: give one with fewer levels") from None
+
+
+def _answer_rule(response: Mapping[str, str]) -> str:
+    ((kind, text),) = response.items()
+    if kind == "json_schema":
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("json_schema is not the text of a JSON schema") from None
+        return f"%json {_json(schema)}" if isinstance(schema, dict) else f"%json {text}"
+    if kind == "regex":
+        return f"/{_escaped_pattern(text)}/"
+    if kind == "ebnf":
+        text = _from_gbnf(text)
+    return "%lark {\n" + text.replace("%llguidance {}", "") + "\n}"
+
+
+def _escaped_pattern(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    pieces = re.findall(r"\\.|.", pattern, flags=re.DOTALL)
+    return "".join({"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(piece, piece) for piece in pieces)
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:
+        raise ValueError(f"ebnf is not a grammar: {error}") from None

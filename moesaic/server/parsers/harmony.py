@@ -1,0 +1,120 @@
+"""gpt-oss: an answer is a row of messages, each with a channel and perhaps a recipient.
+
+<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator
+
+from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, joined
+from moesaic.server.parsers.readers import MAX_HEADER, SPACE
+from moesaic.server.parsers.scan import markers
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+CONSTRAIN = "<|constrain|>"
+FUNCTIONS = "functions."
+# Only at the beginning of an answer: the prompt ends with the role.
+RECIPIENT_FIRST = "to=" + FUNCTIONS
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+# Gives parts and returns whether there may be more to do with the text at hand.
+Steps = Generator[Part, None, bool]
+
+
+class HarmonyParser:
+    def __init__(self, calls: Calls, split: bool, noise: frozenset[str] = frozenset()) -> None:
+        self._calls = calls
+        self._split = split
+        self._noise = noise
+        self._pending = ""
+        self._step: Callable[[bool], Steps] = self._gap
+        self._header = ""
+        self._first = True  # nothing was read yet
+        self._bare = False  # text without a channel stands before
+        self._body: type[Reasoning] | type[Content] | None = None  # None: arguments of a call
+        self._raw = False  # this message stays as it came
+        self._empty = True
+
+    def feed(self, text: str) -> list[Part]:
+        return joined(self._run(text, final=False))
+
+    def finish(self) -> list[Part]:
+        return joined(self._run("", final=True))
+
+    def _run(self, text: str, final: bool) -> Iterator[Part]:
+        self._pending += text
+        while (yield from self._step(final)):
+            pass
+
+    def _gap(self, final: bool) -> Steps:
+        """Between messages: what stands here is text without a channel."""
+        wanted = {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS, *self._noise}
+        if self._first:
+            wanted.add(RECIPIENT_FIRST)
+        start, end = markers(frozenset(wanted)).find(self._pending, final)
+        before, marker = self._pending[:start], self._pending[start:end]
+        self._pending = self._pending[end:]
+        if marker == RECIPIENT_FIRST and before.strip(SPACE):
+            before, marker = before + marker, ""
+        said = before if self._bare else before.lstrip(SPACE)
+        if said:
+            self._bare, self._first = True, False
+            yield Content(said)
+        if marker in (START, CHANNEL, RECIPIENT_FIRST):
+            self._header, self._first = marker, False
+            self._step = self._in_header
+        return start != end
+
+    def _in_header(self, final: bool) -> Steps:
+        cut = self._pending.find(MESSAGE, 0, MAX_HEADER)
+        header = self._pending[:MAX_HEADER] if cut < 0 else self._pending[:cut]
+        if any(stop in header for stop in (START, *ENDS)) or (
+            cut < 0 and (final or len(self._pending) >= MAX_HEADER)
+        ):
+            yield Content(self._header)
+            self._bare = True
+            self._step = self._gap
+            return True
+        if cut < 0:
+            return False
+        self._pending = self._pending[cut + len(MESSAGE) :]
+        yield from self._begin(self._header + header)
+        self._step = self._in_body
+        return True
+
+    def _begin(self, header: str) -> Iterator[Part]:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        to = recipient[1] if recipient is not None else ""
+        self._raw, self._empty = False, True
+        if to.startswith(FUNCTIONS) and self._calls.known(to.removeprefix(FUNCTIONS)):
+            self._body = None
+            yield self._calls.start(to.removeprefix(FUNCTIONS))
+        elif channel is not None and channel[1] == "analysis":
+            self._body = Reasoning if self._split else Content
+            self._raw = not self._split
+        else:
+            self._body = Content
+            self._raw = to != ""
+        if self._raw:
+            yield Content(header + MESSAGE)
+
+    def _in_body(self, final: bool) -> Steps:
+        wanted = frozenset((*ENDS, START, CHANNEL, *self._noise))
+        start, end = markers(wanted).find(self._pending, final)
+        before, marker = self._pending[:start], self._pending[start:end]
+        if before:
+            self._empty = False
+            yield self._calls.arguments(before) if self._body is None else self._body(before)
+        self._pending = self._pending[start if marker in (START, CHANNEL) else end :]
+        if marker in (START, CHANNEL, *ENDS):
+            if marker in ENDS and self._raw:
+                yield Content(marker)
+            if self._body is None and self._empty:
+                yield self._calls.arguments("{}")
+            self._bare = False
+            self._step = self._gap
+        return marker != ""

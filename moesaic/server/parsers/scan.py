@@ -1,0 +1,136 @@
+"""Markers and JSON values in text that comes in pieces, in linear time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from functools import lru_cache
+
+
+class Markers:
+    """Finds the first of some fixed texts, also where the text breaks off within one."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        ordered = sorted(set(texts), key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._prefixes = frozenset(text[:n] for text in ordered for n in range(1, len(text)))
+        self._longest = len(ordered[0]) if ordered else 0
+
+    def find(self, text: str, final: bool = False) -> tuple[int, int]:
+        """(start, end) of the first marker. Without one start equals end: what stands behind may
+        still become a marker, unless the text is final."""
+        found = self._pattern.search(text) if self._pattern is not None else None
+        if found is not None:
+            start, end = found.span()
+            # At the end of the text a longer marker may still grow out of this one.
+            if final or end < len(text) or found.group() not in self._prefixes:
+                return start, end
+            return start, start
+        safe = len(text) if final else self._safe(text)
+        return safe, safe
+
+    def _safe(self, text: str) -> int:
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if text[-length:] in self._prefixes:
+                return len(text) - length
+        return len(text)
+
+
+@lru_cache(maxsize=256)
+def markers(texts: frozenset[str]) -> Markers:
+    return Markers(texts)
+
+
+class Json(Enum):
+    OPEN = "open"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+# What JSON allows between its values and brackets; words are not checked here.
+_STRUCTURE = re.compile(r'["{}\[\]]|[^ \t\r\n,:0-9A-Za-z+\-."{}\[\]]')
+_QUOTE = re.compile(r'["\\]')
+_SCALAR = re.compile(r"[0-9A-Za-z+\-.]*")
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+class JsonValue:
+    """Follows one JSON value from its first character to its last; nesting costs no recursion."""
+
+    def __init__(self) -> None:
+        self.state = Json.OPEN
+        self._closers: list[str] = []
+        self._in_string = False
+        self._escaped = False
+        self._begun = False
+
+    def feed(self, text: str, start: int) -> int:
+        """The index behind the value's part of `text` from `start` on; where the value is broken,
+        of the first character that no JSON can have there."""
+        position = start
+        while position < len(text) and self.state is Json.OPEN:
+            if self._escaped:
+                self._escaped = False
+                position += 1
+            elif not self._begun:
+                position = self._begin(text, position)
+            elif self._in_string:
+                position = self._string(text, position)
+            elif self._closers:
+                position = self._structure(text, position)
+            else:
+                position = self._scalar(text, position)
+        return position
+
+    def _begin(self, text: str, position: int) -> int:
+        self._begun = True
+        if text[position] in _CLOSERS:
+            self._closers.append(_CLOSERS[text[position]])
+        elif text[position] == '"':
+            self._in_string = True
+        else:
+            end = self._scalar(text, position)
+            if end == position:
+                self.state = Json.BROKEN
+            return end
+        return position + 1
+
+    def _scalar(self, text: str, position: int) -> int:
+        found = _SCALAR.match(text, position)
+        end = found.end() if found is not None else position
+        if end < len(text):
+            self.state = Json.DONE
+        return end
+
+    def _string(self, text: str, position: int) -> int:
+        found = _QUOTE.search(text, position)
+        if found is None:
+            return len(text)
+        if found.group() == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self._close_if_outermost()
+        return found.end()
+
+    def _structure(self, text: str, position: int) -> int:
+        found = _STRUCTURE.search(text, position)
+        if found is None:
+            return len(text)
+        char = found.group()
+        if char == '"':
+            self._in_string = True
+        elif char in _CLOSERS:
+            self._closers.append(_CLOSERS[char])
+        elif char == self._closers[-1]:
+            self._closers.pop()
+            self._close_if_outermost()
+        else:
+            self.state = Json.BROKEN
+            return found.start()
+        return found.end()
+
+    def _close_if_outermost(self) -> None:
+        if not self._closers:
+            self.state = Json.DONE

@@ -1,0 +1,217 @@
+"""The formats as data: markers and shapes, as the checkpoints' own chat templates write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+
+class Shape(Enum):
+    """How a call is written behind its opening marker."""
+
+    OBJECT = "object"  # {"name": …, "arguments": {…}}, or a list of such objects
+    HEADER = "header"  # name, separator, {…}
+    XML = "xml"  # name><parameter=key>value</parameter>…</function>
+
+
+@dataclass(frozen=True)
+class Written:
+    """How calls are written when they are forced. `call` has {name} or {json_name}, {index} where
+    the model counts its calls, and {arguments}."""
+
+    call: str
+    open: str = ""
+    between: str = ""
+    close: str = ""
+    several: bool = True
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    begin: str
+    written: Written
+    shapes: Mapping[str, Shape]  # by the first character behind `begin`; "": any other
+    ends: tuple[str, ...] = ()
+    section: tuple[str, str] | None = None  # around all calls
+    separator: str = ""
+    header: str = ""  # regular expression of what stands before the separator
+    inner: tuple[str, ...] = ()  # other markers within a call
+    ids: str = "call"
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Everything that may be one token of its own."""
+        found = {self.begin, self.separator, *self.ends, *self.inner, *(self.section or ())}
+        return frozenset(found - {""})
+
+
+@dataclass(frozen=True)
+class ThinkSyntax:
+    open: str
+    close: str
+    inside: bool | None = None  # does the answer begin within it? None: if it is switched on
+    always: bool = False  # cannot be switched off
+    switch: str = ""  # the template's variable for it
+    default: bool = True  # what the template does where the variable is not given
+    ends_at_call: bool = False  # a model that calls a tool has stopped to think, said or not
+
+
+HERMES: Final = CallSyntax(
+    begin="<tool_call>",
+    ends=("</tool_call>",),
+    shapes={"{": Shape.OBJECT},
+    written=Written(
+        '<tool_call>\n{"name": {json_name}, "arguments": {arguments}}\n</tool_call>', between="\n"
+    ),
+)
+QWEN3_CODER: Final = CallSyntax(
+    section=("<tool_call>", "</tool_call>"),
+    begin="<function=",
+    shapes={"": Shape.XML},
+    written=Written(
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>", between="\n"
+    ),
+)
+MISTRAL: Final = CallSyntax(
+    begin="[TOOL_CALLS]",
+    shapes={"[": Shape.OBJECT, "{": Shape.OBJECT, "": Shape.HEADER},
+    separator="[ARGS]",
+    header=r"(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>\w+))?",
+    inner=("[CALL_ID]",),
+    ids="short",
+    written=Written(
+        '{"name": {json_name}, "arguments": {arguments}}',
+        open="[TOOL_CALLS] [",
+        between=", ",
+        close="]",
+    ),
+)
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK_V3: Final = CallSyntax(
+    section=_DEEPSEEK_SECTION,
+    begin="<｜tool▁call▁begin｜>",
+    ends=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
+    shapes={"": Shape.HEADER},
+    separator="```json",
+    header=r"\w+\s*<｜tool▁sep｜>\s*(?P<name>\S+)",
+    inner=("<｜tool▁sep｜>",),
+    written=Written(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+        open=_DEEPSEEK_SECTION[0],
+        between="\n",
+        close=_DEEPSEEK_SECTION[1],
+    ),
+)
+DEEPSEEK_V31: Final = CallSyntax(
+    section=_DEEPSEEK_SECTION,
+    begin="<｜tool▁call▁begin｜>",
+    ends=("<｜tool▁call▁end｜>",),
+    shapes={"": Shape.HEADER},
+    separator="<｜tool▁sep｜>",
+    header=r"(?P<name>\S+)",
+    written=Written(
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        open=_DEEPSEEK_SECTION[0],
+        close=_DEEPSEEK_SECTION[1],
+    ),
+)
+KIMI_K2: Final = CallSyntax(
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    begin="<|tool_call_begin|>",
+    ends=("<|tool_call_end|>",),
+    shapes={"": Shape.HEADER},
+    separator="<|tool_call_argument_begin|>",
+    header=r"(?P<id>(?:functions\.)?(?P<name>\S+):\d+)",
+    written=Written(
+        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>",
+        open="<|tool_calls_section_begin|>",
+        close="<|tool_calls_section_end|>",
+    ),
+)
+CALLS: Final[Mapping[str, CallSyntax]] = {
+    "qwen25": HERMES,
+    "qwen": HERMES,
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "mistral": MISTRAL,
+    "deepseekv3": DEEPSEEK_V3,
+    "deepseekv31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+}
+THINKING: Final[Mapping[str, ThinkSyntax]] = {
+    "deepseek-r1": ThinkSyntax("<think>", "</think>", inside=True, always=True),
+    "deepseek-v3": ThinkSyntax("<think>", "</think>", switch="thinking", default=False),
+    "qwen3": ThinkSyntax(
+        "<think>", "</think>", inside=False, switch="enable_thinking", ends_at_call=True
+    ),
+    "qwen3-thinking": ThinkSyntax(
+        "<think>", "</think>", inside=True, always=True, ends_at_call=True
+    ),
+    "kimi": ThinkSyntax("◁think▷", "◁/think▷", inside=False),
+    "kimi_k2": ThinkSyntax("<think>", "</think>", inside=False, ends_at_call=True),
+}
+# Tool calls and reasoning are channels of one format here.
+HARMONY: Final = "gpt-oss"
+HARMONY_MARKERS: Final = frozenset(
+    (
+        "<|start|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|message|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+    )
+)
+HARMONY_WRITTEN: Final = Written(
+    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+    several=False,  # the first <|call|> ends the turn
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model of this type writes; `hint` is a text that its chat template must have."""
+
+    model_type: str
+    tools: str | None
+    reasoning: str | None
+    hint: str = ""
+
+
+# The first that fits: one architecture may carry checkpoints that write in different ways.
+FAMILIES: Final = (
+    Family("qwen3_moe", "qwen3_coder", None, hint="<parameter="),
+    Family("qwen3_moe", "qwen25", "qwen3"),
+    Family("qwen2_moe", "qwen25", None),
+    Family("mixtral", "mistral", None),
+    Family("kimi_k2", "kimi_k2", "kimi_k2"),
+    Family("deepseek_v3", "kimi_k2", "kimi_k2", hint="<|im_middle|>"),
+    Family("deepseek_v3", "deepseekv3", "deepseek-v3", hint="```json"),
+    Family("deepseek_v3", "deepseekv31", "deepseek-v3", hint="<｜tool▁sep｜>"),
+    Family("deepseek_v3", "deepseekv3", "deepseek-v3"),
+    Family("deepseek_v2", "deepseekv3", None),
+    Family("gpt_oss", HARMONY, HARMONY),
+)
+# Used where the tokenizer's own list is not given.
+PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
+    "mistral": frozenset(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<s>", "</s>")),
+    HARMONY: HARMONY_MARKERS | {"<|endoftext|>", "<|startoftext|>"},
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens that the tokenizer adds to its own: all ids, and which are special."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    special: frozenset[str] = frozenset()
+
+    @classmethod
+    def published(cls, names: Iterable[str | None]) -> Vocabulary:
+        found = (PUBLISHED_SPECIALS.get(name or "", frozenset()) for name in names)
+        return cls(special=frozenset[str]().union(*found))
