@@ -18,9 +18,10 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import ChatBody
 from moesaic.server.openai.choices import Choice, Reading
-from moesaic.server.openai.prompts import make_chat, prompt_tokens, tools_of
+from moesaic.server.openai.prompts import make_chat, render, tools_of
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
+    check_limits,
     check_range,
     sampling_params,
     structured_output,
@@ -30,8 +31,6 @@ from moesaic.server.openai.shapes import ChatCompletion, Head
 from moesaic.server.openai.streams import Chunks, blaming, check_failure, events, new_id
 from moesaic.server.openai.usage import Tally
 from moesaic.server.replies import Events, json_response
-
-THINKING: tuple[str, ...] = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +114,14 @@ async def _order(setup: Setup, body: ChatBody) -> Order:
     if tools and setup.format.tools is None:
         text = "no format of tool calls is known for this model: set --tool-call-parser"
         raise Refusal(400, text, "tools")
+    response = structured_output(body)
+    check_limits(body)
     chat = make_chat(body, with_tools=bool(tools))
-    thinks = setup.format.reasoning is not None
-    thinking = thinks and not any(chat.kwargs.get(name) is False for name in THINKING)
-    extra = dict[str, object](
-        setup.format.grammar(tools, choice, structured_output(body), thinking)
-    )
-    if tools or thinks:
+    prompt = await render(body, chat, setup.tokenizer)
+    thinking = setup.format.thinking(chat.kwargs)
+    grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
+    extra = dict[str, object](grammar)
+    if tools or setup.format.reasoning is not None:
         skips = body.skip_special_tokens is not False
         extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
     params = sampling_params(body, setup, _max_tokens(body), extra)
@@ -129,15 +129,15 @@ async def _order(setup: Setup, body: ChatBody) -> Order:
         setup.format,
         tools,
         thinking,
+        prompt.end,
         body.separate_reasoning is not False,
         body.stream_reasoning is not False,
         body.parallel_tool_calls is not False,
         setup.vocabulary if body.logprobs else None,
     )
-    tokens = await prompt_tokens(body, chat, setup.tokenizer)
     name = new_id("chatcmpl", body.rid)
     call = GenerateInput(
-        input_ids=tokens,
+        input_ids=prompt.tokens,
         sampling_params=params,
         return_logprob=bool(body.logprobs),
         top_logprobs_num=top,

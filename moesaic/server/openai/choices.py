@@ -38,13 +38,14 @@ class Reading:
     format: Format
     tools: Sequence[Tool]
     thinking: bool
+    prompt_end: str
     split_reasoning: bool
     stream_reasoning: bool
     parallel_calls: bool
     vocabulary: Vocabulary | None
 
     def parser(self) -> ChatParser:
-        return self.format.parser(self.tools, self.thinking, self.split_reasoning)
+        return self.format.parser(self.tools, self.thinking, self.split_reasoning, self.prompt_end)
 
 
 class Choice:

@@ -19,6 +19,7 @@ from moesaic.server.openai.bodies import CompletionBody
 from moesaic.server.openai.logprobs import CompletionScores, Vocabulary
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
+    check_limits,
     check_range,
     sampling_params,
     structured_output,
@@ -145,6 +146,7 @@ def _order(setup: Setup, body: CompletionBody) -> Order:
         check_range("best_of", body.best_of, 1, samples)
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
+    check_limits(body)
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(body, setup, limit, dict(structured_output(body) or {}))
     texts, ids = _prompts(setup, body)

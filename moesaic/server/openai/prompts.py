@@ -24,6 +24,7 @@ TEMPLATE_KWARGS: Final = frozenset(
     ("enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort")
 )
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+END_CHARS: Final = 256
 # Of each entry besides its text, so that many small ones count as long too.
 ENTRY_SIZE: Final = 32
 
@@ -54,17 +55,26 @@ class Chat:
     kwargs: dict[str, Scalar]
     opening: str = ""
 
-    def tokens(self, tokenizer: Tokenizer) -> list[int]:
+    def prompt(self, tokenizer: Tokenizer) -> Prompt:
         text = tokenizer.apply_chat_template(self.messages, True, self.tools, **self.kwargs)
-        return tokenizer.encode(text + self.opening, add_special_tokens=False)
+        text += self.opening
+        return Prompt(tokenizer.encode(text, add_special_tokens=False), text[-END_CHARS:])
 
 
-async def prompt_tokens(body: ChatBody, chat: Chat, tokenizer: Tokenizer) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`end`: the end of its text, which tells whether the answer begins with reasoning."""
+
+    tokens: list[int]
+    end: str
+
+
+async def render(body: ChatBody, chat: Chat, tokenizer: Tokenizer) -> Prompt:
     """A long chat is rendered in a thread, so that the event loop is not held up."""
     try:
         if _size(body) > LONG_PROMPT:
-            return await asyncio.to_thread(chat.tokens, tokenizer)
-        return chat.tokens(tokenizer)
+            return await asyncio.to_thread(chat.prompt, tokenizer)
+        return chat.prompt(tokenizer)
     except ChatTemplateError as error:
         raise Refusal(400, str(error), "messages") from None
 

@@ -43,7 +43,6 @@ def sampling_params(
     body: CommonBody, setup: Setup, max_tokens: int | None, extra: dict[str, Any]
 ) -> SamplingParams:
     """`max_tokens`: None for the rest of the context. `extra`: what the kind of answer demands."""
-    check_limits(body)
     params = dict(setup.defaults)
     params |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if params.get("top_p") == 0:  # of the most likely tokens so few that one is left

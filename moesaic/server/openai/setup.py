@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from moesaic.config import ServerArgs
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.config import RawConfig
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.logprobs import Vocabulary
-from moesaic.server.parsers import choose_format
+from moesaic.server.parsers import Format, choose_format
 
 # What a folder's generation_config.json may say of requests that do not say it.
 DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -32,8 +33,8 @@ class Setup:
         self.vocab_size = context.engine.limits.vocab_size
         self.cache_report = args.enable_cache_report
         self.defaults = _defaults(folder / "generation_config.json")
-        self.format = choose_format(args.tool_call_parser, args.reasoning_parser, model_type)
         self._tokenizer = context.engine.tokenizer
+        self.format = _format(args, model_type, self._tokenizer)
         self._vocabulary = None if self._tokenizer is None else Vocabulary(self._tokenizer)
 
     @property
@@ -59,6 +60,18 @@ class Setup:
                 "model",
                 "model_not_found",
             )
+
+
+def _format(args: ServerArgs, model_type: str, tokenizer: Tokenizer | None) -> Format:
+    flags = args.tool_call_parser, args.reasoning_parser
+    if tokenizer is None:
+        return choose_format(*flags, model_type)
+    return choose_format(
+        *flags,
+        model_type,
+        chat_template="".join(tokenizer.templates.values()),
+        added_tokens=tokenizer.backend.get_added_tokens_decoder(),
+    )
 
 
 def _defaults(file: Path) -> dict[str, Any]:
