@@ -81,7 +81,7 @@ def check(raw: str) -> Json:
     value: Json = json.loads(raw)
     lenient = json.loads(raw)
     if value["object"] == "text_completion":
-        # What OpenAI itself sends in chunks and for the first token of a prompt is not in its types.
+        # What OpenAI sends in chunks and for the first token of a prompt its types do not have.
         for choice in lenient["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
             for entries in (choice["logprobs"] or {}).values():
@@ -500,7 +500,11 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
     "stops": ({"messages": USER, "stop": ["x"] * 17}, "stop", "at most 16"),
     "long stop": ({"messages": USER, "stop": "x" * 257}, "stop", "256 characters"),
     "empty stop": ({"messages": USER, "stop": ""}, "stop", "at least one character"),
-    "top_logprobs": ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    "top_logprobs": (
+        {"messages": USER, "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "20",
+    ),
     "no logprobs": ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     "biases": (
         {"messages": USER, "logit_bias": {str(token): 1 for token in range(301)}},
