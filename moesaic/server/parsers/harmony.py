@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, joined
 from moesaic.server.parsers.readers import MAX_HEADER, SPACE
-from moesaic.server.parsers.scan import markers
+from moesaic.server.parsers.scan import markers, slices
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -29,7 +29,10 @@ class HarmonyParser:
     def __init__(self, calls: Calls, split: bool, noise: frozenset[str] = frozenset()) -> None:
         self._calls = calls
         self._split = split
-        self._noise = noise
+        outside = noise | {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS}
+        self._between = markers(outside)
+        self._at_start = markers(outside | {RECIPIENT_FIRST})
+        self._within = markers(noise | {START, CHANNEL, *ENDS})
         self._pending = ""
         self._step: Callable[[bool], Steps] = self._gap
         self._header = ""
@@ -46,16 +49,15 @@ class HarmonyParser:
         return joined(self._run("", final=True))
 
     def _run(self, text: str, final: bool) -> Iterator[Part]:
-        self._pending += text
-        while (yield from self._step(final)):
-            pass
+        for piece in [""] if final else slices(text):
+            self._pending += piece
+            while (yield from self._step(final)):
+                pass
 
     def _gap(self, final: bool) -> Steps:
         """Between messages: what stands here is text without a channel."""
-        wanted = {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS, *self._noise}
-        if self._first:
-            wanted.add(RECIPIENT_FIRST)
-        start, end = markers(frozenset(wanted)).find(self._pending, final)
+        wanted = self._at_start if self._first else self._between
+        start, end = wanted.find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
         if marker == RECIPIENT_FIRST and before.strip(SPACE):
@@ -103,8 +105,7 @@ class HarmonyParser:
             yield Content(header + MESSAGE)
 
     def _in_body(self, final: bool) -> Steps:
-        wanted = frozenset((*ENDS, START, CHANNEL, *self._noise))
-        start, end = markers(wanted).find(self._pending, final)
+        start, end = self._within.find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         if before:
             self._empty = False

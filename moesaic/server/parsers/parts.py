@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 
@@ -101,21 +102,17 @@ class Calls:
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Neighbours of one kind as one part, and no empty ones."""
     result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if isinstance(part, ToolStart):
-            result.append(part)
-        elif not part.text:
-            continue
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + part.text)
-        elif isinstance(part, ToolArguments) and isinstance(last, ToolArguments):
-            if part.index == last.index:
-                result[-1] = ToolArguments(last.index, last.text + part.text)
-            else:
-                result.append(part)
-        else:
-            result.append(part)
+    told = (part for part in parts if isinstance(part, ToolStart) or part.text)
+    for _, group in groupby(told, key=_kind):
+        first, *more = group
+        if more and not isinstance(first, ToolStart):
+            texts = [part.text for part in more if not isinstance(part, ToolStart)]
+            first = replace(first, text="".join([first.text, *texts]))
+        result.append(first)
     return result
+
+
+def _kind(part: Part) -> tuple[str, int]:
+    """Two calls never share an index, so no two starts are one."""
+    index = part.index if isinstance(part, ToolStart | ToolArguments) else 0
+    return type(part).__name__, index

@@ -16,6 +16,10 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._prefixes = frozenset(text[:n] for text in ordered for n in range(1, len(text)))
         self._longest = len(ordered[0]) if ordered else 0
+        self._firsts = frozenset(text[0] for text in ordered)
+
+    def none_begins_in(self, text: str) -> bool:
+        return self._firsts.isdisjoint(text)
 
     def find(self, text: str, final: bool = False) -> tuple[int, int]:
         """(start, end) of the first marker. Without one start equals end: what stands behind may
@@ -40,6 +44,12 @@ class Markers:
 @lru_cache(maxsize=256)
 def markers(texts: frozenset[str]) -> Markers:
     return Markers(texts)
+
+
+def slices(text: str, size: int = 4096) -> list[str]:
+    """Text to be worked off piece by piece: what is left is copied at every marker, so that many
+    markers in one long text would take quadratic time."""
+    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 class Json(Enum):

@@ -5,12 +5,13 @@ Whitespace that touches a marker is layout: it belongs to no part.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, ToolStart, joined
 from moesaic.server.parsers.readers import READERS, SPACE, Reader, State
-from moesaic.server.parsers.scan import markers
+from moesaic.server.parsers.scan import Markers, markers, slices
 from moesaic.server.parsers.syntax import CallSyntax, ThinkSyntax
 
 # Gives parts and returns whether there may be more to do with the text at hand.
@@ -32,6 +33,7 @@ class TaggedParser:
     def __init__(self, setup: Setup, calls: Calls) -> None:
         self._setup = setup
         self._calls = calls
+        self._input = deque[str]()
         self._pending = ""
         self._reader: Reader | None = None
         self._opened: list[str] | None = None  # whitespace behind an opening marker
@@ -41,23 +43,39 @@ class TaggedParser:
         self._after_call = False
         self._fresh = setup.inside and setup.split  # no text since the last marker
         self._held: list[str] = []  # layout, if a marker follows
+        self._known: dict[tuple[bool, ...], Markers] = {}
 
     def feed(self, text: str) -> list[Part]:
+        plain = text and self._mid_sentence() and text[-1] not in SPACE
+        if plain and self._wanted().none_begins_in(text):
+            return [self._part(text)]
         return joined(self._run(text, final=False))
+
+    def _mid_sentence(self) -> bool:
+        """Nothing is held back and text stands before: most tokens come here."""
+        held = self._pending or self._held or self._fresh or self._early
+        return not held and self._reader is None and self._opened is None
 
     def finish(self) -> list[Part]:
         return joined(self._end())
 
     def _run(self, text: str, final: bool) -> Iterator[Part]:
-        self._pending += text
-        more = True
-        while more:
-            if self._reader is not None:
-                more = yield from self._read(self._reader)
-            elif self._opened is not None:
-                more = yield from self._choose_reader(self._opened)
-            else:
-                more = yield from self._scan(final)
+        self._input.extend(slices(text))
+        while (yield from self._work(final and not self._input)) or self._next():
+            pass
+
+    def _next(self) -> bool:
+        if not self._input:
+            return False
+        self._pending += self._input.popleft()
+        return True
+
+    def _work(self, final: bool) -> Steps:
+        if self._reader is not None:
+            return (yield from self._read(self._reader))
+        if self._opened is not None:
+            return (yield from self._choose_reader(self._opened))
+        return (yield from self._scan(final))
 
     def _end(self) -> Iterator[Part]:
         ends = self._setup.calls.ends if self._setup.calls is not None else ()
@@ -75,7 +93,7 @@ class TaggedParser:
 
     def _scan(self, final: bool) -> Steps:
         """Text up to the next marker, and the marker."""
-        start, end = markers(self._active()).find(self._pending, final)
+        start, end = self._wanted().find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
         yield from self._say(before)
@@ -84,19 +102,31 @@ class TaggedParser:
         yield from self._act_on(marker)
         return True
 
-    def _active(self) -> frozenset[str]:
-        setup, found = self._setup, set(self._setup.noise)
+    def _wanted(self) -> Markers:
+        """The markers that count where the parser stands; kept, as there may be many."""
+        standing = (self._thinking, self._early, self._after_call)
+        if standing not in self._known:
+            self._known[standing] = markers(frozenset(self._active()))
+        return self._known[standing]
+
+    @property
+    def _early(self) -> bool:
+        """Reasoning can begin only before anything was said."""
+        return not (self._answered or self._thought)
+
+    def _active(self) -> Iterator[str]:
+        setup = self._setup
+        yield from setup.noise
         if setup.think is not None:
             if self._thinking:
-                found.add(setup.think.close)
-            if not (self._answered or self._thought):
-                found.add(setup.think.open)
+                yield setup.think.close
+            if self._early:
+                yield setup.think.open
         if setup.calls is not None and self._may_call():
-            found.add(setup.calls.begin)
-            found.update(setup.calls.section or ())
+            yield setup.calls.begin
+            yield from setup.calls.section or ()
             if self._after_call:
-                found.update(setup.calls.ends)
-        return frozenset(found)
+                yield from setup.calls.ends
 
     def _may_call(self) -> bool:
         think = self._setup.think
@@ -104,7 +134,9 @@ class TaggedParser:
 
     def _act_on(self, marker: str) -> Iterator[Part]:
         calls, think = self._setup.calls, self._setup.think
-        if think is not None and marker in (think.open, think.close):
+        if think is not None and marker == think.open and not self._early:
+            yield from self._say(marker)  # text came before it
+        elif think is not None and marker in (think.open, think.close):
             yield from self._turn(marker, marker == think.open)
         elif calls is not None and marker == calls.begin:
             self._opened = []
@@ -120,7 +152,10 @@ class TaggedParser:
 
     def _turn(self, marker: str, thinking: bool) -> Iterator[Part]:
         if self._setup.split:
+            layout = "".join(self._held)
             self._held.clear()
+            if layout.strip(SPACE):
+                yield self._part(layout)
             self._fresh = True
         else:
             yield from self._say(marker)
@@ -139,7 +174,7 @@ class TaggedParser:
             yield from self._refuse_call("".join(space) + body)
         else:
             self._opened = None
-            self._pending = "".join(space) + body
+            self._again("".join(space) + body)
             self._reader = READERS[shape](self._setup.calls, self._calls)
         return True
 
@@ -163,14 +198,19 @@ class TaggedParser:
         if reader.state is State.FAILED and not reader.any:
             yield from self._refuse_call(reader.rest)
         else:
-            self._pending = reader.rest
+            self._again(reader.rest)
 
     def _refuse_call(self, rest: str) -> Iterator[Part]:
         """What follows the opening marker is no call: the marker is text, and so is the rest."""
         assert self._setup.calls is not None
         self._opened = None
-        self._pending = rest
+        self._again(rest)
         yield from self._say(self._setup.calls.begin)
+
+    def _again(self, text: str) -> None:
+        """Text that was taken and is to be looked at once more, before what is still to come."""
+        self._pending = ""
+        self._input.extendleft(reversed(slices(text)))
 
     def _say(self, text: str) -> Iterator[Part]:
         raw = self._thinking and not self._setup.split
