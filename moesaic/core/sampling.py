@@ -34,6 +34,14 @@ class Grammar(NamedTuple):
     text: str
 
 
+class BadParameter(ValueError):
+    """`name`: the sampling parameter at fault."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Checked on construction; `from_dict` is the door for JSON and keyword arguments."""
@@ -180,7 +188,7 @@ def _set(params: SamplingParams, name: str, value: Any) -> None:
 
 
 def _refuse(name: str, value: object, fix: str) -> None:
-    raise ValueError(f"{name}={value!r} is not possible: {fix}")
+    raise BadParameter(name.partition("[")[0], f"{name}={value!r} is not possible: {fix}")
 
 
 def _check_foreign(name: str, value: Any, known: set[str]) -> None:

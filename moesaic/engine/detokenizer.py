@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.tokenizer import BROKEN, Tokenizer
 
-BROKEN = "\ufffd"
 # An unfinished UTF-8 character is at most three bytes, hence at most three broken marks.
 MAX_BROKEN = 3
 MAX_PENDING = 8

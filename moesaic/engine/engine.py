@@ -63,7 +63,12 @@ class Engine:
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
         tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
-        self.args = replace(args, model_path=folder, tokenizer_path=tokenizer)
+        self.args = replace(
+            args,
+            model_path=folder,
+            tokenizer_path=tokenizer,
+            served_model_name=args.served_model_name or args.model_path,
+        )
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
         if not Path(self.args.model_path).is_dir():
             raise ValueError(
@@ -243,6 +248,10 @@ class Engine:
     def check_token_ids(self, ids: Sequence[int]) -> None:
         """ValueError for one that the model does not have."""
         check_token_ids(ids, self._limits.vocab_size)
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
 
     @property
     def fault(self) -> str:

@@ -19,6 +19,10 @@ MAX_SAMPLES = 4096
 SEED_BITS = 63
 
 
+class PromptTooLong(ValueError):
+    """The prompt does not fit into the context or the cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the engine can serve."""
@@ -130,7 +134,8 @@ class GenerateInput:
                 ]
             except ValueError as error:
                 where = "" if self.is_single else f"prompt {number}: "
-                raise ValueError(f"{where}{error}") from error
+                error.args = (f"{where}{error}",)
+                raise
         return found
 
     def _rids(self, number: int) -> list[str | None]:
@@ -277,13 +282,13 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
         raise ValueError("the prompt is empty: give at least one token")
     check_token_ids(ids, limits.vocab_size)
     if len(ids) >= limits.context_length:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
             "of them for the answer: shorten the prompt, or raise --context-length if the model "
             "allows it"
         )
     if len(ids) >= limits.cache_tokens:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the KV cache holds {limits.cache_tokens}: "
             "shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
         )

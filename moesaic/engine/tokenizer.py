@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +25,24 @@ from tokenizers.processors import TemplateProcessing
 
 logger = logging.getLogger(__name__)
 
+BROKEN = "\ufffd"
+MAX_RENDERED = 16 << 20
+MAX_RENDER_SECONDS = 10.0
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes: those that are printable stand for
+    themselves, and the others follow from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    named = {chr(byte): byte for byte in plain}
+    return named | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+# How tokenizers that fall back to bytes write one.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ChatTemplateError(ValueError):
@@ -87,6 +106,18 @@ class Tokenizer:
             return both[len(before) :]
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of `token_text`, and of a piece of a character those that it has."""
+        text = self.token_text(token_id)
+        token = self.id_to_token(token_id) or ""
+        if BROKEN not in text:
+            return text.encode()
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return text.encode()
+
     @cached_property
     def _anchor(self) -> list[int]:
         return self.encode("a", add_special_tokens=False)[-1:]
@@ -109,7 +140,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(variables)
+            return _limited(template.generate(variables))
         except Exception as error:
             raise ChatTemplateError(
                 f"the chat template does not accept these messages: {error or repr(error)}"
@@ -138,6 +169,20 @@ class Tokenizer:
                     f"chat template {name!r} of {self.folder} is not valid Jinja: {error}"
                 ) from error
         return self._compiled[name]
+
+
+def _limited(pieces: Iterator[str]) -> str:
+    """A rendered chat as one text. Templates are the operator's, what they loop over is not."""
+    deadline, size, found = time.monotonic() + MAX_RENDER_SECONDS, 0, []
+    for piece in pieces:
+        size += len(piece)
+        found.append(piece)
+        if size > MAX_RENDERED or time.monotonic() > deadline:
+            raise ChatTemplateError(
+                f"it would be more than {MAX_RENDERED} characters, or takes more than "
+                f"{MAX_RENDER_SECONDS:g} s: send less"
+            )
+    return "".join(found)
 
 
 class _GenerationTag(Extension):

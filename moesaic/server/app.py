@@ -11,20 +11,27 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import native, operations, profile, tokens
+from moesaic.server import native, openai, operations, profile, tokens
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.routes import Route
 
 logger = logging.getLogger(__name__)
 
-ROUTES = operations.ROUTES + native.ROUTES + tokens.ROUTES + profile.ROUTES
+ROUTES = (
+    *operations.ROUTES,
+    *native.ROUTES,
+    *openai.ROUTES,
+    *tokens.ROUTES,
+    *profile.ROUTES,
+)
 
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:
     """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
     app = FastAPI(title="Moesaic", docs_url=None, redoc_url=None)
     context = Context(engine, is_stopping)
+    context.part(openai.Setup)  # so that what is wrong with it is told at start
     for route in ROUTES:
         app.router.add_route(route.path, _endpoint(context, route), [route.method])
     app.add_exception_handler(Exception, _internal)

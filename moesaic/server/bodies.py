@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
@@ -11,6 +12,9 @@ from moesaic.engine.inputs import GenerateInput
 from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
+
+# How msgspec names the field at fault.
+_FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -68,7 +72,9 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     except UnicodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
-        raise Refusal(400, f"the body does not fit: {error}") from None
+        field = _FIELD.search(str(error))
+        where = field and (field[1] or field[2])
+        raise Refusal(400, f"the body does not fit: {error}", where) from None
 
 
 async def _read(request: Request) -> bytes:

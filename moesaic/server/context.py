@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from moesaic.config import ServerArgs
+from moesaic.core.sampling import BadParameter
 from moesaic.engine.asking import NoAnswer
 from moesaic.engine.engine import Engine, QueueFull
+from moesaic.engine.inputs import PromptTooLong
 from moesaic.server.errors import Refusal
 
 RETRY_AFTER: Final = {"Retry-After": "1"}
@@ -21,6 +23,7 @@ class Context:
 
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self.engine, self._is_stopping = engine, is_stopping
+        self._parts: dict[Any, Any] = {}
 
     @property
     def args(self) -> ServerArgs:
@@ -30,6 +33,13 @@ class Context:
     def trouble(self) -> str:
         """Why nobody is served any more, or nothing."""
         return self.engine.fault or ("the server is stopping" if self._is_stopping() else "")
+
+    def part(self, kind: Callable[[Context], Result]) -> Result:
+        """What a set of routes needs and is made once a server."""
+        if kind not in self._parts:
+            self._parts[kind] = kind(self)
+        made: Result = self._parts[kind]
+        return made
 
     async def ask(self, question: Callable[[], Result]) -> Result:
         """The engine answers between two steps: not in the event loop's time."""
@@ -47,6 +57,10 @@ class Context:
                 return Refusal(429, str(error), code="queue_full", headers=RETRY_AFTER)
             case NoAnswer():
                 return Refusal(503, self.trouble or str(error), headers=RETRY_AFTER)
+            case PromptTooLong():
+                return Refusal(400, str(error), code="context_length_exceeded")
+            case BadParameter():
+                return Refusal(400, str(error), error.name)
             # A number such as 10**400 is valid JSON, and no float.
             case ValueError() | OverflowError():
                 return Refusal(400, str(error))

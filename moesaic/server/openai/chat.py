@@ -1,0 +1,163 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.engine.answers import Piece
+from moesaic.engine.engine import LONG_PROMPT
+from moesaic.engine.inputs import GenerateInput
+from moesaic.server import work
+from moesaic.server.bodies import read_body
+from moesaic.server.context import Context
+from moesaic.server.errors import Refusal
+from moesaic.server.openai.bodies import ChatBody
+from moesaic.server.openai.choices import Choice, Reading
+from moesaic.server.openai.prompts import make_chat, render, tools_of
+from moesaic.server.openai.sampling import (
+    MAX_TOP_LOGPROBS,
+    check_limits,
+    check_range,
+    sampling_params,
+    structured_output,
+)
+from moesaic.server.openai.setup import Setup
+from moesaic.server.openai.shapes import ChatCompletion, Head
+from moesaic.server.openai.streams import Chunks, blaming, check_failure, events, new_id
+from moesaic.server.openai.usage import Tally
+from moesaic.server.replies import Events, json_response
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A body that was found good."""
+
+    id: str
+    call: GenerateInput
+    reading: Reading
+
+
+async def chat_completions(context: Context, request: Request) -> Response:
+    body = await read_body(request, ChatBody)
+    setup = context.part(Setup)
+    order = await _order(setup, body)
+    answers = ChatAnswers(setup, body, order)
+    with blaming("messages"):
+        if body.stream:
+            pieces = await work.stream(context, request, order.call)
+            return Events(events(context, pieces, answers))
+        found = await work.whole(context, request, order.call)
+    for piece in found:
+        check_failure(context, piece)
+    return json_response(await answers.whole(found))
+
+
+class ChatAnswers:
+    """The choices of one request."""
+
+    def __init__(self, setup: Setup, body: ChatBody, order: Order) -> None:
+        self._tokenizer, self._reading = setup.tokenizer, order.reading
+        self._head = Head(order.id, "chat.completion.chunk", int(time.time()), setup.model)
+        self._tally = Tally(body.n or 1, setup.cache_report)
+        self._chunks = Chunks(self._head, body, self._tally)
+        self._choices: dict[int, Choice] = {}
+
+    def take(self, piece: Piece) -> bytes:
+        self._tally.note(piece)
+        chunks = self._choice(piece.index).chunks(piece)
+        return b"".join([self._chunks.chunk(chunk) for chunk in chunks])
+
+    async def end(self) -> bytes:
+        await self._count_reasoning()
+        return self._chunks.last()
+
+    async def whole(self, pieces: list[Piece]) -> ChatCompletion:
+        for piece in pieces:
+            self._tally.note(piece)
+        choices = [self._choice(piece.index).whole(piece) for piece in pieces]
+        await self._count_reasoning()
+        return ChatCompletion(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=choices,
+            usage=self._tally.usage(),
+        )
+
+    def _choice(self, index: int) -> Choice:
+        if index not in self._choices:
+            self._choices[index] = Choice(index, self._reading)
+        return self._choices[index]
+
+    async def _count_reasoning(self) -> None:
+        texts = ["".join(choice.reasoning) for choice in self._choices.values() if choice.reasoning]
+        if not texts:
+            return
+
+        def count() -> int:
+            return sum(len(self._tokenizer.encode(text, False)) for text in texts)
+
+        is_long = sum(map(len, texts)) > LONG_PROMPT
+        self._tally.reasoning = await asyncio.to_thread(count) if is_long else count()
+
+
+async def _order(setup: Setup, body: ChatBody) -> Order:
+    setup.check_model(body.model)
+    body.check_refused()
+    top = _check_logprobs(body)
+    tools, choice = tools_of(body)
+    if tools and setup.format.tools is None:
+        text = "no format of tool calls is known for this model: set --tool-call-parser"
+        raise Refusal(400, text, "tools")
+    response = structured_output(body)
+    check_limits(body)
+    chat = make_chat(body, with_tools=bool(tools))
+    prompt = await render(body, chat, setup.tokenizer)
+    thinking = setup.format.thinking(chat.kwargs)
+    grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
+    extra = dict[str, object](grammar)
+    if tools or setup.format.reasoning is not None:
+        skips = body.skip_special_tokens is not False
+        extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
+    params = sampling_params(body, setup, _max_tokens(body), extra)
+    reading = Reading(
+        setup.format,
+        tools,
+        thinking,
+        prompt.end,
+        body.separate_reasoning is not False,
+        body.stream_reasoning is not False,
+        body.parallel_tool_calls is not False,
+        setup.vocabulary if body.logprobs else None,
+    )
+    name = new_id("chatcmpl", body.rid)
+    call = GenerateInput(
+        input_ids=prompt.tokens,
+        sampling_params=params,
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=top,
+        rid=name,
+    )
+    return Order(name, call, reading)
+
+
+def _check_logprobs(body: ChatBody) -> int:
+    top = body.top_logprobs or 0
+    check_range("top_logprobs", top, 0, MAX_TOP_LOGPROBS)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: set it", "top_logprobs")
+    return top
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """None: the rest of the context."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        text = "max_tokens and max_completion_tokens differ: give one of them"
+        raise Refusal(400, text, "max_tokens")
+    return old if new is None else new

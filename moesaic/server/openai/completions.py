@@ -1,0 +1,195 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.engine.answers import Piece
+from moesaic.engine.inputs import GenerateInput
+from moesaic.server import work
+from moesaic.server.bodies import read_body
+from moesaic.server.context import Context
+from moesaic.server.errors import Refusal
+from moesaic.server.openai.bodies import CompletionBody
+from moesaic.server.openai.logprobs import CompletionScores, Vocabulary
+from moesaic.server.openai.sampling import (
+    MAX_TOP_LOGPROBS,
+    check_limits,
+    check_range,
+    sampling_params,
+    structured_output,
+)
+from moesaic.server.openai.setup import Setup
+from moesaic.server.openai.shapes import Completion, CompletionChoice, CompletionLogprobs, Head
+from moesaic.server.openai.streams import (
+    Chunks,
+    blaming,
+    check_failure,
+    events,
+    finish_reason,
+    new_id,
+)
+from moesaic.server.openai.usage import Tally
+from moesaic.server.replies import Events, json_response
+
+# What OpenAI and SGLang give if nothing is said.
+DEFAULT_TOKENS: Final = 16
+# Prompts of a request, times the answers to each.
+MAX_CHOICES: Final = 4096
+
+
+async def completions(context: Context, request: Request) -> Response:
+    body = await read_body(request, CompletionBody)
+    setup = context.part(Setup)
+    order = _order(setup, body)
+    answers = CompletionAnswers(setup, body, order)
+    with blaming("prompt"):
+        if body.stream:
+            pieces = await work.stream(context, request, order.call)
+            return Events(events(context, pieces, answers))
+        found = await work.whole(context, request, order.call)
+    for piece in found:
+        check_failure(context, piece)
+    return json_response(answers.whole(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A body that was found good. `echoes`: the texts of the prompts, if they are wanted."""
+
+    id: str
+    call: GenerateInput
+    samples: int
+    echoes: list[str] | None
+    vocabulary: Vocabulary | None
+    shows_special: bool
+
+
+class Choice:
+    def __init__(self, index: int, order: Order) -> None:
+        self._index = index
+        self._echo = "" if order.echoes is None else order.echoes[index // order.samples]
+        self._begun = order.echoes is None
+        self._num_read = self._num_scored = 0
+        self._scores = None
+        if order.vocabulary is not None:
+            self._scores = CompletionScores(order.vocabulary, order.shows_special)
+
+    def take(self, piece: Piece) -> CompletionChoice | None:
+        """What is new since the last piece, if anything is."""
+        text = piece.text[self._num_read :]
+        self._num_read += len(text)
+        if not (text or piece.progress.finished or not self._begun):
+            return None
+        logprobs = self._logprobs(piece)
+        if not self._begun:
+            text, self._begun = self._echo + text, True
+        reason = finish_reason(piece) if piece.progress.finished else None
+        return CompletionChoice(self._index, text, logprobs, reason)
+
+    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
+        if self._scores is None:
+            return None
+        start, self._num_scored = self._num_scored, piece.progress.num_output
+        found = CompletionLogprobs([], [], [], [])
+        if not self._begun:
+            found = self._scores.of_prompt(piece.request, self._echo)
+        return self._scores.of_answer(found, piece.request, start, self._num_scored)
+
+
+class CompletionAnswers:
+    """The choices of one request."""
+
+    def __init__(self, setup: Setup, body: CompletionBody, order: Order) -> None:
+        self._order = order
+        self._head = Head(order.id, "text_completion", int(time.time()), setup.model)
+        self._tally = Tally(order.samples, setup.cache_report)
+        self._chunks = Chunks(self._head, body, self._tally)
+        self._choices: dict[int, Choice] = {}
+
+    def take(self, piece: Piece) -> bytes:
+        self._tally.note(piece)
+        choice = self._choice(piece.index).take(piece)
+        return b"" if choice is None else self._chunks.chunk(choice)
+
+    async def end(self) -> bytes:
+        return self._chunks.last()
+
+    def whole(self, pieces: list[Piece]) -> Completion:
+        for piece in pieces:
+            self._tally.note(piece)
+        found = (self._choice(piece.index).take(piece) for piece in pieces)
+        return Completion(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[choice for choice in found if choice is not None],
+            usage=self._tally.usage(),
+        )
+
+    def _choice(self, index: int) -> Choice:
+        if index not in self._choices:
+            self._choices[index] = Choice(index, self._order)
+        return self._choices[index]
+
+
+def _order(setup: Setup, body: CompletionBody) -> Order:
+    setup.check_model(body.model)
+    body.check_refused()
+    samples = body.n or 1
+    if body.best_of is not None:
+        check_range("best_of", body.best_of, 1, samples)
+    if body.logprobs is not None:
+        check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
+    check_limits(body)
+    limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    params = sampling_params(body, setup, limit, dict(structured_output(body) or {}))
+    texts, ids = _prompts(setup, body)
+    number = len(texts if ids is None else ids)
+    if number * samples > MAX_CHOICES:
+        text = f"{number} prompts with {samples} answers each: ask for at most {MAX_CHOICES}"
+        raise Refusal(400, text, "prompt")
+    name = new_id("cmpl", body.rid)
+    call = GenerateInput(
+        prompt=None if ids is not None else texts if number > 1 else texts[0],
+        input_ids=ids if ids is None or number > 1 else ids[0],
+        sampling_params=params,
+        return_logprob=body.logprobs is not None,
+        logprob_start_len=0 if body.echo else -1,
+        top_logprobs_num=body.logprobs or 0,
+        rid=name if number == 1 else [f"{name}-{prompt}" for prompt in range(number)],
+    )
+    vocabulary = None if body.logprobs is None else setup.vocabulary
+    shows_special = body.skip_special_tokens is False
+    return Order(name, call, samples, texts if body.echo else None, vocabulary, shows_special)
+
+
+def _prompts(setup: Setup, body: CompletionBody) -> tuple[list[str], list[list[int]] | None]:
+    """Texts, and token ids if those were sent; then texts are there only if they are wanted."""
+    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not given:
+        raise Refusal(400, "the prompt is empty: give at least one token", "prompt")
+    kinds = {type(entry) for entry in given}
+    if len(kinds) > 1:
+        text = "prompt mixes kinds: give a text, its token ids, or a list of either"
+        raise Refusal(400, text, "prompt")
+    if kinds == {str}:
+        return given, None
+    rows = [given] if kinds == {int} else given
+    _check_ids(setup, rows)
+    texts = [setup.tokenizer.decode(row, skip_special_tokens=False) for row in rows if body.echo]
+    return texts, rows
+
+
+def _check_ids(setup: Setup, rows: list[list[int]]) -> None:
+    for row in rows:
+        if not row:
+            raise Refusal(400, "the prompt is empty: give at least one token", "prompt")
+        if not (min(row) >= 0 and max(row) < setup.vocab_size):
+            text = f"token ids of this model are in [0, {setup.vocab_size})"
+            raise Refusal(400, text, "prompt")

@@ -1,0 +1,193 @@
+"""From messages and tools to the tokens of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.engine.engine import LONG_PROMPT
+from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer
+from moesaic.server.errors import Refusal
+from moesaic.server.openai.bodies import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
+from moesaic.server.parsers import NamedTool, Tool, ToolChoice
+
+MAX_MESSAGES: Final = 2048
+MAX_TOOLS: Final = 128
+MAX_KWARG_CHARS: Final = 256
+MAX_KWARG: Final = 2**31
+# What a request may set in a template; the rest is the server's.
+TEMPLATE_KWARGS: Final = frozenset(
+    ("enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort")
+)
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+END_CHARS: Final = 256
+# Of each entry besides its text, so that many small ones count as long too.
+ENTRY_SIZE: Final = 32
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call for templates: some put them out as JSON, some take them for a text."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a template gets. `opening`: the start of the answer, from which the model goes on."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Scalar]
+    opening: str = ""
+
+    def prompt(self, tokenizer: Tokenizer) -> Prompt:
+        text = tokenizer.apply_chat_template(self.messages, True, self.tools, **self.kwargs)
+        text += self.opening
+        return Prompt(tokenizer.encode(text, add_special_tokens=False), text[-END_CHARS:])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`end`: the end of its text, which tells whether the answer begins with reasoning."""
+
+    tokens: list[int]
+    end: str
+
+
+async def render(body: ChatBody, chat: Chat, tokenizer: Tokenizer) -> Prompt:
+    """A long chat is rendered in a thread, so that the event loop is not held up."""
+    try:
+        if _size(body) > LONG_PROMPT:
+            return await asyncio.to_thread(chat.prompt, tokenizer)
+        return chat.prompt(tokenizer)
+    except ChatTemplateError as error:
+        raise Refusal(400, str(error), "messages") from None
+
+
+def make_chat(body: ChatBody, with_tools: bool) -> Chat:
+    if not 0 < len(body.messages) <= MAX_MESSAGES:
+        raise Refusal(400, f"send between 1 and {MAX_MESSAGES} messages", "messages")
+    messages, opening = body.messages, ""
+    if body.continue_final_message:
+        if messages[-1].role != "assistant":
+            text = "continue_final_message needs an assistant's message at the end"
+            raise Refusal(400, text, "messages")
+        opening = _text(messages[-1]) or ""
+        messages = messages[:-1]
+    tools = None
+    if with_tools and body.tools:
+        tools = [msgspec.to_builtins(tool) for tool in body.tools]
+        for tool in tools:
+            given = tool["function"].items()
+            tool["function"] = {key: value for key, value in given if value is not None}
+    return Chat([_message(message) for message in messages], tools, template_kwargs(body), opening)
+
+
+def template_kwargs(body: ChatBody) -> dict[str, Scalar]:
+    found = dict(body.chat_template_kwargs or {})
+    for name, value in found.items():
+        if name not in TEMPLATE_KWARGS:
+            text = f"only {', '.join(sorted(TEMPLATE_KWARGS))} can be set in a chat template"
+            raise Refusal(400, text, "chat_template_kwargs")
+        long = isinstance(value, str) and len(value) > MAX_KWARG_CHARS
+        if long or (isinstance(value, int | float) and abs(value) >= MAX_KWARG):
+            raise Refusal(400, f"the value of {name} is too large", "chat_template_kwargs")
+    if body.reasoning_effort == "none":
+        return {"enable_thinking": False, "thinking": False, **found}
+    if body.reasoning_effort is not None:
+        return {"reasoning_effort": body.reasoning_effort, **found}
+    return found
+
+
+def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
+    """The tools that the model may call, and whether it must."""
+    if len(body.tools or ()) > MAX_TOOLS:
+        raise Refusal(400, f"give at most {MAX_TOOLS} tools", "tools")
+    tools = [_tool(entry.function) for entry in body.tools or ()]
+    names = {tool.name for tool in tools}
+    if len(names) < len(tools):
+        raise Refusal(400, "two tools have the same name", "tools")
+    choice = body.tool_choice or ("auto" if tools else "none")
+    if choice == "required" and not tools:
+        raise Refusal(400, "tool_choice required needs tools", "tool_choice")
+    if isinstance(choice, NamedChoice):
+        if choice.function.name not in names:
+            raise Refusal(400, "tool_choice names a function that is not in tools", "tool_choice")
+        return tools, NamedTool(choice.function.name)
+    return (tools, choice) if choice != "none" and tools else ([], "none")
+
+
+def _tool(function: Any) -> Tool:
+    if not TOOL_NAME.fullmatch(function.name):
+        text = f"the name of a tool must match {TOOL_NAME.pattern}"
+        raise Refusal(400, text, "tools")
+    return Tool(
+        function.name,
+        function.description or "",
+        function.parameters or {"type": "object", "properties": {}},
+        bool(function.strict),
+    )
+
+
+def _message(message: MessageBody) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    if found["content"] is None and not message.tool_calls:
+        found["content"] = ""
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        found["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
+    return found
+
+
+def _text(message: MessageBody) -> str | None:
+    if not isinstance(message.content, list):
+        return message.content
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            text = "content is a text, or a list of parts of type text: nothing else is read"
+            raise Refusal(400, text, "messages")
+    return "\n".join(part.text or "" for part in message.content)
+
+
+def _call(call: CallBody) -> dict[str, Any]:
+    text = call.function.arguments
+    try:
+        arguments: Any = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        arguments = text  # as the model wrote it
+    if isinstance(arguments, dict):
+        arguments = Arguments(text, arguments)
+    else:
+        arguments = text
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _size(body: ChatBody) -> int:
+    """Characters, roughly: how long it takes to render."""
+    total = ENTRY_SIZE * len(body.messages) + LONG_PROMPT * bool(body.tools)
+    for message in body.messages:
+        content = message.content or ""
+        texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
+        texts += [call.function.arguments for call in message.tool_calls or ()]
+        total += sum(map(len, texts)) + len(message.reasoning_content or "")
+    return total

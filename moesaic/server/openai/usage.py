@@ -1,0 +1,36 @@
+"""Counts tokens of the answers to one request."""
+
+from __future__ import annotations
+
+from moesaic.engine.answers import Piece
+from moesaic.server.openai.shapes import CompletionDetails, TokensDetails, Usage
+
+
+class Tally:
+    """`samples`: how many answers share a prompt, which is counted once. `report_cached`: whether
+    to tell how much of the prompts was found in the cache."""
+
+    def __init__(self, samples: int, report_cached: bool) -> None:
+        self._samples, self._report_cached = samples, report_cached
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._outputs: dict[int, int] = {}
+        self._completion = 0
+        self.reasoning: int | None = None
+
+    def note(self, piece: Piece) -> None:
+        number, request = piece.progress.num_output, piece.request
+        self._completion += number - self._outputs.get(piece.index, 0)
+        self._outputs[piece.index] = number
+        prompt, sample = divmod(piece.index, self._samples)
+        if sample == 0 or prompt not in self._prompts:
+            self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
+
+    def usage(self) -> Usage:
+        prompt = sum(length for length, _ in self._prompts.values())
+        usage = Usage(prompt, self._completion, prompt + self._completion)
+        if self._report_cached:
+            cached = sum(cached for _, cached in self._prompts.values())
+            usage.prompt_tokens_details = TokensDetails(cached)
+        if self.reasoning is not None:
+            usage.completion_tokens_details = CompletionDetails(self.reasoning)
+        return usage

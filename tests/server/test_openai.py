@@ -1,0 +1,670 @@
+"""The OpenAI API of a server process with four expert-parallel ranks. The oracles are the openai
+client, its types, which are stricter than the client itself, and transformers for templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai import types
+from openai.types import chat as chat_types
+from transformers import AutoTokenizer
+
+from moesaic.models.tiny import materialise
+
+Json = dict[str, Any]
+MODEL = "tiny:mixtral"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which tiles make a mosaic?"},
+]
+GREEDY: Any = {"temperature": 0, "max_tokens": 12}
+KINDS: dict[str, Any] = {
+    "chat.completion": chat_types.ChatCompletion,
+    "chat.completion.chunk": chat_types.ChatCompletionChunk,
+    "text_completion": types.Completion,
+    "model": types.Model,
+}
+# What we send besides what OpenAI's types have.
+BEYOND = {"reasoning_content", "max_model_len", "root", "parent"}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = f"-m moesaic.launch_server --model-path {MODEL} --tp 4 --ep 4 --port {port}"
+    flags = "--num-threads 1 --enable-cache-report --log-level warning"
+    server = subprocess.Popen(
+        [sys.executable, *command.split(), *flags.split()], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == f"ready: http://127.0.0.1:{port}\n"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(materialise(MODEL))
+
+
+def check(raw: str) -> Json:
+    """JSON that fits OpenAI's own types strictly and has nothing else in it."""
+    value: Json = json.loads(raw)
+    lenient = json.loads(raw)
+    if value["object"] == "text_completion":
+        # What OpenAI sends in chunks and for the first token of a prompt its types do not have.
+        for choice in lenient["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+            for entries in (choice["logprobs"] or {}).values():
+                entries[:] = entries[1:] if entries[:1] == [None] else entries
+    found = KINDS[value["object"]].model_validate_json(json.dumps(lenient), strict=True)
+    assert extras(found) <= BEYOND
+    return value
+
+
+def extras(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set[str]().union(*map(extras, value))
+    if not isinstance(value, pydantic.BaseModel):
+        return set()
+    inner = [extras(getattr(value, name)) for name in type(value).model_fields]
+    return set(value.model_extra or ()).union(*inner)
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> Json:
+    response = http.post(path, json={"model": MODEL, **body})
+    assert response.status_code == 200, response.text
+    return check(response.text)
+
+
+def refused(http: httpx.Client, path: str, status: int = 400, **body: Any) -> Json:
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    error: Json = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and len(error["message"]) < 600
+    return error
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[Json]:
+    """All chunks, each checked, and that they belong together."""
+    with http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line for line in response.iter_lines() if line]
+    assert events.pop() == "data: [DONE]"
+    chunks = [check(event.removeprefix("data: ")) for event in events]
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    return chunks
+
+
+def contents(chunks: list[Json]) -> dict[int, str]:
+    """Of each choice, whose chunks must follow the contract: the role, contents, the reason."""
+    deltas: dict[int, list[Json]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            deltas.setdefault(choice["index"], []).append(choice)
+    for choices in deltas.values():
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(choice["delta"].keys() == {"content"} for choice in choices[1:-1])
+        assert choices[-1]["delta"] == {}
+        reasons = [choice["finish_reason"] for choice in choices]
+        assert reasons[-1] in ("stop", "length") and set(reasons[:-1]) == {None}
+    return {
+        index: "".join(choice["delta"].get("content", "") for choice in choices)
+        for index, choices in deltas.items()
+    }
+
+
+def generate(http: httpx.Client, tokenizer: Any, messages: Any = MESSAGES, **body: Any) -> Json:
+    """What /generate answers to the chat as transformers renders it."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    params = {"temperature": 0, "max_new_tokens": 12, **body.pop("sampling_params", {})}
+    response = http.post("/generate", json={"input_ids": ids, "sampling_params": params, **body})
+    assert response.status_code == 200, response.text
+    answer: Json = response.json()
+    return answer
+
+
+def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.model_extra["max_model_len"]) == (MODEL, "model", 2048)
+    assert client.models.retrieve(MODEL).id == MODEL
+    check(http.get(f"/v1/models/{MODEL}").text)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("some/other")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_chat_answers_as_generate_does(
+    client: openai.OpenAI, http: httpx.Client, tokenizer: Any
+) -> None:
+    expected = generate(http, tokenizer)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    assert answer.choices[0].message.content == expected["text"]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected["meta_info"]["prompt_tokens"]
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens - 12) == (
+        12,
+        answer.usage.prompt_tokens,
+    )
+    raw = post(http, CHAT, messages=MESSAGES, **GREEDY)
+    assert raw["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": expected["text"],
+        "refusal": None,
+    }
+    assert raw["id"].startswith("chatcmpl-")
+
+
+def test_chat_stream(client: openai.OpenAI, http: httpx.Client, tokenizer: Any) -> None:
+    expected = generate(http, tokenizer, sampling_params={"max_new_tokens": 40})
+    body: Any = GREEDY | {"max_tokens": 40}
+    pieces = list(
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **body)
+    )
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == expected["text"]
+    chunks = stream(http, CHAT, messages=MESSAGES, **body)
+    assert contents(chunks) == {0: expected["text"]}
+    assert all("usage" not in chunk for chunk in chunks)
+    assert len(chunks) >= 3
+
+
+def test_usage_in_streams(http: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "n": 3, **GREEDY}
+    whole = post(http, CHAT, **body)["usage"]
+    details = whole.pop("prompt_tokens_details")
+    assert whole["completion_tokens"] == 36
+    assert 0 < details["cached_tokens"] < whole["prompt_tokens"]
+    chunks = stream(http, CHAT, **body, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert whole.items() <= chunks[-1]["usage"].items()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in ((CHAT, {}), (COMPLETIONS, {"prompt": "a"})):
+        sent = prompt | {"n": 3, **GREEDY} if prompt else body
+        chunks = stream(http, path, **sent, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 36
+
+
+def test_async_client_with_many_streams(url: str, http: httpx.Client) -> None:
+    prompts = [f"tile number {number}" for number in range(8)]
+
+    async def ask(client: openai.AsyncOpenAI, prompt: str) -> str:
+        message: Any = {"role": "user", "content": prompt}
+        found = await client.chat.completions.create(
+            model=MODEL, messages=[message], stream=True, **GREEDY
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in found])
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-") as client:
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+    def alone(prompt: str) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        answer = post(http, CHAT, messages=messages, **GREEDY)
+        return str(answer["choices"][0]["message"]["content"])
+
+    assert asyncio.run(ask_all()) == [alone(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("seed", [7, -1, 2**64 + 5])
+def test_samples_and_seeds(client: openai.OpenAI, http: httpx.Client, seed: int) -> None:
+    body: Any = {"n": 4, "seed": seed, "max_tokens": 12, "temperature": 1.0}
+    first = client.chat.completions.create(model=MODEL, messages=MESSAGES, **body)
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert contents(stream(http, CHAT, messages=MESSAGES, **body)) == dict(enumerate(texts))
+    other = post(http, CHAT, messages=MESSAGES, **body | {"seed": seed + 1})
+    assert other["choices"][0]["message"]["content"] != texts[0]
+
+
+def test_chat_logprobs_are_those_of_generate(
+    client: openai.OpenAI, http: httpx.Client, tokenizer: Any
+) -> None:
+    expected = generate(http, tokenizer, return_logprob=True, top_logprobs_num=3)["meta_info"]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None and found.content is not None
+    tokens = [(logprob, token) for logprob, token, _ in expected["output_token_logprobs"]]
+    for (logprob, token), entry in zip(tokens, found.content, strict=True):
+        assert entry.logprob == pytest.approx(logprob, abs=1e-4)
+        assert bytes(entry.bytes or ()) == bytes_of(tokenizer, token)
+    tops = expected["output_top_logprobs"]
+    for row, entry in zip(tops, found.content, strict=True):
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == pytest.approx([logprob for logprob, _, _ in row], abs=1e-4)
+        named = [bytes(top.bytes or ()) for top in entry.top_logprobs]
+        assert named == [bytes_of(tokenizer, token) for _, token, _ in row]
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    chunks = stream(http, CHAT, **body)
+    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    streamed = [entry["bytes"] for part in parts if part for entry in part["content"]]
+    assert streamed == [entry.bytes for entry in found.content]
+    text = b"".join(bytes(piece) for piece in streamed).decode("utf-8", "replace")
+    assert text == contents(chunks)[0] == answer.choices[0].message.content
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """The tiny tokenizer has a token a byte, in the order of GPT-2's characters for them."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    if len(name) > 1:
+        return name.encode()
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return bytes([ord(name) if ord(name) < 256 else others[ord(name) - 256]])
+
+
+def test_impossible_tokens_have_a_finite_logprob(http: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    answer = post(http, CHAT, **body, logit_bias={"70": 1e6})
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [[ord("g")]] * 3
+    values = [top["logprob"] for entry in entries for top in entry["top_logprobs"]]
+    assert all(-9999.0 <= value <= 0 for value in values)
+
+
+def test_logit_bias_stop_and_lengths(http: httpx.Client) -> None:
+    bias = {"logit_bias": {"64": 100}, "temperature": 0, "messages": MESSAGES}  # a
+
+    def answer(**body: Any) -> tuple[str, str, int]:
+        raw = post(http, CHAT, **bias, **body)
+        choice = raw["choices"][0]
+        used = raw["usage"]["completion_tokens"]
+        return choice["message"]["content"], choice["finish_reason"], used
+
+    assert answer(max_tokens=5) == ("aaaaa", "length", 5)
+    assert answer(max_completion_tokens=4) == ("aaaa", "length", 4)
+    assert answer(max_tokens=0) == ("", "length", 0)
+    assert answer(max_tokens=9, stop="aaa") == ("", "stop", 3)
+    assert answer(max_tokens=9, stop=["x", "aaa"], no_stop_trim=True) == ("aaa", "stop", 3)
+    assert answer(max_tokens=9, stop_token_ids=[64]) == ("", "stop", 1)
+    assert answer(max_tokens=9, stop_token_ids=[64], min_tokens=4)[2] >= 4
+    eos = {"logit_bias": {"256": 100}, "temperature": 0, "messages": MESSAGES, "max_tokens": 4}
+    assert post(http, CHAT, **eos)["choices"][0]["finish_reason"] == "stop"
+    ignored = post(http, CHAT, **eos, ignore_eos=True, skip_special_tokens=False)
+    assert ignored["choices"][0]["message"]["content"] == "<|end|>" * 4
+    hidden = post(http, CHAT, **eos, ignore_eos=True)["choices"][0]
+    assert (hidden["message"]["content"], hidden["finish_reason"]) == ("", "length")
+
+
+def test_without_a_limit_the_context_is_filled(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "x" * 2020}]
+    raw = post(http, CHAT, messages=messages, temperature=0, ignore_eos=True)
+    used = raw["usage"]
+    assert used["total_tokens"] == 2048 and 0 < used["completion_tokens"] < 28
+    assert raw["choices"][0]["finish_reason"] == "length"
+
+
+def test_sampling_fields_reach_the_engine(
+    client: openai.OpenAI, http: httpx.Client, tokenizer: Any
+) -> None:
+    fields = {"frequency_penalty": 1.5, "presence_penalty": -0.5, "top_p": 0.7, "temperature": 0.9}
+    beyond = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
+    given = {**fields, **beyond, "sampling_seed": 3, "max_new_tokens": 20}
+    expected = generate(http, tokenizer, sampling_params=given)["text"]
+    sent: Any = fields
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, seed=3, max_tokens=20, extra_body=beyond, **sent
+    )
+    assert answer.choices[0].message.content == expected
+    greedy = generate(http, tokenizer)["text"]
+    for same in ({"top_p": 0}, {"top_k": 1}, {"temperature": 0, "top_k": 0}):
+        raw = post(http, CHAT, messages=MESSAGES, max_tokens=12, **same)
+        assert raw["choices"][0]["message"]["content"] == greedy
+
+
+def test_messages_of_all_kinds(http: httpx.Client, tokenizer: Any) -> None:
+    """Parts are joined; what cannot be seen by the template changes nothing."""
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    messages = [
+        {"role": "developer", "content": parts, "name": "boss"},
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": "All.", "reasoning_content": "hm", "refusal": None},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "user", "content": "Really?"},
+    ]
+    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+    plain[0]["content"] = "Be\nbrief."
+    expected = generate(http, tokenizer, plain)
+    raw = post(http, CHAT, messages=messages, **GREEDY)
+    assert raw["choices"][0]["message"]["content"] == expected["text"]
+    assert raw["usage"]["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
+
+
+def test_continue_final_message(http: httpx.Client) -> None:
+    whole = post(http, CHAT, messages=MESSAGES, max_tokens=6, logit_bias={"64": 100})
+    assert whole["choices"][0]["message"]["content"] == "aaaaaa"
+    opening = [*MESSAGES, {"role": "assistant", "content": "aaaa"}]
+    rest = post(http, CHAT, messages=opening, continue_final_message=True, **GREEDY)
+    assert rest["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] + 4
+    assert refused(http, CHAT, messages=MESSAGES, continue_final_message=True)["param"] == (
+        "messages"
+    )
+
+
+def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    full = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        parallel_tool_calls=True,
+        prompt_cache_key="k",
+        safety_identifier="s",
+        modalities=["text"],
+        response_format={"type": "text"},
+        reasoning_effort="low",
+        tool_choice="none",
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}, "top_k": None},
+        **GREEDY,
+    )
+    assert full.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_completions(client: openai.OpenAI, http: httpx.Client, tokenizer: Any) -> None:
+    prompts = ["a mosaic", "of many tiles"]
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    sent = {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 16}}
+    expected = [answer["text"] for answer in http.post("/generate", json=sent).json()]
+    for prompt in (prompts, ids):
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0)
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+        assert answer.usage.completion_tokens == 32
+    for one in (prompts[0], ids[0], [prompts[0]], [ids[0]]):
+        raw = post(http, COMPLETIONS, prompt=one, temperature=0)
+        assert [choice["text"] for choice in raw["choices"]] == expected[:1]
+    chunks = stream(http, COMPLETIONS, prompt=prompts, temperature=0)
+    for index in range(2):
+        choices = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == expected[index]
+        assert {choice["finish_reason"] for choice in choices[:-1]} <= {None}
+        assert choices[-1]["finish_reason"] == "length"
+
+
+def test_samples_of_several_prompts(http: httpx.Client) -> None:
+    body = {"prompt": ["one", "two"], "n": 3, "seed": 1, "max_tokens": 10, "best_of": 3}
+    raw = post(http, COMPLETIONS, **body)
+    texts = [choice["text"] for choice in raw["choices"]]
+    assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert len(set(texts)) == 6
+    assert raw["usage"]["prompt_tokens"] == 6 and raw["usage"]["completion_tokens"] == 60
+    second = post(http, COMPLETIONS, **body | {"prompt": "two"})
+    assert [choice["text"] for choice in second["choices"]] == texts[3:]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_echo_with_logprobs(http: httpx.Client, tokenizer: Any, as_ids: bool) -> None:
+    text = "né<|turn|>x"
+    ids = tokenizer(text)["input_ids"]
+    asked = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
+    params = {"sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    meta = http.post("/generate", json={**asked, **params}).json()["meta_info"]
+    scores = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    body = {"prompt": ids if as_ids else text, "echo": True, "logprobs": 2, "temperature": 0}
+    (none,) = post(http, COMPLETIONS, max_tokens=0, **body)["choices"]
+    assert none["text"] == text
+    (some,) = post(http, COMPLETIONS, max_tokens=4, **body)["choices"]
+    assert some["text"].startswith(text)
+    for choice, number in ((none, 5), (some, 9)):
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        values = [logprob for logprob, _, _ in scores[1:number]]
+        assert found["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
+        assert found["tokens"][3] == "<|turn|>" and len(found["tokens"]) == number
+        assert found["text_offset"][:5] == [0, 1, 1, 2, 10]
+        assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][3:4])
+    chunks = stream(http, COMPLETIONS, max_tokens=4, **body)
+    streamed = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in streamed) == some["text"]
+    for key in ("tokens", "text_offset"):
+        joined = [entry for choice in streamed for entry in choice["logprobs"][key]]
+        assert joined == some["logprobs"][key]
+
+
+def test_offsets_point_into_the_text(http: httpx.Client) -> None:
+    bias = {str(token): 50 for token in (64, 65, 66, 67)}
+    raw = post(http, COMPLETIONS, prompt="x", max_tokens=12, logprobs=0, logit_bias=bias)
+    choice = raw["choices"][0]
+    pieces = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    assert all(choice["text"].startswith(token, offset) for token, offset in pieces)
+    chosen = [{t: v} for t, v in zip(*list(choice["logprobs"].values())[:2], strict=True)]
+    assert choice["logprobs"]["top_logprobs"] == chosen
+
+
+USER = [{"role": "user", "content": "x"}]
+MANY = [{"role": "user", "content": "x"}] * 2049
+WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
+    "no messages": ({}, "messages", "missing required field"),
+    "empty messages": ({"messages": []}, "messages", "between 1 and 2048"),
+    "too many messages": ({"messages": MANY}, "messages", "between 1 and 2048"),
+    "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages", "enum"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+        "parts of type text",
+    ),
+    "unknown field": ({"messages": USER, "temprature": 1}, "temprature", "unknown field"),
+    "temperature": ({"messages": USER, "temperature": -1}, "temperature", "greedy"),
+    "temperature kind": ({"messages": USER, "temperature": "hot"}, "temperature", "float"),
+    "top_p": ({"messages": USER, "top_p": 1.5}, "top_p", "(0, 1]"),
+    "n": ({"messages": USER, "n": 129}, "n", "between 1 and 128"),
+    "n zero": ({"messages": USER, "n": 0}, "n", "between 1 and 128"),
+    "n true": ({"messages": USER, "n": True}, "n", "int"),
+    "max_tokens": ({"messages": USER, "max_tokens": -5}, "max_tokens", "0 or more"),
+    "two limits": (
+        {"messages": USER, "max_tokens": 5, "max_completion_tokens": 6},
+        "max_tokens",
+        "differ",
+    ),
+    "stops": ({"messages": USER, "stop": ["x"] * 17}, "stop", "at most 16"),
+    "long stop": ({"messages": USER, "stop": "x" * 257}, "stop", "256 characters"),
+    "empty stop": ({"messages": USER, "stop": ""}, "stop", "at least one character"),
+    "top_logprobs": (
+        {"messages": USER, "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "20",
+    ),
+    "no logprobs": ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    "biases": (
+        {"messages": USER, "logit_bias": {str(token): 1 for token in range(301)}},
+        "logit_bias",
+        "at most 300",
+    ),
+    "bias of nothing": ({"messages": USER, "logit_bias": {"9999": 1}}, "logit_bias", "[0, 258)"),
+    "stream options": (
+        {"messages": USER, "stream_options": {"include_usage": True}},
+        "stream_options",
+        "set stream",
+    ),
+    "audio": ({"messages": USER, "modalities": ["text", "audio"]}, "modalities", "supported"),
+    "functions": ({"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),
+    "hidden states": (
+        {"messages": USER, "return_hidden_states": True},
+        "return_hidden_states",
+        "supported",
+    ),
+    "structural_tag": (
+        {"messages": USER, "response_format": {"type": "structural_tag"}},
+        "response_format",
+        "enum",
+    ),
+    "schema": (
+        {"messages": USER, "response_format": {"type": "json_schema"}},
+        "response_format",
+        "needs json_schema",
+    ),
+    "two forms": (
+        {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"},
+        "response_format",
+        "exclude each other",
+    ),
+    "template override": (
+        {"messages": USER, "chat_template_kwargs": {"messages": "x"}},
+        "chat_template_kwargs",
+        "only",
+    ),
+    "template list": (
+        {"messages": USER, "chat_template_kwargs": {"enable_thinking": [1]}},
+        "chat_template_kwargs",
+        "got `array`",
+    ),
+    "template number": (
+        {"messages": USER, "chat_template_kwargs": {"thinking_budget": 10**12}},
+        "chat_template_kwargs",
+        "too large",
+    ),
+    "tool name": (
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools",
+        "must match",
+    ),
+    "tool twice": (
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}] * 2},
+        "tools",
+        "same name",
+    ),
+    "tool missing": ({"messages": USER, "tool_choice": "required"}, "tool_choice", "needs tools"),
+    "tool choice": (
+        {
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "a"}}],
+            "tool_choice": {"type": "function", "function": {"name": "b"}},
+        },
+        "tool_choice",
+        "not in tools",
+    ),
+    "rid": ({"messages": USER, "rid": ""}, "rid", "between 1 and 256"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CHATS)
+def test_wrong_chats_are_refused(http: httpx.Client, case: str) -> None:
+    body, param, message = WRONG_CHATS[case]
+    for stream in (False, True):
+        sent = body if "stream_options" in body else body | {"stream": stream}
+        error = refused(http, CHAT, **sent)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert message in error["message"]
+
+
+WRONG_COMPLETIONS: dict[str, tuple[Json, str | None]] = {
+    "no prompt": ({}, "prompt"),
+    "empty list": ({"prompt": []}, "prompt"),
+    "empty ids": ({"prompt": [[]]}, "prompt"),
+    "mixed": ({"prompt": ["a", 1]}, "prompt"),
+    "bad id": ({"prompt": [258]}, "prompt"),
+    "negative id": ({"prompt": [[1, -1]], "echo": True}, "prompt"),
+    "huge id": ({"prompt": [2**70]}, "prompt"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix"),
+    "best_of": ({"prompt": "a", "best_of": 2}, "best_of"),
+    "logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    "too many": ({"prompt": ["a"] * 33, "n": 128}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COMPLETIONS)
+def test_wrong_completions_are_refused(http: httpx.Client, case: str) -> None:
+    body, param = WRONG_COMPLETIONS[case]
+    assert refused(http, COMPLETIONS, **body)["param"] == param
+
+
+def test_errors_as_the_client_sees_them(client: openai.OpenAI, http: httpx.Client) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as long:
+            message: Any = {"role": "user", "content": "x" * 5000}
+            client.chat.completions.create(model=MODEL, messages=[message], stream=stream)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
+        error = refused(http, COMPLETIONS, prompt=["a", "x" * 5000], stream=stream)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert "prompt 1: the prompt has 5000 tokens" in error["message"]
+    assert post(http, CHAT, messages=USER, max_tokens=1)["model"] == MODEL
+
+
+def test_bad_and_good_requests_side_by_side(http: httpx.Client) -> None:
+    expected = post(http, CHAT, messages=MESSAGES, **GREEDY)["choices"][0]["message"]["content"]
+
+    def good(_: int) -> bool:
+        return contents(stream(http, CHAT, messages=MESSAGES, **GREEDY)) == {0: expected}
+
+    def bad(number: int) -> bool:
+        body, param, _ = list(WRONG_CHATS.values())[number % len(WRONG_CHATS)]
+        return bool(refused(http, CHAT, **body)["param"] == param)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(good if number % 2 else bad, number) for number in range(32)]
+        assert all(future.result() for future in found)
+
+
+@pytest.fixture(scope="module")
+def structured(http: httpx.Client) -> None:
+    """Skips where the engine cannot force a form."""
+    body = {"messages": USER, "regex": "a", "max_tokens": 1}
+    if "not built yet" in http.post(CHAT, json=body).text:
+        pytest.skip("the engine has no structured output")
+
+
+@pytest.mark.usefixtures("structured")
+def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"tiles": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["tiles"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, response_format=form, max_tokens=200
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found.keys() == {"tiles"} and 0 <= found["tiles"] <= 9
+    for extra in ({"json_schema": schema}, {"json_schema": json.dumps(schema)}):
+        raw = post(http, CHAT, messages=MESSAGES, max_tokens=200, **extra)
+        assert json.loads(raw["choices"][0]["message"]["content"]).keys() == {"tiles"}
+    raw = post(http, CHAT, messages=MESSAGES, max_tokens=20, regex="(ab){3}")
+    assert raw["choices"][0]["message"]["content"] == "ababab"
+    chunks = stream(http, COMPLETIONS, prompt="x", max_tokens=20, ebnf='root ::= "yes" | "no"')
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")

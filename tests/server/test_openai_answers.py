@@ -1,0 +1,358 @@
+"""What becomes of answers between the engine and the client: reasoning, calls, aborts, failures,
+defaults, templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+from openai.types.chat.chat_completion import Choice as ChoiceType
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import AutoTokenizer
+
+from moesaic.core.request import FinishReason, Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine import tokenizer as tokenizer_module
+from moesaic.engine.answers import Piece
+from moesaic.engine.engine import Engine
+from moesaic.engine.jobs import Progress
+from moesaic.engine.tokenizer import Tokenizer
+from moesaic.models.tiny import make_tiny_checkpoint
+from moesaic.server.openai.bodies import ChatBody
+from moesaic.server.openai.choices import Choice, Reading
+from moesaic.server.openai.prompts import make_chat
+from moesaic.server.parsers import Tool, choose_format
+from tests.server.test_server import held, served, wait_until, wait_until_idle
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "Hello"}]
+LONG = {"messages": USER, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+# As templates of various models do: one takes arguments for a text, one for an object.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
+    "<|turn|>{{ m.role }}\n{{ m.content or '' }}{{ m.reasoning_content or '' }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '[' + call.function.name + call.function.arguments + ']' }}"
+    "{{ call.function.arguments }}{{ call.function.arguments | tojson }}"
+    "{{ call.function.arguments is mapping }}{{ call.function.arguments.a }}"
+    "{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("model"))
+    settings = {"temperature": 0.0, "top_k": 0, "top_p": 0.9, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    flags: Any = {"served_model_name": "mosaic", "num_threads": 1, "log_level": "warning"}
+    with Engine(model_path=str(folder), **flags) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def http(engine: Engine) -> Iterator[httpx.Client]:
+    with served(engine) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(http: httpx.Client) -> Iterator[openai.OpenAI]:
+    base = f"{str(http.base_url).rstrip('/')}/v1"
+    with openai.OpenAI(base_url=base, api_key="-", max_retries=0) as client:
+        yield client
+
+
+def test_the_model_has_the_name_it_was_given(client: openai.OpenAI, folder: Path) -> None:
+    assert [model.id for model in client.models.list()] == ["mosaic"]
+    for name in ("mosaic", "default"):
+        answer = client.completions.create(model=name, prompt="x", max_tokens=1)
+        assert answer.model == "mosaic"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=str(folder), prompt="x")
+
+
+def test_the_models_own_defaults(http: httpx.Client, engine: Engine) -> None:
+    """generation_config.json says greedy; who says something else gets it."""
+    greedy = engine.generate("Hello", {"temperature": 0, "max_new_tokens": 16})
+    assert isinstance(greedy, dict)
+
+    def text(**body: Any) -> str:
+        raw = http.post(COMPLETIONS, json={"prompt": "Hello", **body}).json()
+        return str(raw["choices"][0]["text"])
+
+    assert text() == text(seed=5) == greedy["text"]
+    assert text(temperature=1.0, seed=5) != text(temperature=1.0, seed=6)
+    params = {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 5, "max_new_tokens": 16}
+    sampled = engine.generate("Hello", params)
+    assert isinstance(sampled, dict)
+    assert text(temperature=1.0, seed=5) == sampled["text"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_abort(http: httpx.Client, engine: Engine, path: str) -> None:
+    body = LONG if path == CHAT else {**LONG, "prompt": "Hello"}
+    sent = {key: value for key, value in body.items() if path == CHAT or key != "messages"}
+    with http.stream("POST", path, json=sent) as response:
+        lines = (line for line in response.iter_lines() if line)
+        first = json.loads(next(lines).removeprefix("data: "))
+        with held(engine):
+            assert http.post("/abort_request", json={"rid": first["id"]}).status_code == 200
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+    wait_until_idle(engine)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_failure_in_a_stream_is_an_event(http: httpx.Client, engine: Engine, path: str) -> None:
+    sent = {**LONG, "rid": "unlucky"} if path == CHAT else {"prompt": "x", **LONG, "rid": "unlucky"}
+    if path == COMPLETIONS:
+        del sent["messages"]
+    with http.stream("POST", path, json=sent) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        engine._tell(lambda core: core.fail_all("a fault for this test"))
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error == {
+        "message": "request unlucky failed: a fault for this test",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_the_client_raises_what_a_stream_ends_with(client: openai.OpenAI, engine: Engine) -> None:
+    stream: Any = client.chat.completions.create(
+        model="mosaic", messages=USER, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    engine._tell(lambda core: core.fail_all("a fault for this test"))
+    with pytest.raises(openai.APIError, match="a fault for this test"):
+        list(stream)
+
+
+def test_a_failure_is_a_status(http: httpx.Client, engine: Engine) -> None:
+    with ThreadPoolExecutor() as pool:
+        with held(engine):
+            sent = {"messages": USER, "n": 2}
+            answer = pool.submit(http.post, CHAT, json=sent)
+            wait_until(lambda: len(engine._in_flight) == 2)
+            engine._tell(lambda core: core.fail_all("a fault for this test"))
+        response = answer.result()
+    assert response.status_code == 500
+    assert "a fault for this test" in response.json()["error"]["message"]
+
+
+def test_a_template_that_refuses(http: httpx.Client) -> None:
+    for stream in (False, True):
+        body = {"messages": [{"role": "developer", "content": "x"}], "stream": stream}
+        response = http.post(CHAT, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "messages" and "no developers here" in error["message"]
+
+
+def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None:
+    text = '{"a": [1, "é"],  "b": null}'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x" * 3000},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+    sent = {"messages": messages, "tools": [tool], "reasoning_effort": "none"}
+    body = msgspec.convert(sent, ChatBody)
+    assert engine.tokenizer is not None
+    tokens = make_chat(body, with_tools=True).prompt(engine.tokenizer).tokens
+    oracle = AutoTokenizer.from_pretrained(folder)
+    # What the template makes of arguments as a text, and as an object.
+    objects = json.dumps(json.loads(text), ensure_ascii=False)
+    shown = f"[f{text}]{text}{objects}True[1, 'é']"
+    plain = [messages[0], {"role": "assistant", "content": "hm" + shown}, messages[2]]
+    rendered = oracle.apply_chat_template(
+        plain, tools=[tool], add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    assert tokens == oracle(rendered, add_special_tokens=False)["input_ids"]
+    assert oracle.decode(tokens).endswith("assistant\n<think></think>")
+
+
+def test_rendering_is_limited(
+    http: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_RENDERED", 1000)
+    response = http.post(CHAT, json={"messages": USER * 60})
+    assert response.status_code == 400 and "send less" in response.json()["error"]["message"]
+    monkeypatch.setattr(tokenizer_module, "MAX_RENDERED", 1 << 20)
+    monkeypatch.setattr(tokenizer_module, "MAX_RENDER_SECONDS", -1.0)
+    response = http.post(CHAT, json={"messages": USER})
+    assert response.status_code == 400 and "takes more than" in response.json()["error"]["message"]
+
+
+def test_a_server_without_a_tokenizer(folder: Path) -> None:
+    flags: Any = {"skip_tokenizer_init": True, "num_threads": 1, "log_level": "warning"}
+    with (
+        Engine(model_path=str(folder), **flags) as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        raw = http.post(COMPLETIONS, json={"prompt": [1, 2], "max_tokens": 3}).json()
+        assert raw["usage"]["completion_tokens"] == 3 and raw["choices"][0]["text"] == ""
+        wrong = (
+            (CHAT, {"messages": USER}),
+            (COMPLETIONS, {"prompt": "x"}),
+            (COMPLETIONS, {"prompt": [1], "echo": True}),
+            (COMPLETIONS, {"prompt": [1], "logprobs": 1}),
+        )
+        for path, body in wrong:
+            response = http.post(path, json=body)
+            assert response.status_code == 400 and "tokenizer" in response.text
+
+
+THOUGHT = "<think>\nTiles, 貝 and more.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "lay", "arguments": {"tiles": [1, 2], "to": "é"}}\n</tool_call>'
+TOOLS = [Tool("lay", "", {"type": "object"}, False)]
+
+
+def reading(**changes: Any) -> Reading:
+    fields: dict[str, Any] = {
+        "format": choose_format(None, None, "qwen3_moe"),
+        "tools": TOOLS,
+        "thinking": True,
+        "prompt_end": "<|im_start|>assistant\n",
+        "split_reasoning": True,
+        "stream_reasoning": True,
+        "parallel_calls": True,
+        "vocabulary": None,
+    }
+    return Reading(**fields | changes)
+
+
+def pieces_of(text: str, step: int, reason: str = "stop") -> Iterator[Piece]:
+    request = Request("r", [1], SamplingParams(), 0, 9999, 0)
+    request.finish_reason = FinishReason(reason)
+    for end in range(step, len(text), step):
+        yield Piece(0, Progress("r", end, text[:end], False), request)
+    yield Piece(0, Progress("r", len(text), text, True), request)
+
+
+def streamed(how: Reading, text: str, step: int = 1, reason: str = "stop") -> list[Any]:
+    choice = Choice(0, how)
+    found = [chunk for piece in pieces_of(text, step, reason) for chunk in choice.chunks(piece)]
+    return [msgspec.to_builtins(chunk) for chunk in found]
+
+
+def gathered(chunks: list[Any]) -> Any:
+    """What openai's own client makes of the chunks."""
+    state: Any = ChatCompletionStreamState()
+    frame = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    for chunk in chunks:
+        state.handle_chunk(
+            ChatCompletionChunk.model_validate_json(
+                json.dumps(frame | {"choices": [chunk]}), strict=True
+            )
+        )
+    return state.get_final_completion().choices[0]
+
+
+def whole(how: Reading, text: str, reason: str = "stop") -> Any:
+    piece = list(pieces_of(text, len(text), reason))[-1]
+    raw = msgspec.json.encode(Choice(0, how).whole(piece))
+    return ChoiceType.model_validate_json(raw, strict=True)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_reasoning_and_calls_in_streams(step: int) -> None:
+    text = THOUGHT + "I lay them." + CALL + CALL
+    for choice in (whole(reading(), text), gathered(streamed(reading(), text, step))):
+        message = choice.message
+        assert choice.finish_reason == "tool_calls"
+        assert message.content == "I lay them."
+        assert message.reasoning_content.strip() == "Tiles, 貝 and more."
+        calls = message.tool_calls
+        assert [call.function.name for call in calls] == ["lay", "lay"]
+        arguments = [json.loads(call.function.arguments) for call in calls]
+        assert arguments == [{"tiles": [1, 2], "to": "é"}] * 2
+        assert len({call.id for call in calls}) == 2 and {call.type for call in calls} == {
+            "function"
+        }
+
+
+def test_the_order_of_the_chunks_of_a_call() -> None:
+    chunks = streamed(reading(), CALL)
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["delta"] == {} and chunks[-1]["finish_reason"] == "tool_calls"
+    first, *rest = [chunk["delta"]["tool_calls"][0] for chunk in chunks[1:-1]]
+    assert first["id"] and (first["index"], first["type"]) == (0, "function")
+    assert first["function"] == {"name": "lay", "arguments": ""}
+    assert len(rest) > 3
+    assert all(call.keys() == {"index", "function"} for call in rest)
+    assert all(call["function"].keys() == {"arguments"} for call in rest)
+
+
+def test_one_call_only() -> None:
+    text = CALL + CALL
+    for choice in (
+        whole(reading(parallel_calls=False), text),
+        gathered(streamed(reading(parallel_calls=False), text)),
+    ):
+        assert len(choice.message.tool_calls) == 1
+        assert choice.finish_reason == "tool_calls" and choice.message.content in (None, "")
+
+
+def test_an_answer_that_was_cut_says_so() -> None:
+    choice = whole(reading(), CALL, "length")
+    assert choice.finish_reason == "length" and len(choice.message.tool_calls) == 1
+
+
+def test_reasoning_in_one_piece_or_in_the_content() -> None:
+    text = THOUGHT + "Done."
+    chunks = streamed(reading(stream_reasoning=False), text)
+    thoughts = [c["delta"] for c in chunks if "reasoning_content" in c["delta"]]
+    assert [t["reasoning_content"].strip() for t in thoughts] == ["Tiles, 貝 and more."]
+    assert gathered(chunks).message.content == "Done."
+    unfinished = streamed(reading(stream_reasoning=False), "<think>so far")
+    assert gathered(unfinished).message.reasoning_content == "so far"
+    together = whole(reading(split_reasoning=False), text).message
+    assert "Tiles" in together.content and "Done." in together.content
+    assert "reasoning_content" not in (together.model_extra or {})
+
+
+def test_bytes_of_tokens(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    text = "a é 貝\n🀄<|turn|>"
+    ids = engine.tokenizer.encode(text)
+    pieces = [engine.tokenizer.token_bytes(token) for token in ids]
+    assert b"".join(pieces) == text.encode() and pieces[-1] == b"<|turn|>"
+    named = [*"ab", "▁a", *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>"]
+    vocab = {name: number for number, name in enumerate(named)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    replace: Any = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse()])
+    pieced = Tokenizer(backend, {}, frozenset(), {})
+    found = [pieced.token_bytes(vocab[name]) for name in ("a", "▁a", "<0xE8>", "<0xB2>", "<0x9D>")]
+    assert found == [b"a", b" a", b"\xe8", b"\xb2", b"\x9d"]
+    assert b"".join(found[2:]).decode() == "貝"
