@@ -1,4 +1,4 @@
-"""Values in messages. What a client sent may be long, or a secret: it is described, not repeated."""
+"""Values in messages: what a client sent may be long, or secret, and is described, not repeated."""
 
 from __future__ import annotations
 

@@ -209,6 +209,11 @@ class Engine:
         return info
 
     @property
+    def max_running(self) -> int:
+        """Requests that can be computed at once, on all ranks together."""
+        return self._max_running
+
+    @property
     def fault(self) -> str:
         """Why the engine cannot serve any more; empty while it can."""
         return self._core.fault

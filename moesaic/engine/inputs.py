@@ -251,7 +251,8 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
     for token in ids:
         if not 0 <= token < limits.vocab_size:
             raise ValueError(
-                f"token id {shown(token)} is out of range: this model has ids 0 to {limits.vocab_size - 1}"
+                f"token id {shown(token)} is out of range: this model has ids 0 to "
+                f"{limits.vocab_size - 1}"
             )
     if len(ids) >= limits.context_length:
         raise ValueError(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
 from moesaic.server.bodies import AbortBody, read_body
-from moesaic.server.context import Context
+from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
 from moesaic.server.routes import Access, Route
@@ -22,7 +22,7 @@ PROBE_SECONDS: Final = 20.0
 
 async def health(context: Context, _: Request) -> Response:
     if context.trouble:
-        raise Refusal(503, context.trouble)
+        raise Refusal(503, context.trouble, headers=LEAVING)
     return json_response({"status": "ok"})
 
 
@@ -31,7 +31,7 @@ async def health_generate(context: Context, request: Request) -> Response:
     call = GenerateInput(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            (piece,) = await work.whole(context, request, call)
+            (piece,) = await work.whole(context, request, call, queued=False)
     except TimeoutError:
         raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
     if piece.request.failed:
