@@ -102,12 +102,13 @@ class ServeArgs:
     port: Annotated[int, Flag("Port to listen on.", at_least=1, at_most=65535)] = 30000
     api_key: Annotated[
         str | None,
-        Flag("Key that API requests must carry.", secret=True),
+        Flag("Key that API requests must carry; unset: MOESAIC_API_KEY, or none.", secret=True),
     ] = None
     admin_api_key: Annotated[
         str | None,
         Flag(
-            "Key that administrative requests must carry.",
+            "Key that administrative requests must carry; unset: MOESAIC_ADMIN_API_KEY, or that of "
+            "the API.",
             secret=True,
         ),
     ] = None
@@ -149,6 +150,14 @@ class ServeArgs:
         ),
     ] = 2
     enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics.")] = False
+    drain_timeout: Annotated[
+        float,
+        Flag(
+            "Seconds that open requests have to finish after SIGTERM; then they end with an error.",
+            at_least=0,
+            at_most=86400,
+        ),
+    ] = 25.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,8 @@ class ScheduleArgs:
         int | None, Flag("Most requests in a batch; unset: 64 on CPU.", at_least=1)
     ] = None
     max_queued_requests: Annotated[
-        int | None, Flag("Most requests that may wait; unset: no limit.", at_least=1)
+        int | None,
+        Flag("Most requests that may wait; unset: 4096 on the server, else no limit.", at_least=1),
     ] = None
     max_total_tokens: Annotated[
         int | None, Flag("Tokens in the KV cache; unset: what memory allows.", at_least=1)

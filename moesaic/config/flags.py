@@ -250,6 +250,12 @@ def show(spec: Spec, value: Any) -> str:
     return f"{spec.name} {words}"
 
 
+def without_secrets(args: Args) -> Args:
+    """For processes and messages that need no keys."""
+    secret = {spec.field: spec.default for spec in specs(type(args)).values() if spec.flag.secret}
+    return dataclasses.replace(args, **secret)  # type: ignore[type-var]
+
+
 def refuse_unbuilt(args: object) -> None:
     """ValueError naming every flag whose value does not work in this version."""
     values = [(spec, getattr(args, spec.field)) for spec in specs(type(args)).values()]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
+from moesaic.core.words import LONGEST_WORD, shown
+
 NOT_BUILT: Final = (
     "structural_tag",
     "stop_regex",
@@ -23,6 +25,12 @@ MAX_COUNT: Final = 2**31
 # Beyond these float32 would overflow or underflow.
 MAX_BIAS: Final = 1e6
 MIN_REPETITION_PENALTY: Final = 0.01
+# Each of these is looked at for every token.
+MAX_STOPS: Final = 64
+MAX_STOP_LENGTH: Final = 1024
+MAX_STOP_IDS: Final = 1024
+MAX_BIASES: Final = 1024
+MAX_DIGITS: Final = 20
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "lark")
 MAX_GRAMMAR_BYTES: Final = 2**16
 
@@ -188,7 +196,12 @@ def _set(params: SamplingParams, name: str, value: Any) -> None:
 
 
 def _refuse(name: str, value: object, fix: str) -> None:
-    raise BadParameter(name.partition("[")[0], f"{name}={value!r} is not possible: {fix}")
+    raise BadParameter(name.partition("[")[0], f"{name}={shown(value)} is not possible: {fix}")
+
+
+def _at_most(name: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise BadParameter(name, f"{name} has {number} entries: give at most {limit}")
 
 
 def _check_foreign(name: str, value: Any, known: set[str]) -> None:
@@ -201,8 +214,8 @@ def _check_foreign(name: str, value: Any, known: set[str]) -> None:
             _refuse(name, value, "this tokenizer never adds such spaces: leave it out")
     else:
         names = sorted(known | set(ALIASES))
-        near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown sampling parameter {name!r}: did you mean {near!r}?")
+        near = get_close_matches(str(name)[:LONGEST_WORD], names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown sampling parameter {shown(name)}: did you mean {near!r}?")
 
 
 def _integer(name: str, value: Any) -> int:
@@ -232,11 +245,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, str | list | tuple):
         _refuse(name, value, "give a string or a list of strings")
     strings = (value,) if isinstance(value, str) else tuple(value)
+    _at_most(name, len(strings), MAX_STOPS)
     for string in strings:
         if not isinstance(string, str) or not string:
             _refuse(name, string, "each stop must be a string of at least one character")
         if any("\ud800" <= character <= "\udfff" for character in string):
             _refuse(name, string, "it holds half of a character (a lone surrogate)")
+        if len(string) > MAX_STOP_LENGTH:
+            _refuse(name, string, f"give at most {MAX_STOP_LENGTH} characters")
     return strings
 
 
@@ -266,6 +282,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
         _refuse(name, value, "give a list of token ids")
+    _at_most(name, len(value), MAX_STOP_IDS)
     ids = tuple(_integer(name, token) for token in value)
     for token in ids:
         if token < 0:
@@ -279,10 +296,11 @@ def _bias(value: Any) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         _refuse("logit_bias", value, "give a mapping from token id to bias")
+    _at_most("logit_bias", len(value), MAX_BIASES)
     bias = {}
     for key, amount in value.items():
-        text = isinstance(key, str) and key.isascii() and key.isdigit()
-        token = int(key) if text else _integer("logit_bias", key)
+        text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MAX_DIGITS
+        token = _integer("logit_bias", int(key) if text else key)
         if token < 0:
             _refuse("logit_bias", key, "token ids are 0 or more")
         bias[token] = _number(f"logit_bias[{token}]", amount)

@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -23,17 +24,26 @@ import torch
 
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
+from moesaic.config.flags import without_secrets
 from moesaic.core.request import FinishReason
 from moesaic.core.stats import EngineStats
+from moesaic.core.words import shown
 from moesaic.engine.answers import Answers, Piece, Signal
 from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
+from moesaic.engine.gate import Gate, NoGate
 from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.grammar_child import Setup
 from moesaic.engine.holdings import holdings, log_ranks
-from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec, check_token_ids
+from moesaic.engine.inputs import (
+    GenerateInput,
+    Limits,
+    RequestSpec,
+    check_logprobs,
+    check_token_ids,
+)
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.profiler import Profiler
@@ -96,6 +106,8 @@ class Engine:
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
         self._lock = threading.RLock()
         self._in_flight: set[str] = set()
+        self._held: dict[str, Job] = {}
+        """In flight, and not begun yet."""
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
@@ -113,11 +125,12 @@ class Engine:
                 f"an Engine is made on node 0, not on --node-rank {self.args.node_rank}: run "
                 "moesaic serve or moesaic generate with the same flags there"
             )
+        args = without_secrets(self.args)
         if self.mesh.world == 1 and not apart:
-            core = EngineCore(self.args)
+            core = EngineCore(args)
             log_ranks([holdings(core.runner)], self.mesh)
             return core
-        return start_ranks(self.args, self.mesh)
+        return start_ranks(args, self.mesh)
 
     def _grammar_checker(self, eos_ids: frozenset[int]) -> GrammarChecker:
         setup, folder = None, self.args.tokenizer_path
@@ -198,21 +211,30 @@ class Engine:
             pass
         return answers.result()
 
-    async def follow(self, call: GenerateInput, stream: bool = True) -> AsyncGenerator[Piece, None]:
+    async def follow(
+        self, call: GenerateInput, stream: bool = True, gate: Gate | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """What becomes of the requests of a call, without the form that `generate` gives it: pieces
         as they grow (a slow reader gets larger ones), or without `stream` only the last of each.
         Closing it aborts what is not done. ValueError for what cannot be asked, QueueFull for what
-        cannot be taken in, both before the first piece; a failure is a finish reason."""
+        cannot be taken in, both before the first piece; a failure is a finish reason. Requests
+        begin when the gate lets them."""
         jobs, mailbox = await self._prepare_aside(call, stream)
-        async with aclosing(self._signals(jobs, mailbox)) as signals:
+        check_logprobs([job.request for job in jobs])
+        async with aclosing(self._signals(jobs, mailbox, gate)) as signals:
             async for number, progress in signals:
                 yield Piece(number, progress, jobs[number].request)
 
     def abort(self, rid: str) -> None:
         """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
         if not isinstance(rid, str):
-            raise ValueError(f"rid must be the id of one request, not {rid!r}")
-        self._tell(lambda core: core.abort(rid))
+            raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
+        with self._lock:
+            held = self._held.pop(rid, None)
+        if held is not None:
+            held.finish(FinishReason("abort", message="aborted by the caller"))
+        else:
+            self._tell(partial(_abort, rid=rid))
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""
@@ -252,6 +274,11 @@ class Engine:
     @property
     def limits(self) -> Limits:
         return self._limits
+
+    @property
+    def max_running(self) -> int:
+        """Requests that can be computed at once, on all ranks together."""
+        return self._max_running
 
     @property
     def fault(self) -> str:
@@ -301,20 +328,54 @@ class Engine:
         return Answers(jobs, single, self.tokenizer if texts else None)
 
     def _submit(self, jobs: Sequence[Job]) -> None:
-        begin = self.spans.clock()
-        rids = {job.request.rid for job in jobs}
         with self._lock:
-            if taken := rids & self._in_flight:
-                raise ValueError(f"rid {sorted(taken)} is in use: give each request its own")
-            self._check_queue(len(rids))
+            self._check_queue(len(jobs))
+            self._hold(jobs)
+            self._begin(deque(jobs), len(jobs))
 
-            def add(core: Core) -> None:
-                for job in jobs:
-                    _take_in(core, job)
+    def _hold(self, jobs: Sequence[Job]) -> None:
+        """Takes their names, so that whoever uses one twice learns it at once."""
+        held = {job.request.rid: job for job in jobs}
+        with self._lock:
+            if taken := held.keys() & self._in_flight:
+                raise ValueError(f"rid {shown(min(taken))} is in use: give each request its own")
+            self._in_flight |= held.keys()
+            self._held |= held
 
-            self._tell(add)
-            self._in_flight |= rids
+    def _begin(self, jobs: deque[Job], number: int) -> int:
+        """Of these, the first `number` that are still held go to the engine's thread."""
+        with self._lock:
+            chosen = self._choose(jobs, number)
+            try:
+                self._send(chosen)
+            except RuntimeError:
+                self._in_flight -= {job.request.rid for job in chosen}
+                raise
+        return len(chosen)
+
+    def _begin_or_end(self, jobs: deque[Job], number: int) -> int:
+        """The same for somebody who waits for answers already: there a failure is one."""
+        chosen = self._choose(jobs, number)
+        try:
+            self._send(chosen)
+        except RuntimeError as error:
+            for job in chosen:
+                job.finish(FinishReason("abort", message=str(error), failed=True))
+        return len(chosen)
+
+    def _send(self, jobs: Sequence[Job]) -> None:
+        begin = self.spans.clock()
+        self._tell(partial(_take_in, jobs=jobs))
         self.spans.add(Kind.SUBMIT, begin, tokens=len(jobs))
+
+    def _choose(self, jobs: deque[Job], number: int) -> list[Job]:
+        chosen: list[Job] = []
+        with self._lock:
+            while jobs and len(chosen) < number:
+                job = jobs.popleft()
+                if self._held.pop(job.request.rid, None) is not None:
+                    chosen.append(job)
+        return chosen
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
@@ -360,23 +421,37 @@ class Engine:
                 if (output := answers.take(signal)) is not None:
                     yield output
 
-    async def _signals(self, jobs: Sequence[Job], mailbox: Mailbox) -> AsyncGenerator[Signal, None]:
-        self._submit(jobs)
+    async def _signals(
+        self, jobs: Sequence[Job], mailbox: Mailbox, gate: Gate | None = None
+    ) -> AsyncGenerator[Signal, None]:
+        with self._lock:
+            if gate is None:
+                self._check_queue(len(jobs))
+            self._hold(jobs)
+        start = self._begin if gate is None else self._begin_or_end
+        gate = gate or NoGate()
+        mailbox.on_ended = gate.finished
         pending = set(range(len(jobs)))
         try:
+            await gate.enter(len(jobs), partial(start, deque(jobs)))
             while pending:
                 number, progress = await mailbox.get()
                 if progress.finished:
                     pending.discard(number)
                 yield number, progress
         finally:
+            gate.leave()
             self._abort(jobs, pending)
 
     def _abort(self, jobs: Sequence[Job], pending: set[int]) -> None:
         """Whoever stops listening stops the work too."""
         for number in pending:
-            with suppress(RuntimeError):
-                self.abort(jobs[number].request.rid)
+            rid = jobs[number].request.rid
+            with self._lock, suppress(RuntimeError):
+                if self._held.pop(rid, None) is None:
+                    self._tell(partial(_abort, rid=rid))
+                else:
+                    self._in_flight.discard(rid)
 
     def _tell(self, command: Command) -> None:
         with self._lock:
@@ -452,14 +527,19 @@ class Engine:
             logger.exception("a command to the engine failed")
 
 
-def _take_in(core: Core, job: Job) -> None:
-    try:
-        core.add(job)
-    except Exception as error:
-        logger.exception("request %s was not taken in", job.request.rid)
-        core.jobs.pop(job.request.rid, None)
-        message = f"it could not be taken in: {error!r}"
-        job.finish(FinishReason("abort", message=message, failed=True))
+def _take_in(core: Core, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        try:
+            core.add(job)
+        except Exception as error:
+            logger.exception("request %s was not taken in", job.request.rid)
+            core.jobs.pop(job.request.rid, None)
+            message = f"it could not be taken in: {error!r}"
+            job.finish(FinishReason("abort", message=message, failed=True))
+
+
+def _abort(core: Core, rid: str) -> None:
+    core.abort(rid)
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

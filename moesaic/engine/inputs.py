@@ -11,11 +11,17 @@ from typing import Any
 
 from moesaic.core.request import Request
 from moesaic.core.sampling import GRAMMARS, SamplingParams
+from moesaic.core.words import shown
 from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
 MAX_SAMPLES = 4096
+MAX_RID = 256
+# What preparing a request costs, in characters of its prompt.
+SAMPLE_SIZE = 64
+# Of one call that somebody waits for over HTTP; each is about 100 bytes in memory.
+MAX_LOGPROBS = 1 << 20
 SEED_BITS = 63
 
 
@@ -93,12 +99,14 @@ class GenerateInput:
     @property
     def size(self) -> int:
         """Characters or token ids, roughly: how long it takes to prepare."""
+        if isinstance(self.sampling_params, dict) and self.sampling_params.get("n", 1) != 1:
+            return MAX_SAMPLES
         if isinstance(self.prompt, str):
             return len(self.prompt)
         rows = self.input_ids if self.prompt is None else self.prompt
         if not isinstance(rows, list):
             return 0
-        return sum(len(row) if isinstance(row, str | list) else 1 for row in rows)
+        return sum(len(row) + SAMPLE_SIZE if isinstance(row, str | list) else 1 for row in rows)
 
     @property
     def has_grammar(self) -> bool:
@@ -111,6 +119,8 @@ class GenerateInput:
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
         """One a sample: `n` of each prompt, next to each other."""
         prompts = self._prompts(tokenizer)
+        if len(prompts) > MAX_SAMPLES:
+            raise ValueError(f"{len(prompts)} prompts at once: give at most {MAX_SAMPLES}")
         columns = zip(
             prompts,
             _spread("sampling_params", self.sampling_params, len(prompts)),
@@ -132,6 +142,8 @@ class GenerateInput:
                 found += [
                     replace(spec, rid=_rid(rid, k), group=group) for k, spec in enumerate(samples)
                 ]
+                if len(found) > MAX_SAMPLES:
+                    raise ValueError(f"more than {MAX_SAMPLES} answers at once: ask several times")
             except ValueError as error:
                 where = "" if self.is_single else f"prompt {number}: "
                 error.args = (f"{where}{error}",)
@@ -141,18 +153,22 @@ class GenerateInput:
     def _rids(self, number: int) -> list[str | None]:
         rids: list[Any] = self.rid if isinstance(self.rid, list) else [self.rid]
         if not all(rid is None or (isinstance(rid, str) and rid) for rid in rids):
-            raise ValueError(f"rid must be a text that is not empty, or a list, not {self.rid!r}")
+            raise ValueError(
+                f"rid must be a text that is not empty, or a list, not {shown(self.rid)}"
+            )
+        if any(rid is not None and len(rid) > MAX_RID for rid in rids):
+            raise ValueError(f"rid is too long: give at most {MAX_RID} characters")
         if rids == [None]:
             return [None] * number
         if len(rids) != number or len(set(rids)) != number:
-            raise ValueError(f"rid must name each of the {number} prompts differently: {rids}")
+            raise ValueError(f"rid must name each of the {number} prompts differently")
         return rids
 
     def _ids(self) -> list[Any]:
         """`input_ids` as lists, also if they came as arrays or tensors."""
         rows = _plain(self.input_ids)
         if not isinstance(rows, list | tuple):
-            raise ValueError(f"input_ids must be a list of token ids, not {rows!r}")
+            raise ValueError(f"input_ids must be a list of token ids, not {shown(rows)}")
         return [_plain(row) for row in rows]
 
     def _prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -167,10 +183,12 @@ class GenerateInput:
             )
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if not isinstance(texts, list | tuple):
-            raise ValueError(f"prompt must be a text or a list of texts, not {texts!r}")
+            raise ValueError(f"prompt must be a text or a list of texts, not {shown(texts)}")
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
-                raise ValueError(f"prompt {number} must be a text that is not empty, not {text!r}")
+                raise ValueError(
+                    f"prompt {number} must be a text that is not empty, not {shown(text)}"
+                )
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise ValueError(f"prompt {number} is not valid Unicode: it holds lone surrogates")
         return [tokenizer.encode(text) for text in texts]
@@ -202,13 +220,13 @@ def _plain(value: Any) -> Any:
 
 def _token_ids(row: Any) -> list[int]:
     if not isinstance(row, list | tuple):
-        raise ValueError(f"input_ids mixes token ids and lists of them: {row!r}")
+        raise ValueError(f"input_ids mixes token ids and lists of them: {shown(row)}")
     return [_integer("input_ids", _plain(token)) for token in row]
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} must be made of integers, not {value!r}")
+        raise ValueError(f"{name} must be made of integers, not {shown(value)}")
     return operator.index(value)
 
 
@@ -252,7 +270,7 @@ def _samples(
 
 def _params(given: Any, tokenizer: Tokenizer | None, limits: Limits) -> SamplingParams:
     if given is not None and not isinstance(given, SamplingParams | Mapping):
-        raise ValueError(f"sampling_params must be a dict, not {given!r}")
+        raise ValueError(f"sampling_params must be a dict, not {shown(given)}")
     params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given)
     params.check_vocab(limits.vocab_size)
     if params.stop and tokenizer is None:
@@ -273,7 +291,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"token id {token} is out of range: this model has ids 0 to {vocab_size - 1}"
+                f"token id {shown(token)} is out of range: this model has ids 0 to {vocab_size - 1}"
             )
 
 
@@ -300,10 +318,24 @@ def _logprob_range(start: Any, top: Any, prompt_len: int, limits: Limits) -> tup
     top = 0 if top is None else _integer("top_logprobs_num", top)
     if not -1 <= start < prompt_len:
         raise ValueError(
-            f"logprob_start_len {start} must be -1 or a position in the prompt, which has "
+            f"logprob_start_len {shown(start)} must be -1 or a position in the prompt, which has "
             f"{prompt_len} tokens"
         )
     most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
     if not 0 <= top <= most:
-        raise ValueError(f"top_logprobs_num {top} must be between 0 and {most}")
+        raise ValueError(f"top_logprobs_num {shown(top)} must be between 0 and {most}")
     return start if start >= 0 else prompt_len - 1, top
+
+
+def check_logprobs(requests: Sequence[Request]) -> None:
+    """ValueError where the alternatives that are asked for would fill the memory."""
+    entries = sum(
+        (request.prompt_len - request.logprob_start + request.max_new_tokens)
+        * request.top_logprobs_num
+        for request in requests
+    )
+    if entries > MAX_LOGPROBS:
+        raise ValueError(
+            f"this could give {entries} alternatives (tokens times top_logprobs_num), more than "
+            f"{MAX_LOGPROBS}: lower max_new_tokens, top_logprobs_num or the number of prompts"
+        )

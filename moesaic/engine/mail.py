@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from moesaic.engine.jobs import Progress
@@ -22,6 +23,7 @@ class Post:
         """From any thread."""
         with self._lock:
             box.newest[number] = progress
+            box.ended += progress.finished
             due = not self._boxes
             self._boxes[box] = None
         if due:
@@ -37,17 +39,21 @@ class Post:
 
     def _deliver(self) -> None:
         with self._lock:
-            boxes, self._boxes = self._boxes, {}
-        for box in boxes:
-            box.wake()
+            boxes = [(box, box.take_ended()) for box in self._boxes]
+            self._boxes = {}
+        for box, ended in boxes:
+            box.wake(ended)
 
 
 class Mailbox:
     """Of one call, by the numbers of its requests. Of each only the newest progress is kept: a slow
-    reader gets larger pieces, and costs no memory."""
+    reader gets larger pieces, and costs no memory. `on_ended` hears how many requests have ended,
+    also when nobody reads."""
 
     def __init__(self, post: Post) -> None:
         self.newest: dict[int, Progress] = {}
+        self.ended = 0
+        self.on_ended: Callable[[int], None] = lambda number: None
         self._post = post
         self._waiter: asyncio.Future[None] | None = None
 
@@ -60,6 +66,12 @@ class Mailbox:
             await self._waiter
         return found
 
-    def wake(self) -> None:
+    def take_ended(self) -> int:
+        ended, self.ended = self.ended, 0
+        return ended
+
+    def wake(self, ended: int) -> None:
+        if ended:
+            self.on_ended(ended)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -11,10 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import native, openai, operations, profile, tokens
+from moesaic.server import native, openai, openapi, operations, profile, tokens
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.routes import Route
+from moesaic.server.routes import CLIENT, Route
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,11 @@ ROUTES = (
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:
     """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
-    app = FastAPI(title="Moesaic", docs_url=None, redoc_url=None)
-    context = Context(engine, is_stopping)
+    app = FastAPI(title="Moesaic", openapi_url=None, redirect_slashes=False)
+    context = app.state.context = Context(engine, is_stopping)
     context.part(openai.Setup)  # so that what is wrong with it is told at start
-    for route in ROUTES:
+    routes = (*ROUTES, openapi.route(ROUTES))
+    for route in routes:
         app.router.add_route(route.path, _endpoint(context, route), [route.method])
     app.add_exception_handler(Exception, _internal)
     app.add_exception_handler(HTTPException, _http)
@@ -43,6 +44,7 @@ def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) ->
 
 def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        request.scope[CLIENT] = context.keys.admit(route.access, request)
         return await route.handler(context, request)
 
     return endpoint
@@ -59,7 +61,7 @@ async def _http(_: Request, error: Exception) -> Response:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
     return Refusal(500, "an error of the server, which its log has").response()
 
 

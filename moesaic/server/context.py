@@ -11,9 +11,13 @@ from moesaic.core.sampling import BadParameter
 from moesaic.engine.asking import NoAnswer
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.engine.inputs import PromptTooLong
+from moesaic.server.admission import Admission, Full
+from moesaic.server.auth import Keys
 from moesaic.server.errors import Refusal
 
-RETRY_AFTER: Final = {"Retry-After": "1"}
+STOPPING: Final = "the server is stopping"
+# Another server may answer at once, or this one when it has started again.
+LEAVING: Final = {"Connection": "close", "Retry-After": "1"}
 
 Result = TypeVar("Result")
 
@@ -23,6 +27,8 @@ class Context:
 
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self.engine, self._is_stopping = engine, is_stopping
+        self.keys = Keys.of(engine.args)
+        self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
         self._parts: dict[Any, Any] = {}
 
     @property
@@ -32,7 +38,7 @@ class Context:
     @property
     def trouble(self) -> str:
         """Why nobody is served any more, or nothing."""
-        return self.engine.fault or ("the server is stopping" if self._is_stopping() else "")
+        return self.engine.fault or (STOPPING if self._is_stopping() else "")
 
     def part(self, kind: Callable[[Context], Result]) -> Result:
         """What a set of routes needs and is made once a server."""
@@ -54,9 +60,11 @@ class Context:
             case Refusal():
                 return error
             case QueueFull():
-                return Refusal(429, str(error), code="queue_full", headers=RETRY_AFTER)
+                seconds = error.retry_after if isinstance(error, Full) else 1
+                headers = {"Retry-After": str(seconds)}
+                return Refusal(429, str(error), code="queue_full", headers=headers)
             case NoAnswer():
-                return Refusal(503, self.trouble or str(error), headers=RETRY_AFTER)
+                return Refusal(503, self.trouble or str(error), headers=LEAVING)
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")
             case BadParameter():
@@ -64,4 +72,6 @@ class Context:
             # A number such as 10**400 is valid JSON, and no float.
             case ValueError() | OverflowError():
                 return Refusal(400, str(error))
-        return Refusal(503, self.trouble) if self.trouble else Refusal(500, str(error))
+        if self.trouble:
+            return Refusal(503, self.trouble, headers=LEAVING)
+        return Refusal(500, str(error))

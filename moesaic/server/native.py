@@ -11,7 +11,7 @@ from starlette.responses import Response
 from moesaic.engine.answers import Piece, answer
 from moesaic.server import work
 from moesaic.server.bodies import GenerateBody, read_body
-from moesaic.server.context import Context
+from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import DONE, Events, event, json_response
 from moesaic.server.routes import Access, Route
@@ -37,7 +37,7 @@ class _Shape:
 
     def whole(self, pieces: list[Piece]) -> Any:
         if self._context.trouble and any(piece.request.failed for piece in pieces):
-            raise Refusal(503, self._context.trouble)
+            raise Refusal(503, self._context.trouble, headers=LEAVING)
         outputs = [self.output(piece) for piece in pieces]
         return outputs[0] if self._single else outputs
 

@@ -12,7 +12,7 @@ import moesaic
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
 from moesaic.server.bodies import AbortBody, read_body
-from moesaic.server.context import Context
+from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
 from moesaic.server.routes import Access, Route
@@ -23,7 +23,7 @@ PROBE_SECONDS: Final = 20.0
 
 async def health(context: Context, _: Request) -> Response:
     if context.trouble:
-        raise Refusal(503, context.trouble)
+        raise Refusal(503, context.trouble, headers=LEAVING)
     return json_response({"status": "ok"})
 
 
@@ -37,7 +37,7 @@ async def health_generate(context: Context, request: Request) -> Response:
     )
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            pieces = await work.whole(context, request, call)
+            pieces = await work.whole(context, request, call, queued=False)
     except TimeoutError:
         raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
     for piece in pieces:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.server.context import Context
+if TYPE_CHECKING:
+    from moesaic.server.context import Context
 
-Handler = Callable[[Context, Request], Awaitable[Response]]
+# Where a request's scope has the digest of the key that it came with.
+CLIENT: Final = "moesaic.client"
+
+Handler = Callable[["Context", Request], Awaitable[Response]]
 
 
 class Access(Enum):

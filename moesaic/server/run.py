@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -19,21 +21,31 @@ import uvicorn
 
 from moesaic.config import ServerArgs
 from moesaic.engine.engine import Engine
+from moesaic.server.admission import Admission
 from moesaic.server.app import make_app
+from moesaic.server.auth import Keys
+from moesaic.server.guard import guarded
 
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-# Running requests may finish for so long after a signal; then they end with an error.
-DRAIN_SECONDS: Final = 5.0
-# After that the answers must leave; who does not read them is cut off.
+# When requests have ended their answers must leave; who does not read them is cut off.
 LEAVE_SECONDS: Final = 5
+KEEP_ALIVE_SECONDS: Final = 30
+# Connections beyond those of requests that run or wait: probes, metrics, idle ones.
+SPARE_CONNECTIONS: Final = 1024
+# Descriptors for anything but connections.
+SPARE_FILES: Final = 256
 LOOK_SECONDS: Final = 0.1
 STILL_LOADING_SECONDS: Final = 10.0
 
 
 def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
+    keys = Keys.of(args)  # before anything is loaded, so that a wrong one is told at once
+    address = listener.getsockname()[0]
+    if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        logger.warning("--host %s is open to others and there is no --api-key", args.host)
     with _exit_on_signals(), closing(listener):
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
@@ -51,14 +63,20 @@ class Server(uvicorn.Server):
     """uvicorn, with signals and the end of the engine dealt with here."""
 
     def __init__(self, engine: Engine, listener: socket.socket) -> None:
+        self.stopping = False
+        app = make_app(engine, lambda: self.stopping)
+        self._admission: Admission = app.state.context.admission
         super().__init__(
             uvicorn.Config(
-                make_app(engine, lambda: self.should_exit),
+                app,
+                http=guarded(max_connections=_connections(self._admission.most_open)),
+                ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=int(DRAIN_SECONDS) + LEAVE_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LEAVE_SECONDS,
             )
         )
         self._engine, self._listener = engine, listener
@@ -87,20 +105,43 @@ class Server(uvicorn.Server):
         print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     def _stop(self, number: signal.Signals) -> None:
-        if self.should_exit:
-            self.force_exit = True  # asked twice
-        logger.info("%s: running requests have %g s to finish", number.name, DRAIN_SECONDS)
-        self.should_exit = True
+        if self.stopping:
+            logger.info("%s again: the server ends now", number.name)
+            self.should_exit = self.force_exit = True
+        else:
+            seconds = self._engine.args.drain_timeout
+            logger.info("%s: open requests have %g s to finish", number.name, seconds)
+        self.stopping = True
 
     async def _end(self) -> None:
-        """Stops the server after a fault, and the engine if it keeps a server that is to stop."""
-        while not (self.should_exit or self._engine.fault):
+        """Stops the server after a fault, or when what was open at a signal is done; until then it
+        still listens, so that whoever comes is told to go elsewhere."""
+        while not (self.stopping or self._engine.fault):
             await asyncio.sleep(LOOK_SECONDS)
         if self._engine.fault:
             logger.error("the server stops: its engine has failed")
-        self.should_exit = True
-        await asyncio.sleep(DRAIN_SECONDS)
+        self.stopping = True
+        end = time.monotonic() + self._engine.args.drain_timeout
+        while self._is_busy and time.monotonic() < end:
+            await asyncio.sleep(LOOK_SECONDS)
         await asyncio.to_thread(self._engine.shutdown)
+        self.should_exit = True
+
+    @property
+    def _is_busy(self) -> bool:
+        open_requests = self._admission.running + self._admission.waiting
+        return bool(open_requests and not self._engine.fault and not self.force_exit)
+
+
+def _connections(most_open: int) -> int:
+    """As many as can be of use, if there are descriptors for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most_open + SPARE_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted + SPARE_FILES:
+        soft = wanted + SPARE_FILES
+        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - SPARE_FILES)
 
 
 @contextmanager

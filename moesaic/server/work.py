@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable
 
 from starlette.requests import Request
 
 from moesaic.engine.answers import Piece
+from moesaic.engine.gate import Gate, NoGate
 from moesaic.engine.inputs import GenerateInput
-from moesaic.server.context import Context
+from moesaic.server.context import LEAVING, Context
+from moesaic.server.errors import Refusal
 from moesaic.server.replies import while_connected
+from moesaic.server.routes import CLIENT
 
 
 async def stream(
@@ -17,7 +20,7 @@ async def stream(
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all answers, the first of which is there already: until then the engine may
     refuse, and the status of the response can still say so. Errors are Refusals."""
-    pieces = _pieces(context, call, stream=True)
+    pieces = _pieces(context, call, True, _gate(context, request))
     try:
         first = await while_connected(request, anext(pieces))
     except BaseException:
@@ -26,20 +29,32 @@ async def stream(
     return _with_first(first, pieces)
 
 
-async def whole(context: Context, request: Request, call: GenerateInput) -> list[Piece]:
-    """The last piece of each answer, in the order of the prompts. Errors are Refusals."""
-    return await while_connected(request, _all(context, call))
+async def whole(
+    context: Context, request: Request, call: GenerateInput, queued: bool = True
+) -> list[Piece]:
+    """The last piece of each answer, in the order of the prompts. Errors are Refusals. Not
+    `queued`: before all that waits, for probes."""
+    gate = _gate(context, request) if queued else NoGate()
+    return await while_connected(request, _all(context, call, gate))
 
 
-async def _all(context: Context, call: GenerateInput) -> list[Piece]:
-    found = {piece.index: piece async for piece in _pieces(context, call, stream=False)}
+async def _all(context: Context, call: GenerateInput, gate: Gate) -> list[Piece]:
+    found = {piece.index: piece async for piece in _pieces(context, call, False, gate)}
     return [found[index] for index in sorted(found)]
 
 
+def _gate(context: Context, request: Request) -> Gate:
+    """Requests that carry no key share a line with others of the same address."""
+    client: Hashable = request.scope.get(CLIENT)
+    return context.admission.ticket(client or (request.client and request.client.host))
+
+
 async def _pieces(
-    context: Context, call: GenerateInput, stream: bool
+    context: Context, call: GenerateInput, stream: bool, gate: Gate
 ) -> AsyncGenerator[Piece, None]:
-    pieces = context.engine.follow(call, stream)
+    if context.trouble:
+        raise Refusal(503, context.trouble, headers=LEAVING)
+    pieces = context.engine.follow(call, stream, gate)
     try:
         async for piece in pieces:
             yield piece

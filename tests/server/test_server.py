@@ -255,7 +255,8 @@ BAD_BODIES = {
     '{"input_ids": [1], "lora_path": "x"}': "$.lora_path",
     '{"input_ids": [1], "logprob_start_len": 7, "return_logprob": true}': "logprob_start_len 7",
     '{"input_ids": [1], "top_logprobs_num": 99999, "return_logprob": true}': "top_logprobs_num",
-    '{"input_ids": [1], "sampling_params": {"stop": ' + "[" * 100_000: "nested too deeply",
+    '{"input_ids": [1], "sampling_params": {"stop": '
+    + "[" * 100_000: "nested more than 64 levels deep",
 }
 
 
@@ -349,29 +350,30 @@ def test_queue_full() -> None:
         Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning", **limits) as engine,
         served(engine) as url,
         httpx.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
     ):
-        body = {"text": ["Hello", "you"], "sampling_params": LONG, "stream": True}
-        with client.stream("POST", "/generate", json=body) as response:
-            next(pieces_of(response))
-            go_on = threading.Event()
-            engine._tell(lambda core: go_on.wait(30))  # or the first would soon be done
+        with held(engine):
+            body = {"text": ["Hello", "you"], "sampling_params": GREEDY}
+            first = pool.submit(client.post, "/generate", json=body)
+            wait_until(lambda: len(engine._in_flight) == 2)
             for stream in (False, True):
                 third = client.post("/generate", json=body | {"text": "third", "stream": stream})
                 assert (third.status_code, third.headers["retry-after"]) == (429, "1")
                 assert "try again later" in third.json()["error"]["message"]
             assert client.get("/health").status_code == 200
-            go_on.set()
-        wait_until_idle(engine)
+            more = client.post("/generate", json=body | {"text": ["x"] * 3})
+            assert more.status_code == 400 and "ask several times" in more.text
+        assert first.result().status_code == 200
         assert client.post("/generate", json={"text": "x"}).status_code == 200
 
 
 def test_a_stopping_server_drains_and_then_ends_what_runs(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "DRAIN_SECONDS", 1.0)
-
     async def main() -> tuple[httpx.Response, httpx.Response]:
-        with Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning") as mortal:
+        with Engine(
+            model_path="tiny:qwen3_moe", num_threads=1, log_level="warning", drain_timeout=1.0
+        ) as mortal:
             listener = bind("127.0.0.1", 0)
             server = run.Server(mortal, listener)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -89,7 +89,7 @@ def test_accepted(given, name, value):
         ({"stop_token_ids": [True]}, "stop_token_ids=True"),
         ({"stop_token_ids": 3}, "stop_token_ids=3 .* list"),
         ({"ignore_eos": 1}, "ignore_eos=1 .* true or false"),
-        ({"logit_bias": [1]}, "logit_bias=\\[1\\] .* mapping"),
+        ({"logit_bias": [1]}, "logit_bias=a list of 1 .* mapping"),
         ({"logit_bias": {"x": 1}}, "logit_bias='x'"),
         ({"logit_bias": {-1: 1}}, "logit_bias=-1"),
         ({"logit_bias": {1: math.inf}}, "logit_bias\\[1\\]=inf"),

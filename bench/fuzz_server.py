@@ -1,0 +1,318 @@
+"""Bad requests against a real server, with good ones beside them.
+
+    python -m bench.fuzz_server --number 100000 --seed 1
+    python -m bench.fuzz_server --markdown
+
+starts a server on 4 EP ranks, sends it what bench/fuzz_cases.py makes, and fails if any
+answer is a 5xx, comes too late, has not the shape of an error, or repeats what was sent; if a good
+request's answer differs from what it was alone; if a process ends; or if afterwards the server
+holds more pages, descriptors or memory than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+from tqdm import tqdm
+
+from bench.common import RESULTS, cpu_name, write_json
+from bench.fuzz_cases import MARK, Case, case_of
+from moesaic.server.app import ROUTES
+from moesaic.server.routes import Route
+
+# For an answer to a request that is complete; a server that is busy is not one that hangs.
+HANG_SECONDS = 60.0
+# Broken HTTP may be the beginning of something: nobody waits for the end of it.
+PATIENCE_SECONDS = 0.1
+GOOD = [
+    {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
+    for text in ("a mosaic of experts", "tiles", "one two three four five", "Hello there")
+]
+# Growth of the whole process tree that is taken for a leak; allocators keep some of what they had.
+MAX_GROWTH = 256 << 20
+
+
+@dataclass
+class Tally:
+    statuses: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    good: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def problem(self, text: str, case: Case | None = None) -> None:
+        shown = "" if case is None else f": {case.kind} {case.data[:300]!r}"
+        self.problems.append(text + shown)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    head: bytes
+    body: bytes
+
+
+async def read_answer(reader: asyncio.StreamReader, head_only: bool = False) -> Answer:
+    """One response; IncompleteReadError where the connection ends before it does."""
+    while True:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        if status != 100:
+            break
+    lower = head.lower()
+    body = b""
+    if head_only or status in (204, 304):
+        pass
+    elif b"transfer-encoding: chunked" in lower:
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readuntil(b"\r\n")
+    else:
+        length = lower.partition(b"content-length:")[2].partition(b"\r\n")[0]
+        body = await reader.readexactly(int(length))
+    return Answer(status, head, body)
+
+
+def judge(tally: Tally, case: Case, answer: Answer) -> None:
+    tally.statuses[str(answer.status)] += 1
+    if answer.status >= 500:
+        tally.problem(f"status {answer.status} {answer.body[:300]!r}", case)
+    elif answer.status >= 400:
+        if MARK.encode() in answer.body:
+            tally.problem(f"the error repeats what was sent: {answer.body[:300]!r}", case)
+        try:
+            error = json.loads(answer.body)["error"]
+            right = error.keys() == {"message", "type", "param", "code"}
+        except (ValueError, KeyError, TypeError):
+            right = False
+        if not right and not case.data.startswith(b"HEAD"):
+            tally.problem(f"status {answer.status} is not in the shape of an error", case)
+
+
+class Client:
+    """Keeps its connection as long as the server does."""
+
+    def __init__(self, port: int, tally: Tally) -> None:
+        self._port, self._tally = port, tally
+        self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, case: Case) -> None:
+        self._tally.kinds[case.kind] += 1
+        if not case.whole:
+            await self.close()
+        reused = self._link is not None
+        if self._link is None:
+            self._link = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
+        try:
+            reader, writer = self._link
+            writer.write(case.data)
+            if case.whole:
+                await self._whole(case, reader)
+            else:
+                await self._broken(case, reader)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            await self.close()
+            if case.whole and reused:
+                self._tally.kinds[case.kind] -= 1
+                await self.send(case)
+                return
+            self._tally.statuses["closed"] += 1
+            if case.whole:
+                self._tally.problem("no answer, the connection was closed", case)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            self._link[1].close()
+            self._link = None
+
+    async def _whole(self, case: Case, reader: asyncio.StreamReader) -> None:
+        try:
+            async with asyncio.timeout(HANG_SECONDS):
+                answer = await read_answer(reader)
+        except TimeoutError:
+            self._tally.problem(f"no answer within {HANG_SECONDS:g} s", case)
+            await self.close()
+            return
+        judge(self._tally, case, answer)
+        if b"connection: close" in answer.head.lower():
+            await self.close()
+
+    async def _broken(self, case: Case, reader: asyncio.StreamReader) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                judge(self._tally, case, await read_answer(reader, case.data[:4] == b"HEAD"))
+        except (TimeoutError, ValueError):
+            self._tally.statuses["left waiting"] += 1
+        await self.close()
+
+
+async def attack(
+    port: int, routes: Sequence[Route], numbers: range, seed: int, width: int = 16
+) -> Tally:
+    """All cases, `width` at a time, with four good clients beside them."""
+    tally, todo = Tally(), iter(tqdm(numbers, unit="request", mininterval=1.0))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+        alone = [(await http.post("/generate", json=body)).json() for body in GOOD]
+
+        async def bad() -> None:
+            client = Client(port, tally)
+            for number in todo:
+                await client.send(case_of(routes, seed, number))
+            await client.close()
+
+        async def good(index: int) -> None:
+            while True:
+                response = await http.post("/generate", json=GOOD[index])
+                tally.good += 1
+                same = response.status_code == 200
+                if not same or response.json()["output_ids"] != alone[index]["output_ids"]:
+                    tally.problem(
+                        f"a good request got {response.status_code} {response.text[:300]}"
+                    )
+                await asyncio.sleep(0.01)
+
+        friends = [asyncio.create_task(good(index)) for index in range(len(GOOD))]
+        await asyncio.gather(*(bad() for _ in range(width)))
+        for friend in friends:
+            friend.cancel()
+        for outcome in await asyncio.gather(*friends, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError):
+                tally.problem(f"a good client ended: {outcome!r}")
+    return tally
+
+
+@dataclass(frozen=True)
+class State:
+    """What a server holds when it has nothing to do."""
+
+    processes: list[int]
+    pages: int
+    descriptors: int
+    memory: int
+
+
+async def state_of(port: int, pid: int) -> State:
+    """Once it is idle, with an empty prefix cache."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        end = time.monotonic() + 120
+        while True:
+            await http.post("/flush_cache")
+            info = (await http.get("/server_info")).json()
+            busy = info["running"] + info["waiting"] + info["pages_used"] + info["pages_cached"]
+            if not busy or time.monotonic() > end:
+                break
+            await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)  # for its side of the connections to close
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return State(
+        sorted(process.pid for process in family),
+        info["pages_used"] + info["pages_cached"],
+        sum(process.num_fds() for process in family),
+        sum(process.memory_info().rss for process in family),
+    )
+
+
+def compare(tally: Tally, before: State, after: State) -> None:
+    if after.processes != before.processes:
+        tally.problem(f"processes were {before.processes} and are {after.processes}")
+    if after.pages != before.pages:
+        tally.problem(f"{after.pages} pages are in use, {before.pages} were before")
+    if after.descriptors > before.descriptors:
+        tally.problem(f"{after.descriptors} descriptors are open, {before.descriptors} were before")
+    if after.memory - before.memory > MAX_GROWTH:
+        tally.problem(f"memory has grown by {(after.memory - before.memory) >> 20} MiB")
+
+
+def start(flags: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moesaic.launch_server", "--port", str(port), *flags]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    if not server.stdout.readline().startswith("ready"):
+        raise SystemExit("the server did not start: see above")
+    return server, port
+
+
+FLAGS = "--model-path tiny:qwen3_moe --tp 4 --ep 4 --num-threads 1 --log-level warning".split()
+
+
+def measure(number: int, seed: int) -> dict[str, Any]:
+    server, port = start(FLAGS)
+    try:
+        # What is allocated once and kept is not a leak.
+        warm_up = asyncio.run(attack(port, ROUTES, range(1_000_000, 1_001_000), seed))
+        before = asyncio.run(state_of(port, server.pid))
+        begun = time.monotonic()
+        tally = asyncio.run(attack(port, ROUTES, range(number), seed))
+        seconds = time.monotonic() - begun
+        after = asyncio.run(state_of(port, server.pid))
+        tally.problems += warm_up.problems
+        compare(tally, before, after)
+        server.send_signal(signal.SIGTERM)
+        if (status := server.wait(timeout=60)) != 0:
+            tally.problem(f"the server ended with status {status}")
+    finally:
+        server.kill()
+        server.wait()
+    return {
+        "cpu": cpu_name(),
+        "flags": FLAGS,
+        "seed": seed,
+        "requests": number,
+        "seconds": round(seconds, 1),
+        "kinds": dict(tally.kinds.most_common()),
+        "statuses": dict(tally.statuses.most_common()),
+        "good_requests": tally.good,
+        "problems": tally.problems,
+        "descriptors": [before.descriptors, after.descriptors],
+        "memory_mib": [before.memory >> 20, after.memory >> 20],
+        "pages": [before.pages, after.pages],
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    rows = [
+        ("bad requests", f"{found['requests']:,} in {found['seconds']:.0f} s"),
+        ("of them", ", ".join(f"{number:,} {kind}" for kind, number in found["kinds"].items())),
+        ("answers", ", ".join(f"{s}: {number:,}" for s, number in found["statuses"].items())),
+        ("good requests beside them, all with the right answer", f"{found['good_requests']:,}"),
+        ("problems (5xx, hangs, deaths, wrong answers, leaks)", str(len(found["problems"]))),
+        ("KV pages in use, before and after", " → ".join(map(str, found["pages"]))),
+        ("open descriptors", " → ".join(map(str, found["descriptors"]))),
+        ("resident memory of all processes, MiB", " → ".join(map(str, found["memory_mib"]))),
+    ]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--number", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", action="store_true", help="print the table of the last run")
+    options = parser.parse_args()
+    if options.markdown:
+        print(markdown(json.loads((RESULTS / "fuzz_server.json").read_text())))
+        return 0
+    found = measure(options.number, options.seed)
+    write_json("fuzz_server", found)
+    print(markdown(found))
+    for problem in found["problems"][:50]:
+        print(problem)
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

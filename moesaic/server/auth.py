@@ -1,0 +1,95 @@
+"""Keys: who may call what. Only digests of them are kept, and compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final
+
+from starlette.requests import Request
+
+from moesaic.config import ServerArgs
+from moesaic.server.errors import Refusal
+from moesaic.server.routes import Access
+
+API_KEY: Final = "MOESAIC_API_KEY"
+ADMIN_API_KEY: Final = "MOESAIC_ADMIN_API_KEY"
+CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Keys:
+    """`api` and `admin`: digests, or nothing where there is no such key."""
+
+    api: bytes = b""
+    admin: bytes = b""
+
+    @classmethod
+    def of(cls, args: ServerArgs, environment: Mapping[str, str] = os.environ) -> Keys:
+        """From flags, or where there is none from the environment, which `ps` does not show."""
+        api = args.api_key if args.api_key is not None else environment.get(API_KEY)
+        admin = args.admin_api_key
+        admin = admin if admin is not None else environment.get(ADMIN_API_KEY)
+        return cls(_digest_of("--api-key", api), _digest_of("--admin-api-key", admin))
+
+    def __bool__(self) -> bool:
+        return bool(self.api or self.admin)
+
+    def admit(self, access: Access, request: Request) -> bytes:
+        """The digest of the key that the request carries, if a key is needed. A Refusal for who may
+        not call this."""
+        wanted = self._wanted(access)
+        if not wanted:
+            _refuse_foreign_pages(access, request)
+            return b""
+        given = _bearer(request)
+        if any(hmac.compare_digest(given, key) for key in wanted):
+            return given
+        if given and self.api and hmac.compare_digest(given, self.api):
+            raise Refusal(403, "this needs the admin key", code="admin_key_needed")
+        raise Refusal(
+            401,
+            "give the server's key, as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers=CHALLENGE,
+        )
+
+    def _wanted(self, access: Access) -> tuple[bytes, ...]:
+        """Keys of which one is needed; none: it is open."""
+        match access:
+            case Access.OPEN:
+                return ()
+            case Access.USER:
+                return tuple(key for key in (self.api, self.admin) if key) if self.api else ()
+            case Access.ADMIN:
+                return (self.admin or self.api,) if self else ()
+
+
+def _digest_of(flag: str, key: str | None) -> bytes:
+    if key is None:
+        return b""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"{flag} cannot be sent in a header: give ASCII letters, digits and signs, no spaces"
+        )
+    return sha256(key.encode()).digest()
+
+
+def _bearer(request: Request) -> bytes:
+    """The digest of what the header carries, which is of nothing where it is missing or wrong."""
+    found = [value for name, value in request.scope["headers"] if name == b"authorization"]
+    scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
+    return sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+
+
+def _refuse_foreign_pages(access: Access, request: Request) -> None:
+    """Without a key, any page that a browser shows could send requests to a server on the same
+    machine. Browsers say where such a page is from."""
+    origin = request.headers.get("origin")
+    if access is Access.OPEN or origin is None:
+        return
+    if origin.partition("://")[2] != request.headers.get("host"):
+        raise Refusal(403, "requests from pages of other sites need a key: start with --api-key")

@@ -1,0 +1,109 @@
+"""The OpenAPI document, made from the table of routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic import __version__
+from moesaic.server.context import Context
+from moesaic.server.replies import json_response
+from moesaic.server.routes import Access, Route
+
+PATH: Final = "/openapi.json"
+REF: Final = "#/components/schemas/{name}"
+# Of a path: {name} or {name:convertor}.
+PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
+ERROR: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+EVERYWHERE: Final = {
+    405: "The path has other methods, which the header Allow names",
+    408: "The request did not come in time",
+    431: "Path and headers are too large",
+    500: "An error of the server, which its log has",
+    503: "The server is stopping, has failed, or has too many connections",
+}
+WITH_A_KEY: Final = {401: "The key is missing or wrong", 403: "This needs another key"}
+WITH_A_BODY: Final = {
+    400: "The body is not JSON of this shape, or asks for what cannot be",
+    413: "The body is too large",
+    429: "Too many requests wait; the header Retry-After says for how long",
+}
+
+
+def route(routes: Sequence[Route]) -> Route:
+    """GET /openapi.json, which is in the document itself too."""
+
+    async def openapi(_: Context, __: Request) -> Response:
+        return json_response(found)
+
+    own = Route("GET", PATH, openapi, Access.USER, "This document")
+    found = document((*routes, own))
+    return own
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
+    schemas, components = msgspec.json.schema_components(bodies, ref_template=REF)
+    by_body = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        operations = paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {})
+        operations[route.method.lower()] = _operation(route, by_body)
+    bearer = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Moesaic", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": ERROR},
+            "securitySchemes": {"key": bearer},
+        },
+    }
+
+
+def _operation(route: Route, by_body: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    has_key, has_body = route.access is not Access.OPEN, route.body is not None
+    parameters = PARAMETER.findall(route.path)
+    errors = dict(EVERYWHERE)
+    errors |= WITH_A_KEY if has_key else {}
+    errors |= WITH_A_BODY if has_body else {}
+    errors |= {404: "There is no such thing"} if parameters else {}
+    content = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
+    responses: dict[str, Any] = {"200": {"description": "As asked"}}
+    for status, words in sorted(errors.items()):
+        responses[str(status)] = {"description": words, "content": content}
+    found: dict[str, Any] = {"summary": route.summary, "responses": responses}
+    if parameters:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in parameters
+        ]
+    if has_body:
+        schema = by_body[route.body]
+        found["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if has_key:
+        found["security"] = [{}, {"key": []}]
+    return found
