@@ -58,7 +58,7 @@ class Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: list[Any] | None = None
 
     @property
     def words(self) -> str:
@@ -80,7 +80,7 @@ class Choice(msgspec.Struct):
     def calls(self) -> bool:
         """Arguments of a tool are tokens, too."""
         message = self.delta or self.message
-        return bool(message and message.tool_calls and bytes(message.tool_calls) != b"[]")
+        return bool(message and message.tool_calls)
 
 
 class OpenAIPart(msgspec.Struct):

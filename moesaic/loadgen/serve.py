@@ -100,13 +100,15 @@ class _Bench:
             stream = not args.disable_stream
             asked = Asked(self.model, stream, not args.disable_ignore_eos, self.plan.extra)
             self.client = Client(self.session, self.url, ENDPOINTS[args.backend], asked)
+            cut = False
             for number, load in enumerate(self.plan.loads):
-                if await self._measure(number, load):
-                    return INTERRUPTED
-        if args.plot and self.points:
-            title = f"{self.model} · {args.backend} · {args.dataset_name}"
-            picture.draw(args.plot, self.points, title)
+                cut = cut or await self._measure(number, load)
+        if args.plot:
+            name = Path(self.model).name if Path(self.model).is_dir() else self.model
+            picture.draw(args.plot, self.points, f"{name} · {args.backend} · {args.dataset_name}")
             print(f"wrote {args.plot}")
+        if cut:
+            return INTERRUPTED
         return 0 if any(figures.completed for _, figures in self.points) else 1
 
     async def _measure(self, number: int, load: Load) -> bool:
