@@ -174,7 +174,7 @@ def test_launch_server_is_serve():
     [
         (
             ["sreve"],
-            "unknown command sreve: choose one of serve, generate, quantize, doctor; "
+            "unknown command sreve: choose one of serve, generate, bench, quantize, doctor; "
             "did you mean serve?",
         ),
         (
