@@ -174,7 +174,7 @@ def test_launch_server_is_serve():
     [
         (
             ["sreve"],
-            "unknown command sreve: choose one of serve, generate, quantize, doctor; "
+            "unknown command sreve: choose one of serve, generate, bench, quantize, doctor; "
             "did you mean serve?",
         ),
         (
@@ -232,6 +232,9 @@ def test_help_does_not_import_torch(command: str):
     assert done.stdout.endswith("False False\n")
     if command == "quantize":
         assert "--format {fp8," in done.stdout
+        return
+    if command == "bench":
+        assert "moesaic bench latency MODEL" in done.stdout
         return
     assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
     assert "Expert load balancing:" in done.stdout

@@ -15,7 +15,7 @@ LEVELS = (
     ("moe", "layers", "balance", "overlap"),
     ("models",),
     ("engine",),
-    ("server", "cli"),
+    ("server", "loadgen", "cli"),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # Modules of the package's root that belong to a command, and so stand at its level.

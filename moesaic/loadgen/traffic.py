@@ -1,0 +1,93 @@
+"""Requests as they arrive: when each is sent, how many are open at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from moesaic.loadgen.args import Load
+from moesaic.loadgen.client import Client
+from moesaic.loadgen.outcome import Outcome, Prompt
+
+
+@dataclass(frozen=True)
+class Run:
+    """`outcomes` are of the requests that ended; `cut`: it was interrupted, with `open` requests
+    left; `client_cpu`: the share of a core that the client took."""
+
+    outcomes: list[Outcome]
+    started: float
+    duration: float
+    client_cpu: float
+    cut: bool = False
+    open: int = 0
+
+
+def arrival_times(number: int, load: Load, seed: int) -> Iterator[float]:
+    """Seconds after the start at which requests are sent; the first at once. Intervals have a gamma
+    distribution with this burstiness as shape: 1 makes arrivals a Poisson process."""
+    rng = random.Random(seed)
+    at = 0.0
+    for _ in range(number):
+        yield at
+        if math.isfinite(load.rate):
+            at += rng.gammavariate(load.burstiness, 1 / (load.rate * load.burstiness))
+
+
+class Traffic:
+    def __init__(self, client: Client, load: Load, seed: int, progress: bool) -> None:
+        self._client, self._load, self._seed = client, load, seed
+        self._progress = progress
+        self._done: list[Outcome] = []
+        self._places: AbstractAsyncContextManager[object] = nullcontext()
+        if load.limit is not None:
+            self._places = asyncio.Semaphore(load.limit)
+
+    async def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Sends all of them and waits. Cancelling it gives what there is by then."""
+        tasks: list[asyncio.Task[None]] = []
+        cut = False
+        cpu, started = time.thread_time(), time.perf_counter()
+        with tqdm(total=len(prompts), disable=not self._progress, unit="req") as bar:
+            try:
+                await self._send(prompts, started, tasks, bar.update)
+                await asyncio.gather(*tasks)
+            except asyncio.CancelledError:
+                cut = True
+        # Without what closing costs, and up to the last answer: that is what was measured.
+        ends = [outcome.ended for outcome in self._done]
+        ended = time.perf_counter() if cut or not ends else max(ends)
+        duration = max(ended - started, 1e-9)
+        share = (time.thread_time() - cpu) / duration
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        left = len(prompts) - len(self._done)
+        return Run(self._done, started, duration, share, cut, left)
+
+    async def _send(
+        self,
+        prompts: Sequence[Prompt],
+        started: float,
+        tasks: list[asyncio.Task[None]],
+        tick: Callable[[], object],
+    ) -> None:
+        times = arrival_times(len(prompts), self._load, self._seed)
+        for prompt, at in zip(prompts, times, strict=True):
+            # By the clock and not by intervals: what sending costs must not lower the rate.
+            if (wait := started + at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(self._one(prompt, tick)))
+
+    async def _one(self, prompt: Prompt, tick: Callable[[], object]) -> None:
+        async with self._places:
+            outcome = await self._client.ask(prompt)
+        self._done.append(outcome)
+        tick()
