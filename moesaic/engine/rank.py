@@ -18,7 +18,7 @@ import logging
 import os
 from collections import deque
 from dataclasses import asdict
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING = StepPlan([], [])
 # What ends a step without being its fault, or cannot be helped by another try.
-Awaited = TypeVar("Awaited", messages.Recall, messages.Resume)
 FINAL = (Recalled, EpochChanged, WindowAborted, PeerTimeout)
 
 
@@ -77,13 +76,17 @@ class Rank:
         self.number = 0
         self._sender, self._receiver = PlanSender(), PlanReceiver()
         self._local: deque[StepResult] = deque()
-        self._under_way: deque[bool] = deque()
+        self._under_way: deque[tuple[int, bool]] = deque()
+        """Steps, and whether this group has a part in them."""
+        self._finished = 0
+        """The last step whose results have been taken in."""
         self._suspects = [0] * self.mesh.dp
         """Sets of requests that each attention group has to try by themselves."""
         self._is_trial = False
         """Whether the step is for one such set."""
         self._failure = ""
         """The last one that was logged."""
+        self._recall: messages.Recall | None = None
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
         link.ready(facts | self._holdings())
 
@@ -97,7 +100,7 @@ class Rank:
                 awake = False
                 carry_out()
             except Recalled as recalled:
-                self._begin_again(recalled)
+                self._begin_again(recalled.generation)
                 awake = True
 
     def _sleep(self) -> None:
@@ -111,8 +114,9 @@ class Rank:
 
     def _heed(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.Recall):
+            self._recall = message
             if message.generation > self.link.seat.generation:
-                raise Recalled(message.generation, message.error)
+                raise Recalled(message.generation)
         elif message is not None and self.leader is not None:
             self.leader.heed(message)
 
@@ -158,22 +162,22 @@ class Rank:
         trace = None if text == self._failure else error
         logger.warning("step %d failed: %s", self.number, text, exc_info=trace)
         self._failure = text
-        self.link.send(messages.StepFailed(self.link.rank, generation, text))
+        self.link.send(messages.StepFailed(self.link.rank, generation, self.number, text))
         while True:
             self._heed(self.link.receive(None, f"be called back from step {self.number}"))
 
-    def _begin_again(self, recalled: Recalled) -> None:
+    def _begin_again(self, generation: int) -> None:
         """In the next generation: abandon the step, wait until all ranks have, forget what was in
         flight. An error in here is final."""
-        generation, error = recalled.generation, recalled.error
         self.link.seat.generation = generation
-        if error is None:
-            error = self._await(messages.Recall, generation).error
-        alone, suspects = self._is_trial or self.mesh.dp == 1, 0
-        if self.leader is not None:
-            suspects = self.leader.retreat(error, alone)
+        while self._recall is None or self._recall.generation != generation:
+            self._heed(self._wait_for_word())
+        suspects = 0 if self.leader is None else self._retreat(self.leader, self._recall)
         self.link.send(messages.Abandoned(self.link.rank, generation, self.number, suspects))
-        resume = self._await(messages.Resume, generation)
+        resume = self._wait_for_word()
+        while not isinstance(resume, messages.Resume):
+            self._heed(resume)
+            resume = self._wait_for_word()
         self.number, self._suspects = resume.round, resume.suspects
         self._under_way.clear()
         self._local.clear()
@@ -184,14 +188,15 @@ class Rank:
             self.pipe.restart(generation)
         self.runner.restart(generation)
 
-    def _await(self, kind: type[Awaited], generation: int) -> Awaited:
-        """Of this generation; what comes for the leader meanwhile is taken in."""
-        operation = f"abandon step {self.number}"
-        while True:
-            message = self.link.receive(None, operation)
-            if isinstance(message, kind) and message.generation == generation:
-                return message
-            self._heed(message)
+    def _wait_for_word(self) -> messages.AnyMessage | None:
+        return self.link.receive(None, f"abandon step {self.number}")
+
+    def _retreat(self, leader: Leader, recall: messages.Recall) -> int:
+        """How many sets of requests are to be tried by themselves. A step that this group has its
+        results of has done it no harm."""
+        if recall.step <= self._finished:
+            return leader.retreat()
+        return leader.retreat(recall.error, alone=self._is_trial or self.mesh.dp == 1)
 
     def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan, bytes]:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
@@ -218,9 +223,11 @@ class Rank:
 
     def _encode(self, plan: StepPlan) -> bytes:
         """For whoever else carries it out."""
-        if self.leader is None or self.mesh.attention_tp * self.mesh.pp == 1:
+        if self.leader is None:
             return wires.NOTHING
         ended, self.leader.core.ended = self.leader.core.ended, []
+        if self.mesh.attention_tp * self.mesh.pp == 1:
+            return wires.NOTHING
         self._sender.end(ended)
         return self._sender.encode(plan)
 
@@ -237,19 +244,19 @@ class Rank:
             self._local.append(self.runner.results(plan, turn, hidden_TH))
         else:
             self.pipe.send(encode(Order(turn, wire)), hidden_TH)
-        self._under_way.append(bool(plan.items))
+        self._under_way.append((turn.number, bool(plan.items)))
 
     def _finish_oldest(self) -> None:
         """Takes in the results of the step that has been under way for longest."""
-        had_items = self._under_way.popleft()
+        number, had_items = self._under_way.popleft()
         result = self._local.popleft() if self._local else None
-        if self.leader is None or not had_items:
-            return
-        if result is None:
-            assert self.pipe is not None
-            result = decode_result(self.pipe.take_reply())
-        self.leader.core.apply(result)
-        self.leader.report()
+        if self.leader is not None and had_items:
+            if result is None:
+                assert self.pipe is not None
+                result = decode_result(self.pipe.take_reply())
+            self.leader.core.apply(result)
+            self.leader.report()
+        self._finished = number
 
     def _go_to_sleep(self, turn: Turn) -> None:
         if self.pipe is not None:
@@ -339,9 +346,12 @@ class Leader:
             self.report()
             return NOTHING
 
-    def retreat(self, error: str, alone: bool) -> int:
-        """After a step that failed: how many sets of requests are to be tried by themselves."""
-        self.core.retreat(error, alone=alone)
+    def retreat(self, error: str = "", alone: bool = False) -> int:
+        """From all steps under way, with an `error` because one of them failed: how many sets of
+        requests are to be tried by themselves."""
+        suspects = self.core.retreat()
+        if error:
+            self.core.accuse(suspects, error, alone=alone)
         self.report()
         return self.core.num_suspects
 
