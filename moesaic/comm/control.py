@@ -78,12 +78,11 @@ class EpochChanged(RuntimeError):
 
 class Recalled(RuntimeError):
     """A rank of this replica could not finish a step: all of them abandon it and begin another, in
-    the next generation. Who belongs to the service has not changed. `error`: why, where that is
-    known yet."""
+    the next generation. Who belongs to the service has not changed."""
 
-    def __init__(self, generation: int, error: str | None = None) -> None:
-        super().__init__(generation, error)
-        self.generation, self.error = generation, error
+    def __init__(self, generation: int) -> None:
+        super().__init__(generation)
+        self.generation = generation
 
     def __str__(self) -> str:
         return f"called back to generation {self.generation}"
@@ -147,7 +146,8 @@ class ControlPage:
         return self._words[EPOCH]
 
     def recall(self, rank: int, generation: int) -> None:
-        """By the supervisor: every wait of this rank raises Recalled until it has adopted this."""
+        """By the supervisor: waits of this rank that are not over yet raise Recalled until it has
+        adopted this."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
 
     def seat(self, rank: int) -> Seat:

@@ -166,7 +166,10 @@ class Signals:
         if words[ABORT]:
             raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
         if self._seat is not None and self._seat.changed:
-            self._seat.check()
+            self._seat.check_epoch()
+            # Who has what it waited for goes on: its part of an abandoned step may be done.
+            if pending:
+                self._seat.check()
         if pending:
             if words[LOSSES] or self.unreachable:
                 self._check_lost(pending, epoch)

@@ -111,19 +111,21 @@ class Asleep(Message):
 
 
 class StepFailed(Message):
-    """From a rank that raised in a step, in this generation, and waits to be called back."""
+    """From a rank that raised in a step of this generation, and waits to be called back."""
 
     rank: int
     generation: int
+    step: int
     error: str
 
 
 class Recall(Message):
-    """To all ranks of a replica: abandon what you are in, and say so. `error`: what made the step
+    """To all ranks of a replica: abandon what you are in, and say so. `error`: what made `step`
     fail, and where."""
 
     replica: int
     generation: int
+    step: int
     error: str
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -172,7 +172,7 @@ class EngineCore:
                 raise
             known = self.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
-            self.retreat(repr(error), alone=True)
+            self.accuse(self.retreat(), repr(error), alone=True)
             return
         begin = spans.clock()
         self.apply(result)
@@ -214,10 +214,9 @@ class EngineCore:
                 return work
         return []
 
-    def retreat(self, error: str, *, alone: bool) -> None:
-        """After a step that failed: takes back all that are under way, and suspects who took part.
-        `alone`: nobody of another group did. Pages are zeroed again: who was to do it may not have
-        come to it."""
+    def retreat(self) -> list[Request]:
+        """Takes back all steps that are under way; the requests that took part. Pages are zeroed
+        again: who was to do it may not have come to it."""
         suspects: dict[Request, None] = {}
         self.tally.forget()
         while self._under_way:
@@ -227,7 +226,12 @@ class EngineCore:
                 item.undo()
                 if self._is_open(item.request):
                     suspects[item.request] = None
-        guilty = self._quarantine.accuse(list(suspects), alone=alone)
+        return list(suspects)
+
+    def accuse(self, suspects: Sequence[Request], error: str, *, alone: bool) -> None:
+        """These took part in a step that failed. `alone`: nobody of another group did."""
+        self.tally.counts.failed_steps += bool(suspects)
+        guilty = self._quarantine.accuse(suspects, alone=alone)
         if guilty is not None:
             logger.error("request %s made a step fail: %s", guilty.rid, error)
             self._fail(guilty, f"the step failed: {error}")

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING = StepPlan([], [])
 # What ends a step without being its fault, or cannot be helped by another try.
-Awaited = TypeVar("Awaited", messages.Recall, messages.Resume)
 FINAL = (Recalled, EpochChanged, WindowAborted, PeerTimeout)
 
 
@@ -99,12 +98,16 @@ class Rank:
         self._local: deque[StepResult] = deque()
         self._under_way: deque[_Begun] = deque()
         self._finished = 0
+        """The last step whose results have been taken in."""
+        self._ended = 0
+        """When that was."""
         self._suspects = [0] * self.mesh.dp
         """Sets of requests that each attention group has to try by themselves."""
         self._is_trial = False
         """Whether the step is for one such set."""
         self._failure = ""
         """The last one that was logged."""
+        self._recall: messages.Recall | None = None
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
         link.ready(facts | holdings(self.runner))
 
@@ -118,7 +121,7 @@ class Rank:
                 awake = False
                 carry_out()
             except Recalled as recalled:
-                self._begin_again(recalled)
+                self._begin_again(recalled.generation)
                 awake = True
 
     def _sleep(self) -> None:
@@ -136,8 +139,9 @@ class Rank:
 
     def _heed(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.Recall):
+            self._recall = message
             if message.generation > self.link.seat.generation:
-                raise Recalled(message.generation, message.error)
+                raise Recalled(message.generation)
         elif isinstance(message, messages.Ask) and message.every:
             value = self.observer.answer(message.what, message.options)
             group = self.mesh.group_of(self.place)
@@ -196,8 +200,8 @@ class Rank:
     def _judge(self, begun: _Begun) -> None:
         """One rank of a replica is enough to see that a step was slow."""
         now, turn = time.monotonic_ns(), begun.turn
-        seconds = (now - max(begun.when, self._finished)) / 1e9
-        self._finished = now
+        seconds = (now - max(begun.when, self._ended)) / 1e9
+        self._ended = now
         if self.place.tp_rank > 0:
             return
         usual = self._pace.take(turn.prefill, sum(turn.counts), seconds)
@@ -219,22 +223,22 @@ class Rank:
         trace = None if text == self._failure else error
         logger.warning("step %d failed: %s", self.number, text, exc_info=trace)
         self._failure = text
-        self.link.send(messages.StepFailed(self.link.rank, generation, text))
+        self.link.send(messages.StepFailed(self.link.rank, generation, self.number, text))
         while True:
             self._heed(self.link.receive(None, f"be called back from step {self.number}"))
 
-    def _begin_again(self, recalled: Recalled) -> None:
+    def _begin_again(self, generation: int) -> None:
         """In the next generation: abandon the step, wait until all ranks have, forget what was in
         flight. An error in here is final."""
-        generation, error = recalled.generation, recalled.error
         self.link.seat.generation = generation
-        if error is None:
-            error = self._await(messages.Recall, generation).error
-        alone, suspects = self._is_trial or self.mesh.dp == 1, 0
-        if self.leader is not None:
-            suspects = self.leader.retreat(error, alone)
+        while self._recall is None or self._recall.generation != generation:
+            self._heed(self._wait_for_word())
+        suspects = 0 if self.leader is None else self._retreat(self.leader, self._recall)
         self.link.send(messages.Abandoned(self.link.rank, generation, self.number, suspects))
-        resume = self._await(messages.Resume, generation)
+        resume = self._wait_for_word()
+        while not isinstance(resume, messages.Resume):
+            self._heed(resume)
+            resume = self._wait_for_word()
         self.number, self._suspects = resume.round, resume.suspects
         self._under_way.clear()
         self._local.clear()
@@ -245,14 +249,15 @@ class Rank:
             self.pipe.restart(generation)
         self.runner.restart(generation)
 
-    def _await(self, kind: type[Awaited], generation: int) -> Awaited:
-        """Of this generation; what comes for the leader meanwhile is taken in."""
-        operation = f"abandon step {self.number}"
-        while True:
-            message = self.link.receive(None, operation)
-            if isinstance(message, kind) and message.generation == generation:
-                return message
-            self._heed(message)
+    def _wait_for_word(self) -> messages.AnyMessage | None:
+        return self.link.receive(None, f"abandon step {self.number}")
+
+    def _retreat(self, leader: Leader, recall: messages.Recall) -> int:
+        """How many sets of requests are to be tried by themselves. A step that this group has its
+        results of has done it no harm."""
+        if recall.step <= self._finished:
+            return leader.retreat()
+        return leader.retreat(recall.error, alone=self._is_trial or self.mesh.dp == 1)
 
     def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan, bytes]:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
@@ -301,14 +306,14 @@ class Rank:
         """Takes in the results of the step that has been under way for longest."""
         begun = self._under_way.popleft()
         result = self._local.popleft() if self._local else None
-        if self.leader is None or not begun.has_items:
-            return
-        if result is None:
-            assert self.pipe is not None
-            result = decode_result(self.pipe.take_reply())
-        self.leader.core.apply(result)
-        self.leader.report()
-        self._judge(begun)
+        if self.leader is not None and begun.has_items:
+            if result is None:
+                assert self.pipe is not None
+                result = decode_result(self.pipe.take_reply())
+            self.leader.core.apply(result)
+            self.leader.report()
+            self._judge(begun)
+        self._finished = begun.turn.number
 
     def _go_to_sleep(self, turn: Turn) -> None:
         if self.pipe is not None:
@@ -393,9 +398,12 @@ class Leader:
             self.report()
             return NOTHING
 
-    def retreat(self, error: str, alone: bool) -> int:
-        """After a step that failed: how many sets of requests are to be tried by themselves."""
-        self.core.retreat(error, alone=alone)
+    def retreat(self, error: str = "", alone: bool = False) -> int:
+        """From all steps under way, with an `error` because one of them failed: how many sets of
+        requests are to be tried by themselves."""
+        suspects = self.core.retreat()
+        if error:
+            self.core.accuse(suspects, error, alone=alone)
         self.report()
         return self.core.num_suspects
 

@@ -66,8 +66,7 @@ class Tally:
         self._told.take(begun, generated, seconds, now)
 
     def forget(self) -> None:
-        """A step failed: it and those that were begun after it are under way no more."""
-        self.counts.failed_steps += bool(self._under_way)
+        """Nothing is under way any more."""
         self._under_way.clear()
 
     def stats(self) -> GroupStats:

@@ -94,7 +94,7 @@ def test_a_request_that_breaks_a_step_ends_alone(breaking: Engine, name: str) ->
     safe = {**GREEDY, "logit_bias": dict.fromkeys(POISONS.values(), -100.0)}
     chooses = {**safe, "logit_bias": {POISONS[name]: 100.0}}
     alone = [breaking.generate(input_ids=prompt, sampling_params=safe) for prompt in prompts()]
-    for place in range(4):
+    for place in (0, 3):
         breaking.flush_cache()
         calls = [(prompt, safe) for prompt in prompts()]
         calls[place:place] = [([7, 8, 9], chooses), ([50, POISONS[name], 51], safe)]

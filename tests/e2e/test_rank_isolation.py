@@ -115,8 +115,18 @@ class Served:
         assert f"poison in {name}" in reason(answer)["message"]
 
 
+def check_late(served: Served) -> None:
+    """Of a request alone and beside others; its group has its results when a follower raises."""
+    alone = served.engine.generate(input_ids=[7, LATE, 9], sampling_params=GREEDY)
+    answer = served.beside([7, LATE, 9], GREEDY, 4)
+    assert reason(answer)["type"] == "length" and answer["output_ids"] == alone["output_ids"]
+
+
 def check(engine: Engine, rounds: int) -> None:
-    served = Served(engine)
+    check_rounds(engine, Served(engine), rounds)
+
+
+def check_rounds(engine: Engine, served: Served, rounds: int) -> None:
     names = list(POISONS)
     for number in range(rounds):
         before = settled(engine)["failed_steps"]
@@ -144,18 +154,21 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
-def test_a_request_that_breaks_a_step_ends_alone(engine: Engine) -> None:
-    check(engine, len(POISONS))
+@pytest.fixture(scope="module")
+def served(engine: Engine) -> Served:
+    return Served(engine)
 
 
-def test_a_late_error_harms_nobody(engine: Engine) -> None:
-    served = Served(engine)
-    answer = served.beside([7, LATE, 9], GREEDY, 4)
-    assert reason(answer)["type"] == "length" and settled(engine)["pages_used"] == 0
+def test_a_request_that_breaks_a_step_ends_alone(engine: Engine, served: Served) -> None:
+    check_rounds(engine, served, len(POISONS))
 
 
-def test_many_poisonous_requests_at_once(engine: Engine) -> None:
-    served = Served(engine)
+def test_a_late_error_harms_nobody(engine: Engine, served: Served) -> None:
+    check_late(served)
+    assert settled(engine)["pages_used"] == 0
+
+
+def test_many_poisonous_requests_at_once(engine: Engine, served: Served) -> None:
     engine.flush_cache()
     bad = [[30 + number, token, 9] for number, token in enumerate(POISONS.values())]
     outputs = engine.generate(input_ids=[*bad, *served.good, *bad], sampling_params=GREEDY)
@@ -177,6 +190,8 @@ def test_a_killed_rank_is_still_named(engine: Engine) -> None:
 def test_every_mesh(line: str) -> None:
     with poisoned(line) as engine:
         check(engine, 20)
+        if engine.mesh.pp == 1:
+            check_late(Served(engine))
         kill_and_name(engine)
 
 

@@ -40,7 +40,7 @@ def serve(core: EngineCore, parts: int, chance: random.Random | None) -> tuple[l
             core.runner.cache.keys[:, plan.clear] = math.nan
             core.runner.cache.values[:, plan.clear] = math.nan
         if lost:
-            core.retreat("lost", alone=False)
+            core.accuse(core.retreat(), "lost", alone=False)
             results.clear()
             losses += 1
         elif results and (not plan.items or len(results) >= parts):
@@ -104,24 +104,24 @@ def test_one_of_several_groups_is_accused_only_when_it_was_alone():
 
 def test_ranks_resume_when_the_last_has_abandoned_its_step():
     recalls = Recalls(1, range(4, 8), [4, 6])
-    assert recalls.begin(StepFailed(5, 0, "why")) == Recall(1, 1, "why")
+    assert recalls.begin(StepFailed(5, 0, 31, "why")) == Recall(1, 1, 31, "why")
     # Another rank failed in the same step.
-    assert recalls.begin(StepFailed(4, 0, "also")) is None and recalls.under_way
+    assert recalls.begin(StepFailed(4, 0, 31, "also")) is None and recalls.under_way
     told = [Abandoned(6, 1, 30, 2), Abandoned(4, 1, 31), Abandoned(7, 1, 29)]
     assert [recalls.take(one) for one in told] == [None] * 3
     assert recalls.take(Abandoned(5, 0, 99)) is None  # of another generation
     assert recalls.take(Abandoned(5, 1, 31)) == Resume(1, 31, [0, 2])
     assert not recalls.under_way
     # A late word of the generation before calls nobody back.
-    assert recalls.begin(StepFailed(7, 0, "late")) is None and recalls.generation == 1
+    assert recalls.begin(StepFailed(7, 0, 31, "late")) is None and recalls.generation == 1
 
 
 def test_steps_that_fail_whoever_takes_part_are_given_up():
     recalls = Recalls(0, range(1), [0])
     for generation in range(MOST_IN_VAIN):
-        recalls.begin(StepFailed(0, generation, "why"))
+        recalls.begin(StepFailed(0, generation, 5, "why"))
         recalls.take(Abandoned(0, generation + 1, 5))
         assert not recalls.is_hopeless
     recalls.note_progress()
-    recalls.begin(StepFailed(0, MOST_IN_VAIN, "why"))
+    recalls.begin(StepFailed(0, MOST_IN_VAIN, 5, "why"))
     assert recalls.in_vain == 1 and not recalls.is_hopeless

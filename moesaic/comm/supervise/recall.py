@@ -45,7 +45,7 @@ class Recalls:
         self.in_vain += 1
         self.missing = set(self.ranks)
         self._suspects.clear()
-        return Recall(self.replica, self.generation, failed.error)
+        return Recall(self.replica, self.generation, failed.step, failed.error)
 
     def take(self, abandoned: Abandoned) -> Resume | None:
         """What to tell the ranks once the last of them has come."""
