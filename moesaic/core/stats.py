@@ -22,7 +22,10 @@ class TrafficStats(msgspec.Struct, array_like=True):
 class RankStats(msgspec.Struct, array_like=True):
     """`traffic`: by dispatcher. `layers`: numbers of the MoE layers that this rank has, and for
     each, `experts`: the logical expert in each slot of this rank, and `expert_tokens`: how many
-    tokens this rank's slots have computed."""
+    tokens this rank's slots have computed. Of ranks that share experts by slices only the first has
+    these three: sums over ranks count each pair of token and expert once. `state`: when it was
+    asked, from the control page; a rank that did not answer in time has nothing else but its steps
+    and seconds. `runner_seconds`: of a fused dispatcher, with the waits inside."""
 
     rank: int
     place: str
@@ -60,7 +63,8 @@ class GroupStats(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct):
-    """`num_experts`: logical ones of a layer. `when`: seconds since the epoch."""
+    """Groups whose leader did not answer in time are missing. `num_experts`: logical ones of a
+    layer. `when`: seconds since the epoch."""
 
     when: float
     groups: list[GroupStats]

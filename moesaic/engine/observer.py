@@ -43,7 +43,7 @@ class Observer:
         self, runner: ModelRunner, rank: int = 0, group: Callable[[], GroupStats] | None = None
     ) -> None:
         self._runner, self._rank, self._group = runner, rank, group
-        self._spans = runner.spans
+        self._spans, self._layers = runner.spans, runner.moe_layers
         self.steps = 0
         self.busy = 0.0
         """Seconds in steps, where no seat in a control page counts them."""
@@ -65,14 +65,14 @@ class Observer:
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
         computed, waited = (self.busy, 0.0) if ranks.seat is None else ranks.seat.totals
-        layers = [layer for layer in runner.moe_layers if layer.load.counts]
+        layers = [layer for layer in self._layers if layer.load.counts]
         return RankStats(
             rank=self._rank,
             place=ranks.mesh.describe(self._rank),
             steps=self.steps,
             compute_seconds=computed,
             wait_seconds=waited,
-            runner_seconds=sum(layer.load.runner_ns for layer in runner.moe_layers) / 1e9,
+            runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,
             traffic={
                 name: TrafficStats(
                     dispatches=moved.dispatches,
