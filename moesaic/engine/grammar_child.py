@@ -7,21 +7,28 @@ them why it is refused, or nothing. It ends with its input.
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import sys
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgspec
+import numpy as np
 
 from moesaic.core.sampling import Grammar
 from moesaic.engine.grammar import Compiler, shown
 from moesaic.engine.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 SECONDS: Final = 1.0
 ROOM: Final = 128 * 2**20
 LENGTH_BYTES: Final = 4
+FOLLOWED: Final = 16
+NO_MATCH: Final = "nothing matches it"
 
 
 class Setup(msgspec.Struct):
@@ -48,19 +55,32 @@ def _memory() -> int:
 
 
 def judge(compiler: Compiler, grammar: Grammar) -> str:
-    """Why a grammar is refused; it is not only compiled but asked for its first tokens, which
-    finds those that nothing matches."""
+    """Why a grammar is refused. It is not only compiled but followed for a few tokens, which finds
+    most of those that nothing matches or that are too wide to follow."""
     try:
-        matcher = compiler.matcher(grammar)
-        mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            why = shown(matcher.get_error(), grammar)
-            return "nothing matches it" if why.startswith("NoExtension") else why
-        return "" if any(mask) else "nothing matches it"
+        return _follow(compiler.matcher(grammar), grammar)
     except MemoryError:
         return f"it takes more than {ROOM // 2**20} MB of memory to compile: simplify it"
     except ValueError as error:
         return str(error)
+
+
+def _follow(matcher: LLMatcher, grammar: Grammar) -> str:
+    source = random.Random(0)
+    for _ in range(FOLLOWED):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits)
+        if matcher.is_error() or not len(allowed):
+            break
+        matcher.consume_token(int(source.choice(allowed)))
+        if matcher.is_stopped():
+            break
+    else:
+        return ""
+    if not matcher.is_error():
+        return "" if len(allowed) else NO_MATCH
+    why = shown(matcher.get_error(), grammar)
+    return NO_MATCH if why.startswith("NoExtension") else why
 
 
 def _limited(compiler: Compiler, grammar: Grammar) -> str:

@@ -28,6 +28,17 @@ op     ::= [-+*]
 number ::= [1-9] [0-9]{0,2} | "(" number op number ")"
 """
 LIST = 'start: item ("," item){1,3}\nitem: /[a-z]{2,4}/ | "<" NUMBER ">"\nNUMBER: /[0-9]{1,3}/'
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 10, "maximum": 99},
+        "kind": {"enum": ["a", "ß"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["id", "kind", "tags"],
+    "additionalProperties": False,
+}
 MESHES = {
     "attention groups": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "pipeline": {"tp_size": 2, "pp_size": 2, "chunked_prefill_size": 16},
@@ -49,7 +60,7 @@ def is_sum(text: str) -> bool:
 
 def calls() -> list[dict[str, Any]]:
     """Of every kind, greedy and not, with everything else that may be asked of the sampler."""
-    common = {"max_new_tokens": 900}
+    common = {"max_new_tokens": 300}
     return [
         {"regex": PHONE, "seed": 1, **common},
         {"regex": f"^{PHONE}$", "temperature": 0, **common},
@@ -58,7 +69,7 @@ def calls() -> list[dict[str, Any]]:
         {"ebnf": SUM, "seed": 4, **common},
         {"ebnf": SUM, "seed": 5, "temperature": 0.5, "min_p": 0.1, **common},
         {"lark": LIST, "seed": 6, "logit_bias": {5: 50.0, EOS: -50.0}, **common},
-        {"json_schema": schema_of(3), "seed": 7, **common},
+        {"json_schema": SCHEMA, "seed": 7, **common},
     ]
 
 
@@ -210,6 +221,7 @@ def test_without_llguidance_all_else_works(engine: Engine, monkeypatch: pytest.M
     assert len(plain["output_ids"]) == 3
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_say_what_one_rank_says(engine: Engine, mesh: str) -> None:
     given = calls()
@@ -253,5 +265,5 @@ def test_the_schemas_have_everything() -> None:
         "exclusiveMinimum multipleOf additionalProperties patternProperties maxProperties minLength"
     ).split():
         assert text.count(f'"{keyword}"') >= 10, keyword
-    for schema in map(schema_of, range(200)):
+    for schema in map(schema_of, range(0, 200, 10)):
         Draft202012Validator.check_schema(schema)
