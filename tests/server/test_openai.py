@@ -17,6 +17,7 @@ import openai
 import pydantic
 import pytest
 from openai import types
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import chat as chat_types
 from transformers import AutoTokenizer
 
@@ -350,7 +351,7 @@ def test_sampling_fields_reach_the_engine(
 
 
 def test_messages_of_all_kinds(http: httpx.Client, tokenizer: Any) -> None:
-    """Parts are joined; what cannot be seen by the template changes nothing."""
+    """Parts are joined, and the template sees the rest as it was sent."""
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     messages = [
         {"role": "developer", "content": parts, "name": "boss"},
@@ -359,8 +360,7 @@ def test_messages_of_all_kinds(http: httpx.Client, tokenizer: Any) -> None:
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
         {"role": "user", "content": "Really?"},
     ]
-    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
-    plain[0]["content"] = "Be\nbrief."
+    plain = [messages[0] | {"content": "Be\nbrief."}, *messages[1:]]
     expected = generate(http, tokenizer, plain)
     raw = post(http, CHAT, messages=messages, **GREEDY)
     assert raw["choices"][0]["message"]["content"] == expected["text"]
@@ -392,9 +392,8 @@ def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
         safety_identifier="s",
         modalities=["text"],
         response_format={"type": "text"},
-        reasoning_effort="low",
         tool_choice="none",
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}, "top_k": None},
+        extra_body={"chat_template_kwargs": {}, "top_k": None, "separate_reasoning": True},
         **GREEDY,
     )
     assert full.choices[0].message.content == plain.choices[0].message.content
@@ -668,3 +667,41 @@ def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
     assert raw["choices"][0]["message"]["content"] == "ababab"
     chunks = stream(http, COMPLETIONS, prompt="x", max_tokens=20, ebnf='root ::= "yes" | "no"')
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"tile": {"enum": ["red", "blue"]}},
+                "required": ["tile"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("lay", "lift")
+]
+
+
+@pytest.mark.usefixtures("structured")
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "lift"}}], ids=str
+)
+def test_calls_that_are_forced(client: openai.OpenAI, http: httpx.Client, choice: Any) -> None:
+    body: Any = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300}
+    body |= {"parallel_tool_calls": False, "seed": 1}
+    answer = client.chat.completions.create(model=MODEL, **body).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls is not None
+    (call,) = answer.message.tool_calls
+    assert call.type == "function" and call.id
+    assert call.function.name in (("lay", "lift") if choice == "required" else ("lift",))
+    assert json.loads(call.function.arguments)["tile"] in ("red", "blue")
+    state: Any = ChatCompletionStreamState()
+    for chunk in stream(http, CHAT, **body):
+        state.handle_chunk(chat_types.ChatCompletionChunk.model_validate(chunk))
+    (streamed,) = state.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    assert streamed.function.name == call.function.name
