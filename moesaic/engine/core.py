@@ -16,6 +16,7 @@ from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResult
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
+from moesaic.moe.registry import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class EngineCore:
         self._under_way: deque[list[Planned]] = deque()
         self.ended: list[int] = []
         """Numbers of requests that are over, for whoever keeps something of them to take."""
+
+    @property
+    def moe(self) -> Problem:
+        """How the MoE layers run."""
+        return self.runner.moe.choice
 
     @property
     def facts(self) -> ModelFacts:

@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -33,6 +34,8 @@ from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
+from moesaic.moe.registry import Problem
+from moesaic.observe.requests import RequestStats, RequestWatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Engine:
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        begun = time.monotonic()
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
         tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
@@ -65,8 +69,13 @@ class Engine:
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = _load_tokenizer(self.args)
+        prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
         self._core: Core = self._make_core()
+        self.startup_seconds = {
+            "tokenizer": prepared - begun,
+            "model": time.monotonic() - prepared,
+        }
         eos_ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.eos_ids
         facts = self._core.facts
         self._max_running = facts.max_running * self.mesh.num_groups
@@ -81,6 +90,7 @@ class Engine:
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
         self._lock = threading.RLock()
         self._in_flight: set[str] = set()
+        self._watch = RequestWatch()
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
@@ -194,6 +204,15 @@ class Engine:
         info: dict[str, Any] = self._ask("info")
         return info
 
+    def request_stats(self) -> RequestStats:
+        """What became of requests since the start; asks nobody, and so never waits."""
+        return self._watch.stats(len(self._in_flight))
+
+    @property
+    def moe(self) -> Problem:
+        """How the MoE layers run, with nothing left open."""
+        return self._core.moe
+
     @property
     def fault(self) -> str:
         """Why the engine cannot serve any more; empty while it can."""
@@ -276,7 +295,7 @@ class Engine:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
-        return Job(request, detokenizer, listener, interval)
+        return Job(request, detokenizer, listener, interval, self._watch)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
         self._submit(answers.jobs)

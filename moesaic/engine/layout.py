@@ -34,6 +34,7 @@ from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WeightFormat
+from moesaic.moe.registry import Problem
 
 DEFAULT_MAX_RUNNING = 64
 # What a collective and a pipe carry in one piece: more goes in several, each with a signal.
@@ -141,12 +142,14 @@ def lay_out(args: ServerArgs) -> Layout:
     )
 
 
-def preview(args: ServerArgs) -> None:
-    """Before ranks are started: ValueError for what they could not do, and logs what they will."""
+def preview(args: ServerArgs) -> Problem:
+    """Before ranks are started: ValueError for what they could not do, and logs what they will.
+    How their MoE layers run."""
     subject = Subject.of(args)
     first = _outline_rank(subject.mesh, 0)
     parallel = first.parallel(subject.num_layers, subject.moe.deterministic)
     report_buffers(subject.moe, outline(subject.raw, subject.moe, parallel))
+    return subject.moe.choice
 
 
 @dataclass(frozen=True)

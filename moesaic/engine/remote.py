@@ -30,6 +30,7 @@ from moesaic.engine.core import ModelFacts
 from moesaic.engine.jobs import Job
 from moesaic.engine.layout import preview
 from moesaic.models.tiny import materialise
+from moesaic.moe.registry import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class RemoteCore:
     for a name, so that its own may be used again at once.
     """
 
-    def __init__(self, args: ServerArgs, service: Service) -> None:
-        self.args, self.service = args, service
+    def __init__(self, args: ServerArgs, service: Service, moe: Problem) -> None:
+        self.args, self.service, self.moe = args, service, moe
         self.facts = msgspec.convert(service.facts, ModelFacts)
         self.jobs: dict[str, Job] = {}
         self._by_number: dict[str, Job] = {}
@@ -119,6 +120,7 @@ class RemoteCore:
     def _advance(self, job: Job, delta: Delta) -> None:
         request = job.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
+        request.queue_seconds = delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
         ended = None if delta.finish is None else _reason(delta.finish)
@@ -164,11 +166,11 @@ class RemoteCore:
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     """Returns when all ranks of all nodes can serve."""
-    preview(args)
+    moe = preview(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
-    return RemoteCore(args, Service.start(service_spec(args, mesh)))
+    return RemoteCore(args, Service.start(service_spec(args, mesh)), moe)
 
 
 def serve_node(args: ServerArgs) -> int:
