@@ -11,31 +11,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import native, operations
+from moesaic.server import dashboard, metrics, native, operations
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
+from moesaic.server.figures import ROUTE, CountResponses
 from moesaic.server.routes import Route
 
 logger = logging.getLogger(__name__)
 
-ROUTES = operations.ROUTES + native.ROUTES
+ROUTES = operations.ROUTES + metrics.ROUTES + dashboard.ROUTES + native.ROUTES
 
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:
     """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
-    app = FastAPI(title="Moesaic", docs_url=None, redoc_url=None)
     context = Context(engine, is_stopping)
+    app = FastAPI(
+        title="Moesaic", docs_url=None, redoc_url=None, lifespan=lambda _: context.figures.running()
+    )
     for route in ROUTES:
         app.router.add_route(route.path, _endpoint(context, route), [route.method])
     app.add_exception_handler(Exception, _internal)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_middleware(CountResponses, context.figures)
     return app
 
 
 def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        request.scope[ROUTE] = route.path
         return await route.handler(context, request)
 
     return endpoint

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from moesaic.config import ServerArgs
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.server.errors import Refusal
+from moesaic.server.figures import Figures
 
 RETRY_AFTER: Final = {"Retry-After": "1"}
 
@@ -20,6 +21,7 @@ class Context:
 
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool]) -> None:
         self.engine, self._is_stopping = engine, is_stopping
+        self.figures = Figures(engine)
 
     @property
     def args(self) -> ServerArgs:
