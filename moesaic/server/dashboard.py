@@ -43,6 +43,7 @@ async def data(context: Context, request: Request) -> Response:
         {
             "info": figures.info,
             "trouble": context.trouble,
+            "when": stats.when,
             "age": figures.poll.age,
             "history": [sample for sample in figures.history.samples if sample.when > since],
             "requests": {

@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -85,11 +86,10 @@ class LagWatch:
         self._latest: deque[tuple[int, float]] = deque(maxlen=60)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + LAG_SECONDS
+            due = time.monotonic() + LAG_SECONDS
             await asyncio.sleep(LAG_SECONDS)
-            self._add(max(0.0, loop.time() - due), int(due))
+            self._add(max(0.0, time.monotonic() - due), int(due))
 
     def _add(self, late: float, second: int) -> None:
         self._histogram.add(late)
@@ -213,7 +213,7 @@ def engine_info(engine: Engine) -> dict[str, str]:
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     return {
         "version": __version__,
-        "model": args.served_model_name or args.model_path,
+        "model": args.served_model_name or Path(args.model_path).name,
         "mesh": ", ".join(told) or "one rank",
         "a2a_backend": moe.a2a,
         "mode": moe.mode,
