@@ -62,13 +62,13 @@ class Page {
       new Chart(plot("throughput"), [
         { label: "generated", value: (sample) => sample.generated_tokens },
         { label: "prompt", value: (sample) => sample.prompt_tokens },
-      ], rate, { least: 10 }),
+      ], rate, { least: 9 }),
       new Chart(plot("queue"), [
         { label: "answering", value: (sample) => sample.answering },
         { label: "waiting", value: (sample) => sample.open - sample.answering },
-      ], count, { least: 4 }),
+      ], count, { least: 3.8 }),
       latency("ttft"), latency("itl"), latency("e2e"),
-      new Chart(plot("cache"), [{ label: "used", value: (sample) => sample.pages_used }], percent, { least: 0.01, axis: false }),
+      new Chart(plot("cache"), [{ label: "used", value: (sample) => sample.pages_used }], percent, { least: 0.009, axis: false }),
     ];
   }
 

@@ -1,7 +1,9 @@
 // Curves over the last minutes, drawn as SVG.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SPAN = 300; // seconds
+const SPAN = 300; // seconds, once there are as many
+const SHORTEST = 60;
+const WIDE = 300;
 const HIGH = 100;
 
 export function svg(name, attributes = {}, ...children) {
@@ -27,13 +29,14 @@ export class Chart {
     this.samples = [];
     this.paths = series.map((_, index) => svg("path", { class: "ab"[index] }));
     this.area = svg("path", { class: "area" });
-    const grid = [0, HIGH / 2, HIGH].map((y) => svg("line", { x1: 0, x2: SPAN, y1: y, y2: y }));
-    const picture = svg("svg", { viewBox: `0 0 ${SPAN} ${HIGH}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+    const grid = [0, HIGH / 2, HIGH].map((y) => svg("line", { x1: 0, x2: WIDE, y1: y, y2: y }));
+    const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", "aria-hidden": "true" });
     picture.append(...grid, this.area, ...this.paths);
     this.top = html("span", { className: "top" });
     plot.append(picture, this.top);
     if (axis) {
-      plot.append(html("span", { className: "when from", textContent: "5 min ago" }));
+      this.from = html("span", { className: "when from" });
+      plot.append(this.from);
       plot.append(html("span", { className: "when to", textContent: "now" }));
     }
     plot.addEventListener("pointermove", (event) => this.point(event));
@@ -43,14 +46,16 @@ export class Chart {
   draw(samples, now) {
     this.samples = samples;
     this.now = now;
+    this.span = Math.min(SPAN, Math.max(SHORTEST, samples.length ? now - samples[0].when : 0));
+    if (this.from) this.from.textContent = this.span >= 120 ? `${Math.round(this.span / 60)} min ago` : `${Math.round(this.span)} s ago`;
     const values = samples.flatMap((sample) => this.series.map((one) => one.value(sample) ?? 0));
-    this.max = niceMax(Math.max(this.least, ...values));
+    this.max = niceMax(1.05 * Math.max(this.least, ...values));
     this.top.textContent = this.max ? this.format(this.max) : "";
     this.series.forEach((one, index) => this.paths[index].setAttribute("d", this.line(one.value)));
     this.area.setAttribute("d", this.filled(this.series[0].value));
   }
 
-  x(sample) { return SPAN - (this.now - sample.when); }
+  x(sample) { return WIDE * (1 - (this.now - sample.when) / this.span); }
 
   y(value) { return HIGH - (this.max ? (value / this.max) * HIGH : 0); }
 
@@ -77,14 +82,14 @@ export class Chart {
   point(event) {
     const box = this.plot.getBoundingClientRect();
     const share = (event.clientX - box.left) / box.width;
-    const wanted = this.now - SPAN * (1 - share);
+    const wanted = this.now - this.span * (1 - share);
     let near = null;
     for (const sample of this.samples) {
       if (near === null || Math.abs(sample.when - wanted) < Math.abs(near.when - wanted)) near = sample;
     }
     this.leave();
     if (near === null || Math.abs(near.when - wanted) > 5) return;
-    const left = (this.x(near) / SPAN) * box.width;
+    const left = (this.x(near) / WIDE) * box.width;
     const ago = Math.max(0, Math.round(this.now - near.when));
     const told = this.series.map((one) => `${one.label} ${this.format(one.value(near))}`);
     const tip = html("div", { className: "tip", textContent: [`${ago} s ago`, ...told].join("\n") });

@@ -4,9 +4,8 @@ import { html, svg } from "./charts.js";
 import { count } from "./format.js";
 
 const LEVELS = 8;
-const WIDTH = 600; // of the drawing, whatever the screen's
 const LABEL = 26;
-const BALANCE = 130;
+const BALANCE = 120;
 
 // 0 without tokens, the middle at the layer's mean, the last from four times that.
 export function level(tokens, mean) {
@@ -25,13 +24,14 @@ class Grid {
     this.place = place;
     this.columns = columns;
     this.name = name;
-    const side = (WIDTH - LABEL - room) / columns.length;
-    const high = Math.max(6, Math.min(22, side));
-    this.room = { x: WIDTH - room, width: room, high };
-    this.root = svg("svg", { viewBox: `0 0 ${WIDTH} ${layers.length * high + 16}`, role: "img" });
+    const width = Math.max(200, place.clientWidth);
+    const side = (width - LABEL - room) / columns.length;
+    const high = layers.length <= 24 ? 17 : layers.length <= 48 ? 11 : 7;
+    this.room = { x: width - room, end: width, high };
+    this.root = svg("svg", { viewBox: `0 0 ${width} ${layers.length * high + 18}`, role: "img" });
     this.root.setAttribute("aria-label", `tokens by layer and ${name}`);
     this.cells = layers.map((layer, row) => this.row(layer, row, side, high));
-    this.header(layers.length * high, side);
+    this.header(layers.length * high, side, width);
     this.root.addEventListener("pointerover", (event) => tell(event.target.dataset.told ?? ""));
     this.root.addEventListener("pointerleave", () => tell(""));
     place.replaceChildren(this.root);
@@ -39,7 +39,7 @@ class Grid {
 
   row(layer, row, side, high) {
     const gap = side > 6 ? 1 : side > 3 ? 0.5 : 0;
-    if (high >= 10 || row % 4 === 0) {
+    if (high >= 11 || row % 4 === 0) {
       const text = svg("text", { x: LABEL - 6, y: (row + 0.5) * high, class: "end" });
       text.textContent = layer;
       this.root.append(text);
@@ -52,10 +52,10 @@ class Grid {
     });
   }
 
-  header(y, side) {
-    const every = Math.max(1, Math.ceil(22 / side));
+  header(y, side, width) {
+    const every = Math.max(1, Math.ceil(24 / side));
     this.columns.forEach((column, index) => {
-      if (index % every) return;
+      if (index % every || LABEL + (index + 0.5) * side > width - 8) return;
       const text = svg("text", { x: LABEL + (index + 0.5) * side, y: y + 9, class: "middle" });
       text.textContent = column;
       this.root.append(text);
@@ -82,40 +82,53 @@ export class ExpertMaps {
   constructor(experts, ranks, tell) {
     this.places = { experts, ranks };
     this.tell = tell;
+    this.point = (text) => { this.pointed = text; tell(text || this.hottest); };
     this.shape = "";
     this.past = [];
     this.recent = false;
+    new ResizeObserver(() => this.fit()).observe(experts);
+  }
+
+  // The drawing is made for a width.
+  fit() {
+    const width = this.places.experts.clientWidth;
+    if (width === this.width) return;
+    this.width = width;
+    this.shape = "";
+    if (this.last) this.show(...this.last);
   }
 
   show(load, now) {
     this.last = [load, now];
     if (!load.layers.length) return;
-    const ranks = Object.keys(load.layers[0].ranks).length;
     const everybody = [...new Set(load.layers.flatMap((layer) => Object.keys(layer.ranks)))];
     const shape = JSON.stringify([load.layers.map((layer) => layer.layer), load.number, everybody]);
-    if (shape !== this.shape) this.build(load, everybody, shape, ranks);
+    if (shape !== this.shape) this.build(load, everybody, shape);
     this.remember(load, now);
     const layers = this.recent ? since(load.layers, this.past[0].layers) : load.layers;
     this.experts.draw(layers, (layer) => layer.experts);
     this.ranks.draw(layers, (layer) => everybody.map((rank) => layer.ranks[rank] ?? 0));
     layers.forEach((layer, row) => this.balance(row, layer.balancedness));
+    this.hottest = hottest(layers);
+    if (!this.pointed) this.tell(this.hottest);
   }
 
   build(load, everybody, shape) {
     this.shape = shape;
-    this.past = [];
+    if (shape !== this.known) this.past = [];
+    this.known = shape;
     const layers = load.layers.map((layer) => layer.layer);
     const names = Array.from({ length: load.number }, (_, index) => index);
-    this.experts = new Grid(this.places.experts, layers, names, "expert", 0, this.tell);
-    this.ranks = new Grid(this.places.ranks, layers, everybody, "rank", BALANCE, this.tell);
-    const { x, high } = this.ranks.room;
+    this.experts = new Grid(this.places.experts, layers, names, "expert", 0, this.point);
+    this.ranks = new Grid(this.places.ranks, layers, everybody, "rank", BALANCE, this.point);
+    const { x, end, high } = this.ranks.room;
     this.bars = layers.map((_, row) => {
       const y = row * high;
       const back = svg("rect", { x: x + 10, y: y + high * 0.3, width: 70, height: high * 0.4, rx: 1 });
       const bar = svg("rect", { x: x + 10, y: y + high * 0.3, width: 0, height: high * 0.4, rx: 1, class: "balance" });
-      const text = svg("text", { x: WIDTH - 4, y: y + high / 2, class: "end strong" });
+      const text = svg("text", { x: end - 4, y: y + high / 2, class: "end strong" });
       this.ranks.root.append(back, bar, text);
-      return { bar, text, shown: high >= 10 || row % 4 === 0 };
+      return { bar, text, shown: high >= 11 || row % 4 === 0 };
     });
   }
 
@@ -128,7 +141,8 @@ export class ExpertMaps {
 
   remember(load, now) {
     const newest = this.past[this.past.length - 1];
-    if (!newest || now - newest.now >= 5) this.past.push({ now, layers: load.layers });
+    if (newest && total(load.layers) < total(newest.layers)) this.past = []; // another server
+    if (!this.past.length || now - newest.now >= 5) this.past.push({ now, layers: load.layers });
     while (this.past.length > 1 && now - this.past[1].now >= 60) this.past.shift();
   }
 
@@ -136,6 +150,20 @@ export class ExpertMaps {
     this.recent = recent;
     if (this.last) this.show(...this.last);
   }
+}
+
+function total(layers) {
+  return layers.reduce((sum, layer) => sum + layer.experts.reduce((one, other) => one + other, 0), 0);
+}
+
+function hottest(layers) {
+  let found = null;
+  for (const { layer, experts } of layers) {
+    const mean = experts.reduce((sum, one) => sum + one, 0) / experts.length;
+    const most = Math.max(...experts);
+    if (mean && (!found || most / mean > found.times)) found = { layer, expert: experts.indexOf(most), times: most / mean };
+  }
+  return found ? `hottest: expert ${found.expert} of layer ${found.layer}, ${found.times.toFixed(1)}× the mean` : "";
 }
 
 function since(layers, before) {
