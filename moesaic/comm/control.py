@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from moesaic.observe.spans import Kind, Spans
+
 WORD: Final = 8
 TEXT_BYTES: Final = 248
 LINE_BYTES: Final = 64
@@ -172,6 +174,8 @@ class Seat:
         self._words = page._words
         self.epoch = page.epoch
         """The epoch that this rank has adopted."""
+        self.spans = Spans()
+        """Where waits are recorded."""
 
     def beat(self) -> None:
         self._words[self._first + BEAT] = time.monotonic_ns()
@@ -190,6 +194,8 @@ class Seat:
         before = TOTALS.get(words[first + STATE])
         if before is not None:
             words[first + before] += now - words[first + SINCE]
+            if before == WAITED and self.spans.on:
+                self.spans.add(Kind.WAIT, words[first + SINCE], end=now)
         words[first + STATE] = state
         words[first + SINCE] = now
         words[first + PROGRESS] += 1
@@ -198,6 +204,19 @@ class Seat:
         """A wait so short that the state did not change for it: not computing all the same."""
         self._words[self._first + WAITED] += nanoseconds
         self._words[self._first + COMPUTED] -= nanoseconds
+        if self.spans.on:
+            now = time.monotonic_ns()
+            self.spans.add(Kind.WAIT, now - nanoseconds, end=now)
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Seconds that this rank has computed and waited, up to now."""
+        words, first = self._words, self._first
+        seconds = {COMPUTED: words[first + COMPUTED], WAITED: words[first + WAITED]}
+        doing = TOTALS.get(words[first + STATE])
+        if doing is not None:
+            seconds[doing] += time.monotonic_ns() - words[first + SINCE]
+        return seconds[COMPUTED] / 1e9, seconds[WAITED] / 1e9
 
     @property
     def changed(self) -> bool:

@@ -203,5 +203,7 @@ def _set_up(boot: Boot) -> None:
     keep_freed_memory()
     # Its own lock would be a named semaphore, which stays in /dev/shm when a rank is killed.
     tqdm.set_lock(threading.RLock())
-    form = f"[%(asctime)s] [rank {boot.rank}] %(message)s"
+    group = boot.mesh.group_of(boot.mesh.place(boot.rank))
+    name = f"rank {boot.rank} DP{group}" if boot.mesh.num_groups > 1 else f"rank {boot.rank}"
+    form = f"[%(asctime)s] [{name}] %(message)s"
     logging.basicConfig(level=boot.log_level.upper(), format=form, force=True)

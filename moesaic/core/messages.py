@@ -40,17 +40,21 @@ class Abort(Message):
 
 
 class Ask(Message):
-    """A question to every serving group; each leader answers it with a Reply of the same number.
-    `what`: flush_cache, or info, to which the supervisor adds what it sees of the ranks (-1)."""
+    """A question to the leaders of all serving groups, or to `every` rank; each answers it with a
+    Reply of the same number. To info and stats the supervisor adds what it sees of the ranks, as
+    group -1. `options` are the question's own."""
 
     number: int
     what: str
+    every: bool = False
+    options: dict[str, Any] = {}
 
 
 class Reply(Message):
     number: int
     group: int
     value: Any
+    rank: int = -1
 
 
 class Finish(Message):
@@ -104,6 +108,15 @@ class Asleep(Message):
 
     replica: int
     round: int
+
+
+class Slow(Message):
+    """From the first rank of a replica: a step took much longer than such steps usually do."""
+
+    replica: int
+    step: int
+    seconds: float
+    usual: float
 
 
 class Failed(Message):
@@ -174,6 +187,7 @@ AnyMessage = (
     | Ready
     | Wake
     | Asleep
+    | Slow
     | Failed
     | Fault
     | Stop

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from moesaic.config import ServerArgs
 from moesaic.core.request import FinishReason, Request
+from moesaic.engine.asking import RankAnswers, Told
+from moesaic.engine.holdings import holdings, providers, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.kv_manager import KVManager
 from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.observer import Observer
+from moesaic.engine.pace import Pace
 from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResult
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from moesaic.moe.registry import Problem
+from moesaic.engine.tally import Tally
+from moesaic.observe.spans import Kind, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +37,7 @@ class ModelFacts:
     cache_tokens: int
     max_running: int
     eos_ids: tuple[int, ...]
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class EngineCore:
 
     fault: str = ""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
+    def __init__(self, args: ServerArgs, runner: ModelRunner | None = None, group: int = 0) -> None:
         self.args = args
         self.runner = runner or ModelRunner(args)
         self._taken: list[int] = []
@@ -63,6 +71,11 @@ class EngineCore:
             conservativeness=args.schedule_conservativeness,
         )
         self.scheduler = Scheduler(config, self.kv)
+        self.tally = Tally(self.scheduler, args.decode_log_interval, group)
+        self.observer = Observer(self.runner, group=self.tally.stats)
+        self.front = Spans()
+        """What callers' threads do beside the engine's."""
+        self._pace = Pace()
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
         self._under_way: deque[list[Planned]] = deque()
@@ -70,9 +83,8 @@ class EngineCore:
         """Numbers of requests that are over, for whoever keeps something of them to take."""
 
     @property
-    def moe(self) -> Problem:
-        """How the MoE layers run."""
-        return self.runner.moe.choice
+    def providers(self) -> dict[str, Any]:
+        return providers(self.runner)
 
     @property
     def facts(self) -> ModelFacts:
@@ -83,6 +95,7 @@ class EngineCore:
             cache_tokens=runner.num_pages * self.args.page_size,
             max_running=runner.max_running,
             eos_ids=tuple(sorted(runner.eos_ids)),
+            num_experts=runner.num_experts,
         )
 
     @property
@@ -91,6 +104,15 @@ class EngineCore:
 
     def wake(self) -> None:
         """Called when the engine's thread has something to do besides its steps: it will look."""
+
+    @property
+    def patience(self) -> float | None:
+        """How long nothing may happen before `rest` is due; None: for ever."""
+        return self.tally.patience
+
+    def rest(self) -> None:
+        """There was nothing to do for a while."""
+        self.tally.flush()
 
     def close(self) -> None:
         """Nothing to give back but memory."""
@@ -105,15 +127,28 @@ class EngineCore:
 
     def fail_all(self, message: str) -> None:
         self._under_way.clear()
+        self.tally.forget()
         for job in list(self.jobs.values()):
             self._finish(job, FinishReason("abort", message=message, failed=True))
 
-    def ask(self, what: str, answer: Future[Any]) -> None:
-        """Answers at once; `what`: info or flush_cache."""
+    def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
+        """Answers at once; `what`: info, flush_cache, or what a rank's Observer knows."""
+        if self.observer.knows(what):
+            now = time.monotonic_ns()
+            value = self.observer.answer(what, dict(options or {}))
+            answer.set_result(RankAnswers({0: Told(value, now, time.monotonic_ns())}))
+            return
         answer.set_result({"info": self.info, "flush_cache": self.kv.flush}[what]())
 
     def info(self) -> dict[str, Any]:
-        return {**asdict(self.args), **self.figures()}
+        """In the shape that many ranks have, too."""
+        rank = {"rank": 0, "place": "rank 0", **holdings(self.runner)} | {
+            "state": "computing" if self.has_work else "idle",
+            "step": self.num_steps,
+            "computed": self.observer.busy,
+            "waited": 0.0,
+        }
+        return service_info(asdict(self.args), [self.figures()], [rank], self.facts.num_experts)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -132,16 +167,31 @@ class EngineCore:
     def step(self) -> None:
         """One pass of the model; an error in it ends the requests that took part, no others."""
         self.ended.clear()
+        spans, start = self.runner.spans, time.monotonic_ns()
+        spans.begin_step(self.num_steps + 1)
         plan = self.plan()
+        spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
         try:
             result = self.runner.step(plan)
         except Exception as error:
             work = self._under_way.popleft()
+            self.tally.fail()
             logger.exception("a step failed; its %d requests are ended", len(work))
             for item in work:
                 self._fail(item.request, f"the step failed: {error!r}")
             return
+        begin = spans.clock()
         self.apply(result)
+        spans.add(Kind.DETOKENISE, begin, tokens=len(result.items))
+        spans.add(Kind.STEP, start, tokens=plan.num_tokens)
+        self._count_step(plan, (time.monotonic_ns() - start) / 1e9)
+
+    def _count_step(self, plan: StepPlan, seconds: float) -> None:
+        self.observer.steps += 1
+        self.observer.busy += seconds
+        usual = self._pace.take(plan.prefill, plan.num_tokens, seconds)
+        if usual is not None:
+            logger.warning("step %d took %.1f s, usually %.2f s", self.num_steps, seconds, usual)
 
     def plan(self, parts: int = 1) -> StepPlan:
         """The next step, which is then under way; `parts`: how many may be so at once. A step of
@@ -154,11 +204,13 @@ class EngineCore:
         plan = StepPlan(items, list(self._taken), prefill)
         self._taken.clear()
         self.num_steps += 1
+        self.tally.begin(work)
         self._under_way.append([_begin(item) for item in work])
         return plan
 
     def apply(self, result: StepResult) -> None:
         """The results of the oldest step under way."""
+        self.tally.end(result)
         for item, found in zip(self._under_way.popleft(), result.items, strict=True):
             try:
                 self._advance(item, found)

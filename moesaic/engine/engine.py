@@ -10,7 +10,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -25,17 +25,21 @@ import torch
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import FinishReason
+from moesaic.core.stats import EngineStats
 from moesaic.engine.answers import Answers, Piece, Signal
+from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
+from moesaic.engine.profiler import Profiler
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
-from moesaic.moe.registry import Problem
 from moesaic.observe.requests import RequestStats, RequestWatch
+from moesaic.observe.spans import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,8 @@ class Engine:
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
+        self.spans = self._core.front
+        self._profiler = Profiler(self._ask, self.mesh, self.spans)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
         self._thread.start()
@@ -107,7 +113,9 @@ class Engine:
                 "moesaic serve or moesaic generate with the same flags there"
             )
         if self.mesh.world == 1:
-            return EngineCore(self.args)
+            core = EngineCore(self.args)
+            log_ranks([holdings(core.runner)], self.mesh)
+            return core
         return start_ranks(self.args, self.mesh)
 
     def __enter__(self) -> Engine:
@@ -209,9 +217,26 @@ class Engine:
         return self._watch.stats(len(self._in_flight))
 
     @property
-    def moe(self) -> Problem:
-        """How the MoE layers run, with nothing left open."""
-        return self._core.moe
+    def providers(self) -> dict[str, Any]:
+        """What carries tokens to experts and computes them, with nothing left open."""
+        return self._core.providers
+
+    def get_stats(self) -> EngineStats:
+        """What was counted since the start, by serving group and rank. A rank that does not answer
+        within seconds is there with what the supervisor sees of it."""
+        return engine_stats(self._ask("stats"), self._core.facts.num_experts)
+
+    def start_profile(
+        self, output_dir: str | Path | None = None, num_steps: int | None = None
+    ) -> None:
+        """Records what every rank does, until `stop_profile` or for so many steps. The trace goes
+        to `output_dir`, ./profile unless given. ValueError if a recording is under way."""
+        self._profiler.start(output_dir, num_steps)
+
+    def stop_profile(self) -> str:
+        """Ends a recording and writes its trace; the path of the file. After a recording that ended
+        by itself, that one's. ValueError if there was none."""
+        return str(self._profiler.stop())
 
     @property
     def fault(self) -> str:
@@ -220,6 +245,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Ends running requests with an error and stops the engine's thread; may be repeated."""
+        self._profiler.close()
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -233,7 +259,9 @@ class Engine:
         self, call: GenerateInput, put: Callable[[int, Progress], None], stream: bool
     ) -> list[Job]:
         """Checks every request; nothing is submitted before somebody listens."""
+        begin = self.spans.clock()
         specs = call.specs(self.tokenizer, self._limits)
+        self.spans.add(Kind.TOKENISE, begin, tokens=sum(len(spec.prompt_ids) for spec in specs))
         interval = self.args.stream_interval if stream else None
         return [
             self._job(spec, partial(self._signal, put, number), interval)
@@ -257,6 +285,7 @@ class Engine:
         return Answers(jobs, single, self.tokenizer if texts else None)
 
     def _submit(self, jobs: Sequence[Job]) -> None:
+        begin = self.spans.clock()
         rids = {job.request.rid for job in jobs}
         with self._lock:
             if taken := rids & self._in_flight:
@@ -269,6 +298,7 @@ class Engine:
 
             self._tell(add)
             self._in_flight |= rids
+        self.spans.add(Kind.SUBMIT, begin, tokens=len(jobs))
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
@@ -344,18 +374,24 @@ class Engine:
             self._inbox.put(command)
             self._core.wake()
 
-    def _ask(self, what: str) -> Any:
-        """The answer to a question that only the engine's thread may look up."""
+    def _ask(self, what: str, options: Mapping[str, Any] | None = None) -> Any:
+        """The answer to a question that only the engine's thread, or ranks, may look up."""
         future: Future[Any] = Future()
 
         def answer(core: Core) -> None:
             try:
-                core.ask(what, future)
+                core.ask(what, future, options)
             except Exception as error:
                 future.set_exception(error)
 
         self._tell(answer)
-        return future.result()
+        try:
+            return future.result(CALLER_SECONDS)
+        except TimeoutError:
+            raise NoAnswer(
+                f"the engine did not answer {what!r} within {CALLER_SECONDS:g} s: it is in a long "
+                "step, or its thread is held up"
+            ) from None
 
     def _run(self) -> None:
         """An error that no single request is to blame for ends all of them, but not the engine."""
@@ -381,7 +417,12 @@ class Engine:
     def _obey(self) -> bool:
         """Carries out what was asked, waiting while there is nothing to compute; False: stop."""
         while not (self._inbox.empty() and self._core.has_work):
-            if (command := self._inbox.get()) is None:
+            try:
+                command = self._inbox.get(timeout=self._core.patience)
+            except queue.Empty:
+                self._core.rest()
+                continue
+            if command is None:
                 return False
             self._carry_out(command)
         return True

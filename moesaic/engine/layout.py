@@ -34,7 +34,6 @@ from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WeightFormat
-from moesaic.moe.registry import Problem
 
 DEFAULT_MAX_RUNNING = 64
 # What a collective and a pipe carry in one piece: more goes in several, each with a signal.
@@ -142,14 +141,12 @@ def lay_out(args: ServerArgs) -> Layout:
     )
 
 
-def preview(args: ServerArgs) -> Problem:
-    """Before ranks are started: ValueError for what they could not do, and logs what they will.
-    How their MoE layers run."""
+def preview(args: ServerArgs) -> None:
+    """Before ranks are started: ValueError for what they could not do, and logs what they will."""
     subject = Subject.of(args)
     first = _outline_rank(subject.mesh, 0)
     parallel = first.parallel(subject.num_layers, subject.moe.deterministic)
     report_buffers(subject.moe, outline(subject.raw, subject.moe, parallel))
-    return subject.moe.choice
 
 
 @dataclass(frozen=True)
@@ -198,20 +195,22 @@ class Subject:
             cache=model.cache,
             cache_bytes_per_token=model.cache.bytes_per_token(moe.dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
-            collective_bytes=self._collective_bytes(model.config.hidden_size),
+            collective_bytes=collective_bytes(
+                self.mesh, self.limits, model.config.hidden_size, moe.dtype
+            ),
         )
 
-    def _collective_bytes(self, hidden_size: int) -> int:
-        """Of the stage, of the attention group where it is another, and of the pipe."""
-        mesh = self.mesh
-        windows = [
-            (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
-            for size in {mesh.tp, mesh.attention_tp}
-        ]
-        if mesh.pp > 1:
-            pipe = pipe_spec(mesh, self.limits, hidden_size, self.moe.dtype)
-            windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
-        return sum(nbytes // size for size, nbytes in windows)
+
+def collective_bytes(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> int:
+    """Of a rank: for its stage, for the attention group where it is another, and for the pipe."""
+    windows = [
+        (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
+        for size in {mesh.tp, mesh.attention_tp}
+    ]
+    if mesh.pp > 1:
+        pipe = pipe_spec(mesh, limits, hidden_size, dtype)
+        windows.append((mesh.pp, pipe.window_bytes(mesh.pp)))
+    return sum(nbytes // size for size, nbytes in windows)
 
 
 def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:

@@ -40,6 +40,7 @@ from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.weights import fill_randomly, load_weights, settle_input_scales
 from moesaic.moe.layer import FusedMoE
+from moesaic.observe.spans import Kind, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +83,32 @@ class ModelRunner:
         if ranks.seat is not None:
             self._announce_layers(ranks.seat)
         logger.info(
-            "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB), "
-            "context of %d tokens",
+            "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB: %s), "
+            "context of %d tokens, at most %d requests at once",
             folder,
             time.monotonic() - started,
             weight_bytes / GIB,
             str(self.dtype).removeprefix("torch."),
             self.num_pages * args.page_size,
             self.cache.num_bytes / GIB,
+            self._why_cache(args),
             self.context_length,
+            self.max_running,
         )
+
+    @property
+    def spans(self) -> Spans:
+        """Where it is recorded what was done when."""
+        return self.moe.comm.spans
 
     @property
     def moe_layers(self) -> list[FusedMoE]:
         return [module for module in self.model.modules() if isinstance(module, FusedMoE)]
+
+    @property
+    def num_experts(self) -> int:
+        """Logical ones of a layer; 0 in a stage without any."""
+        return next((layer.config.num_experts for layer in self.moe_layers), 0)
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
         """As many pages as the rank of the replica with the least room for them has."""
@@ -112,6 +125,13 @@ class ModelRunner:
         )
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
         self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+
+    def _why_cache(self, args: ServerArgs) -> str:
+        if args.max_total_tokens is not None:
+            return "as --max-total-tokens says"
+        if self.num_pages * args.page_size >= self.max_running * self.context_length:
+            return "as much as all requests can use"
+        return "what memory allows"
 
     def _announce_layers(self, seat: Seat) -> None:
         """A rank that computes shows how far it is: a long step is not a hang."""
@@ -166,12 +186,16 @@ class ModelRunner:
         for begin in range(0, max(turn.logits), LOGIT_ROWS):
             piece = rows[begin : begin + LOGIT_ROWS]
             wanted = [min(max(0, count - begin), LOGIT_ROWS) for count in turn.logits]
+            started = self.spans.clock()
             logits_RV = self.model.logits(hidden_TH[torch.tensor(piece, dtype=torch.int64)], wanted)
+            self.spans.add(Kind.LOGITS, started, tokens=len(piece))
             if self.ranks.place.attention_rank > 0 or not piece:
                 continue
+            started = self.spans.clock()
             here = sampling[begin : begin + LOGIT_ROWS]
             _sample(plan, here, logits_RV[: len(here)], results)
             scoring.take(logits_RV[len(here) :])
+            self.spans.add(Kind.SAMPLE, started, tokens=len(here))
         return StepResult(results)
 
 

@@ -139,16 +139,16 @@ def _log_choice(context: MoeContext) -> None:
         "moe: a2a %s (%s, %s), runner %s (%s) on %s, %s weights, %s sent",
         choice.a2a,
         choice.mode,
-        _provider(A2A_REGISTRY[choice.a2a].providers[choice.device]),
+        provider(A2A_REGISTRY[choice.a2a].providers[choice.device]),
         choice.runner,
-        _provider(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
+        provider(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
         choice.device,
         choice.weights,
         choice.payload,
     )
 
 
-def _provider(make: Callable[..., object]) -> str:
+def provider(make: Callable[..., object]) -> str:
     """Ours, or the module it comes from."""
     return "native" if make.__module__.startswith("moesaic.") else make.__module__
 

@@ -10,9 +10,9 @@ Every decision of the loop follows from what was gathered, so all ranks take the
 from __future__ import annotations
 
 import logging
-import os
+import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -27,9 +27,12 @@ from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine import wire as wires
 from moesaic.engine.core import EngineCore
+from moesaic.engine.holdings import holdings
 from moesaic.engine.jobs import Job, Progress
-from moesaic.engine.layout import COLLECTIVE_BYTES, expert_bytes, pipe_spec
+from moesaic.engine.layout import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.observer import Observer
+from moesaic.engine.pace import Pace
 from moesaic.engine.plan import (
     Order,
     StepPlan,
@@ -41,6 +44,7 @@ from moesaic.engine.plan import (
 )
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.wire import PlanReceiver, PlanSender
+from moesaic.observe.spans import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,18 @@ def run(link: RankLink) -> None:
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         quiet = "moesaic.engine.moe_setup" if link.shows_progress else "moesaic"
         logging.getLogger(quiet).setLevel(logging.WARNING)
+        # Batches are each leader's own.
+        logging.getLogger("moesaic.engine.tally").setLevel(logging.getLogger().level)
     Rank(link).serve()
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step under way, since then; `has_items`: work of this rank's group."""
+
+    when: int
+    turn: Turn
+    has_items: bool
 
 
 class Rank:
@@ -63,13 +78,19 @@ class Rank:
         self.ranks = join(link)
         self.runner = ModelRunner(self.args, self.ranks)
         self.leader = Leader(self) if self.place.is_leader else None
+        self.spans = link.seat.spans = self.runner.spans
+        group = None if self.leader is None else self.leader.core.tally.stats
+        self.observer = Observer(self.runner, link.rank, group)
+        self._pace = Pace()
+        self._woken: messages.Wake | None = None
         self.pipe = self._make_pipe()
         self.number = 0
         self._sender, self._receiver = PlanSender(), PlanReceiver()
         self._local: deque[StepResult] = deque()
-        self._under_way: deque[bool] = deque()
+        self._under_way: deque[_Begun] = deque()
+        self._finished = 0
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
-        link.ready(facts | self._holdings())
+        link.ready(facts | holdings(self.runner))
 
     def serve(self) -> None:
         while True:
@@ -82,30 +103,70 @@ class Rank:
     def _sleep(self) -> None:
         """Until woken; what comes for the leader meanwhile is taken in."""
         while True:
-            message = self.link.receive(None)
+            woken, self._woken = self._woken, None
+            message = woken or self.link.receive(self._patience())
             if isinstance(message, messages.Wake):
                 self.number = message.round
                 return
             self._heed(message)
 
+    def _patience(self) -> float | None:
+        return None if self.leader is None else self.leader.core.tally.patience
+
     def _heed(self, message: messages.AnyMessage | None) -> None:
-        if message is not None and self.leader is not None:
+        if isinstance(message, messages.Ask) and message.every:
+            value = self.observer.answer(message.what, message.options)
+            group = self.mesh.group_of(self.place)
+            self.link.send(messages.Reply(message.number, group, value, self.link.rank))
+        elif self.leader is None:
+            return
+        elif message is None:
+            self.leader.core.tally.flush()
+        else:
             self.leader.heed(message)
+
+    def _look(self) -> None:
+        """Takes in what has come. To be woken again a rank may be told before it sleeps."""
+        while (message := self.link.receive(0.0)) is not None:
+            if isinstance(message, messages.Wake):
+                self._woken = message
+            else:
+                self._heed(message)
 
     def _lead(self) -> None:
         """Steps until there is nothing to do on any rank of the stage."""
         while True:
-            while (message := self.link.receive(0.0)) is not None:
-                self._heed(message)
+            self._look()
+            start = time.monotonic_ns()
+            self.spans.begin_step(self.number + 1)
             plan = NOTHING if self.leader is None else self.leader.core.plan(self.mesh.pp)
             turn, plan, wire = self._agree(plan)
             if turn.counts:
+                self.spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
                 self._compute(turn, plan, wire)
-            if self._under_way and (not turn.counts or len(self._under_way) >= self.mesh.pp):
-                self._finish_oldest()
-            elif not turn.counts:
+                self._under_way.append(_Begun(start, turn, bool(plan.items)))
+            elif not self._under_way:
                 self._go_to_sleep(turn)
                 return
+            if not turn.counts or len(self._under_way) >= self.mesh.pp:
+                self._finish_oldest()
+            if turn.counts:
+                self._count_step(plan, start)
+
+    def _count_step(self, plan: StepPlan, start: int) -> None:
+        self.observer.steps += 1
+        self.spans.add(Kind.STEP, start, tokens=plan.num_tokens)
+
+    def _judge(self, begun: _Begun) -> None:
+        """One rank of a replica is enough to see that a step was slow."""
+        now, turn = time.monotonic_ns(), begun.turn
+        seconds = (now - max(begun.when, self._finished)) / 1e9
+        self._finished = now
+        if self.place.tp_rank > 0:
+            return
+        usual = self._pace.take(turn.prefill, sum(turn.counts), seconds)
+        if usual is not None:
+            self.link.send(messages.Slow(self.place.replica, turn.number, seconds, usual))
 
     def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan, bytes]:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
@@ -149,19 +210,19 @@ class Rank:
             self._local.append(self.runner.results(plan, turn, hidden_TH))
         else:
             self.pipe.send(encode(Order(turn, wire)), hidden_TH)
-        self._under_way.append(bool(plan.items))
 
     def _finish_oldest(self) -> None:
         """Takes in the results of the step that has been under way for longest."""
-        had_items = self._under_way.popleft()
+        begun = self._under_way.popleft()
         result = self._local.popleft() if self._local else None
-        if self.leader is None or not had_items:
+        if self.leader is None or not begun.has_items:
             return
         if result is None:
             assert self.pipe is not None
             result = decode_result(self.pipe.take_reply())
         self.leader.core.apply(result)
         self.leader.report()
+        self._judge(begun)
 
     def _go_to_sleep(self, turn: Turn) -> None:
         if self.pipe is not None:
@@ -174,9 +235,12 @@ class Rank:
         assert self.pipe is not None
         while True:
             self.link.seat.enter(State.COMPUTING)
+            self._look()
             data, x_TH = self.pipe.receive()
             order = decode_order(data)
-            self.link.seat.begin(order.turn.number)
+            start, number = time.monotonic_ns(), order.turn.number
+            self.link.seat.begin(number)
+            self.spans.begin_step(number)
             asleep = not order.turn.counts
             plan = self._receiver.decode(order.plan)
             hidden_TH = None if asleep else self.runner.forward(plan, order.turn, x_TH)
@@ -188,6 +252,7 @@ class Rank:
                     self.pipe.reply(encode(result))
             if asleep:
                 return
+            self._count_step(plan, start)
 
     def _make_pipe(self) -> Pipe | None:
         if self.mesh.pp == 1:
@@ -199,15 +264,6 @@ class Rank:
         spec = pipe_spec(self.mesh, self.runner.limits, config.hidden_size, config.dtype)
         return Pipe(peers, spec, self.ranks.timeout)
 
-    def _holdings(self) -> dict[str, int]:
-        """What this rank keeps in memory, in bytes, and its process."""
-        return {
-            "pid": os.getpid(),
-            "weight_bytes": self.runner.model.nbytes,
-            "expert_bytes": sum(map(expert_bytes, self.runner.moe_layers)),
-            "cache_bytes": self.runner.cache.num_bytes,
-        }
-
 
 class Leader:
     """The requests of a serving group, and what is told of them."""
@@ -215,7 +271,7 @@ class Leader:
     def __init__(self, rank: Rank) -> None:
         self.link = rank.link
         self.group = rank.mesh.group_of(rank.place)
-        self.core = EngineCore(rank.args, rank.runner)
+        self.core = EngineCore(rank.args, rank.runner, self.group)
         self._told: dict[str, _Told] = {}
         self._news: list[messages.Delta] = []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -26,11 +28,13 @@ from moesaic.core.messages import (
     Submit,
 )
 from moesaic.core.request import FinishReason
+from moesaic.engine.asking import NoAnswer, Question
 from moesaic.engine.core import ModelFacts
+from moesaic.engine.holdings import log_ranks, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.layout import preview
 from moesaic.models.tiny import materialise
-from moesaic.moe.registry import Problem
+from moesaic.observe.spans import Kind, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +49,22 @@ class RemoteCore:
     for a name, so that its own may be used again at once.
     """
 
-    def __init__(self, args: ServerArgs, service: Service, moe: Problem) -> None:
-        self.args, self.service, self.moe = args, service, moe
+    def __init__(self, args: ServerArgs, service: Service) -> None:
+        self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
         self.jobs: dict[str, Job] = {}
         self._by_number: dict[str, Job] = {}
         self.fault = ""
+        self.front = Spans()
+        """What this process does beside the ranks."""
         self._asked = 0
-        self._questions: dict[int, tuple[str, Future[Any], dict[int, Any]]] = {}
+        self._questions: dict[int, Question] = {}
+
+    @property
+    def providers(self) -> dict[str, Any]:
+        ranks = self.service.facts["ranks"]
+        found: dict[str, Any] = ranks[0]["providers"]
+        return found
 
     @property
     def has_work(self) -> bool:
@@ -61,6 +73,14 @@ class RemoteCore:
 
     def wake(self) -> None:
         self.service.wake()
+
+    @property
+    def patience(self) -> float | None:
+        """Of the engine's thread, which comes here only after a fault: then it waits for ever."""
+        return None
+
+    def rest(self) -> None:
+        """Ranks rest by themselves."""
 
     def close(self) -> None:
         self.service.close()
@@ -80,25 +100,31 @@ class RemoteCore:
         end = self._finish if self.fault else self._give_up
         for job in list(self.jobs.values()):
             end(job, FinishReason("abort", message=message, failed=True))
-        for _, answer, _ in self._questions.values():
-            answer.set_exception(RuntimeError(message))
+        for question in self._questions.values():
+            question.answer.set_exception(RuntimeError(message))
         self._questions.clear()
 
-    def ask(self, what: str, answer: Future[Any]) -> None:
-        """Asks all serving groups; the answer comes when the last of theirs does."""
+    def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
+        """Asks all serving groups, or every rank what it alone knows; the answer comes when the
+        last of theirs does, or after a while without those that are missing."""
         if self.fault:
             answer.set_exception(RuntimeError(self.fault))
             return
         self._asked += 1
-        self._questions[self._asked] = (what, answer, {})
-        self.service.send(Ask(self._asked, what))
+        mesh, every = self.service.spec.mesh, what not in OF_GROUPS
+        waits_for = mesh.world if every else mesh.num_groups
+        self._questions[self._asked] = Question(what, answer, every, waits_for)
+        self.service.send(Ask(self._asked, what, every, dict(options or {})))
 
     def step(self) -> None:
         """Waits for a message, or to be woken."""
-        message = self.service.receive(None)
+        message = self.service.receive(self._patience())
+        self._expire()
         if isinstance(message, Output):
+            begin = self.front.clock()
             for delta in message.deltas:
                 self._take(delta)
+            self.front.add(Kind.DETOKENISE, begin, tokens=len(message.deltas))
         elif isinstance(message, Reply):
             self._reply(message)
         elif isinstance(message, Fault):
@@ -137,21 +163,43 @@ class RemoteCore:
             self._finish(job, ended)
 
     def _reply(self, reply: Reply) -> None:
-        if reply.number not in self._questions:
+        question = self._questions.get(reply.number)
+        if question is None:
             return
-        what, answer, replies = self._questions[reply.number]
-        replies[reply.group] = reply.value
-        groups = range(self.service.spec.mesh.num_groups)
-        if len(replies) < len(groups) + (what == "info"):
+        question.take(reply)
+        if question.is_answered:
+            del self._questions[reply.number]
+            self._conclude(question)
+
+    def _conclude(self, question: Question) -> None:
+        if question.every:
+            question.answer.set_result(question.by_rank())
             return
-        del self._questions[reply.number]
-        values = [replies[group] for group in groups]
-        if what == "flush_cache":
-            answer.set_result(sum(values))
+        values = [question.replies[group].value for group in sorted(question.replies)]
+        if question.what == "flush_cache":
+            question.answer.set_result(sum(values))
             return
-        summed = {key: sum(value[key] for value in values) for key in SUMMED}
-        told = {"groups": values, "ranks": replies[-1]}
-        answer.set_result({**asdict(self.args), **values[0], **summed, **told})
+        info = service_info(asdict(self.args), values, question.overview, self.facts.num_experts)
+        question.answer.set_result(info)
+
+    def _patience(self) -> float | None:
+        """Until the first question must be answered."""
+        if not self._questions:
+            return None
+        first = min(question.deadline for question in self._questions.values())
+        return max(0.0, first - time.monotonic())
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [n for n, question in self._questions.items() if question.deadline <= now]
+        for question in map(self._questions.pop, late):
+            if question.every and (question.replies or question.overview):
+                self._conclude(question)
+                continue
+            missing = question.waits_for - len(question.replies)
+            who = "ranks" if question.every else "serving groups"
+            error = NoAnswer(f"{missing} {who} did not answer {question.what!r} in time")
+            question.answer.set_exception(error)
 
     def _give_up(self, job: Job, reason: FinishReason) -> None:
         """Ends a request that its rank would go on with."""
@@ -166,11 +214,13 @@ class RemoteCore:
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     """Returns when all ranks of all nodes can serve."""
-    moe = preview(args)
+    preview(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
-    return RemoteCore(args, Service.start(service_spec(args, mesh)), moe)
+    core = RemoteCore(args, Service.start(service_spec(args, mesh)))
+    log_ranks(core.service.facts["ranks"], mesh)
+    return core
 
 
 def serve_node(args: ServerArgs) -> int:
@@ -196,8 +246,8 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
     )
 
 
-# Figures of the serving groups that add up to those of the service.
-SUMMED = ("running", "waiting", "pages_used", "pages_cached", "pages_free", "retractions", "steps")
+# What only the leaders of groups are asked; everything else every rank is.
+OF_GROUPS = ("info", "flush_cache")
 
 
 def _number(job: Job) -> str:

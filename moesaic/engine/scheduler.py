@@ -53,6 +53,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: set[Request] = set()
         self.num_retractions = 0
+        self._admitted = (0, 0)
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
         self._reserve = min(1.0, RESERVE_START * config.conservativeness)
 
@@ -77,6 +78,11 @@ class Scheduler:
         self._admit(budget, planned)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
         return [Scheduled(request, length) for request, length in planned.items()]
+
+    def take_admitted(self) -> tuple[int, int]:
+        """Requests admitted since the last call, and how many of their tokens were cached."""
+        taken, self._admitted = self._admitted, (0, 0)
+        return taken
 
     def finish(self, request: Request) -> None:
         """Forgets a request, wherever it is."""
@@ -131,6 +137,7 @@ class Scheduler:
                 request.cached_tokens = request.num_computed
                 request.queue_seconds = time.monotonic() - request.created
             self.running.add(request)
+            self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
             computing.add((node, key))
         self.waiting.extendleft(reversed(held_back))

@@ -24,6 +24,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK
+from moesaic.observe.spans import Kind
 
 
 class Router(Module):
@@ -74,7 +75,13 @@ class SparseBlock(Module):
         self.parallel = parallel or Parallel()
 
     def route(self, x_TH: Tensor) -> TopKOutput:
-        return self.topk(self.gate(x_TH), self.gate.e_score_correction_bias, self.experts.slot_map)
+        spans = self.experts.context.comm.spans
+        begin = spans.clock()
+        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
+        chosen = self.topk(self.gate(x_TH), bias, slot_map)
+        if begin:
+            spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
+        return chosen
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
         return self.routed(x_TH, step)
@@ -120,10 +127,14 @@ class DecoderLayer(Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(size, eps, dtype)
         self.mlp = mlp
+        self._spans = config.moe.comm.spans
         self.renamed = {"mlp": mlp_name}
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+        begin = self._spans.clock()
         x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), ctx)
+        if begin:
+            self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
         return x_TH + self.mlp(self.post_attention_layernorm(x_TH), ctx.step)
 
 

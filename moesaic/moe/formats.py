@@ -9,6 +9,7 @@ Rows and ids that nobody owns are -1; their contents are garbage and must not be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -33,11 +34,19 @@ class DispatchOutput:
     format: ClassVar[str]
     handle: Any
 
+    def slot_rows(self, slots: int) -> Sequence[int] | None:
+        """How many rows each of this rank's slots gets; None: not known yet."""
+        return None
+
 
 @dataclass(frozen=True)
 class CombineInput:
     format: ClassVar[str]
     handle: Any
+
+    def slot_rows(self, slots: int) -> Sequence[int] | None:
+        """The same, of a format whose dispatch could not tell."""
+        return None
 
 
 DISPATCH_FORMATS: dict[str, type[DispatchOutput]] = {}
@@ -64,6 +73,10 @@ class StandardDispatchOutput(DispatchOutput):
     weights_RK: Tensor
     y_OH: Tensor | None = field(default=None, kw_only=True)
 
+    def slot_rows(self, slots: int) -> Sequence[int]:
+        rows: list[int] = (self.ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()
+        return rows
+
 
 @dispatch_format
 @dataclass(frozen=True)
@@ -73,6 +86,9 @@ class NormalDispatchOutput(StandardDispatchOutput):
 
     format = "deepep_normal"
     rows_e: list[int]
+
+    def slot_rows(self, slots: int) -> Sequence[int]:
+        return self.rows_e
 
 
 @dispatch_format
@@ -88,6 +104,9 @@ class LowLatencyDispatchOutput(DispatchOutput):
     x: Payload  # [e, M, H]
     masked_m: list[int]
     y_eMH: Tensor
+
+    def slot_rows(self, slots: int) -> Sequence[int]:
+        return self.masked_m
 
 
 @dispatch_format
@@ -120,3 +139,7 @@ class LowLatencyCombineInput(CombineInput):
 class FusedCombineInput(CombineInput):
     format = "fused"
     y_TH: Tensor
+    rows_e: list[int] | None = None
+
+    def slot_rows(self, slots: int) -> Sequence[int] | None:
+        return self.rows_e

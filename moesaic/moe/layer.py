@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.formats import TopKOutput
+from moesaic.moe.load import ExpertLoad
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
@@ -53,13 +55,16 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self._make_weights()
         self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
+        self.load = ExpertLoad(layer, self.layout, context.comm.spans)
         self.runner = MoeRunner(
             context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
         )
 
     def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
         rows = self.dispatcher.dispatch(x_TH, topk, step)
+        begin = time.monotonic_ns()
         results = self.runner.run(rows, self.weights, self.context.workspace)
+        self.load.take(rows, results, begin)
         return self.dispatcher.combine(results)
 
     def _make_weights(self) -> None:

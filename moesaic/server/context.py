@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from moesaic.config import ServerArgs
+from moesaic.engine.asking import NoAnswer
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.server.errors import Refusal
 from moesaic.server.figures import Figures
@@ -46,6 +47,8 @@ class Context:
                 return error
             case QueueFull():
                 return Refusal(429, str(error), code="queue_full", headers=RETRY_AFTER)
+            case NoAnswer():
+                return Refusal(503, self.trouble or str(error), headers=RETRY_AFTER)
             # A number such as 10**400 is valid JSON, and no float.
             case ValueError() | OverflowError():
                 return Refusal(400, str(error))

@@ -208,16 +208,16 @@ class Figures:
 
 def engine_info(engine: Engine) -> dict[str, str]:
     """What was resolved at start, in words."""
-    args, mesh, moe = engine.args, engine.mesh, engine.moe
+    args, mesh, providers = engine.args, engine.mesh, engine.providers
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     return {
         "version": __version__,
         "model": args.served_model_name or Path(args.model_path).name,
         "mesh": ", ".join(told) or "one rank",
-        "a2a_backend": moe.a2a,
-        "mode": moe.mode,
-        "runner_backend": moe.runner,
+        "a2a_backend": providers["a2a"],
+        "mode": providers["a2a_mode"],
+        "runner_backend": providers["runner"],
     }
 
 

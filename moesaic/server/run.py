@@ -83,6 +83,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
+        logger.info("The server is fired up and ready to roll!")
         print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     def _stop(self, number: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 
 from moesaic.comm.control import Seen, State
 from moesaic.comm.mesh import Mesh
+from moesaic.core.messages import Slow
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class StepGuard:
         self._mesh, self._patience, self._hang = mesh, patience, hang
         self._times = StepTimes()
         self._told: dict[int, tuple[object, ...]] = {}
+        self._before: dict[int, tuple[int, dict[int, float]]] = {}
+        """Of each replica, a step that was seen and what its ranks had computed until then."""
 
     def look(self, seen: Mapping[int, Seen], now: float) -> Suspicion | None:
         """Logs a new suspicion once, and returns the first that has lasted too long."""
@@ -70,6 +73,7 @@ class StepGuard:
                 continue
             leader = here[min(here)]
             self._times.take(replica, leader.step, leader.state != State.IDLE, now)
+            self._note_begin(replica, leader.step, here)
             hung = self._judge(replica, here)
             if hung is not None:
                 return hung
@@ -78,6 +82,25 @@ class StepGuard:
     def pause(self) -> None:
         """Instead of a look that would not be fair."""
         self._times.forget()
+
+    def explain_slow(self, slow: Slow, seen: Mapping[int, Seen]) -> str:
+        """Which rank computed longest in a step that has just ended."""
+        text = f"step {slow.step} took {slow.seconds:.1f} s, usually {slow.usual:.2f} s"
+        step, before = self._before.get(slow.replica, (0, {}))
+        spent = {rank: seen[rank].computed - before[rank] for rank in before if rank in seen}
+        if step != slow.step or not spent:
+            return text
+        longest = max(spent, key=spent.__getitem__)
+        return (
+            f"{text}: {self._mesh.describe(longest)} computed longest, for {spent[longest]:.1f} s, "
+            f"the others for at most {_second(spent):.1f} s"
+        )
+
+    def _note_begin(self, replica: int, step: int, seen: Mapping[int, Seen]) -> None:
+        """What was computed so far, when a step is seen for the first time."""
+        if self._before.get(replica, (0, {}))[0] != step:
+            totals = {rank: one.computed for rank, one in seen.items()}
+            self._before[replica] = step, totals
 
     def suspect(self, seen: Mapping[int, Seen], patience: float) -> Suspicion | None:
         """Who keeps the others waiting, among ranks of one replica."""
@@ -131,6 +154,10 @@ class StepGuard:
             for r, s in _first(others)
         )
         return f"a step stands still: the odd one out is {names}. Waiting for it: {waits}"
+
+
+def _second(seconds: Mapping[int, float]) -> float:
+    return sorted([0.0, *seconds.values()])[-2]
 
 
 def _first(seen: Mapping[int, Seen]) -> list[tuple[int, Seen]]:

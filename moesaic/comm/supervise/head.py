@@ -38,6 +38,7 @@ from moesaic.core.messages import (
     Ready,
     Relay,
     Reply,
+    Slow,
     Stop,
     Submit,
     Wake,
@@ -166,6 +167,10 @@ class Head(Node):
                 self._replicas[replica].awake = False
                 self._replicas[replica].round = round_
                 self._wake_if_due(self._replicas[replica])
+            case Slow():
+                logger.warning(
+                    "%s", self._guard.explain_slow(message, self.sights(time.monotonic()))
+                )
             case Ready(facts=facts):
                 self._facts[rank] = facts
                 self._check_ready()
@@ -262,11 +267,12 @@ class Head(Node):
         self.tell_client(Output([Delta(rid, [], finish=Finish("abort", message=why, failed=True))]))
 
     def _ask(self, question: Ask) -> None:
-        if question.what == "info":
+        if question.what in ("info", "stats"):
             self.tell_client(Reply(question.number, -1, self._overview()))
-        # A leader answers in its sleep, too.
-        for group in range(self.mesh.num_groups):
-            self.send_rank(self.mesh.leader(group), encode(question))
+        leaders = map(self.mesh.leader, range(self.mesh.num_groups))
+        # They answer in their sleep, too.
+        for rank in range(self.mesh.world) if question.every else leaders:
+            self.send_rank(rank, encode(question))
 
     def _overview(self) -> list[dict[str, Any]]:
         """Every rank: where it stands, what it holds, and what it does now."""

@@ -9,6 +9,7 @@ N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -122,10 +123,15 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     """Dispatch, experts and combine in one."""
     handle: Pending = rows.handle
     dispatcher = handle.dispatcher
+    begin = time.monotonic_ns()
     dispatcher.wait(Signal.OFFERED, handle.lane)
     plan = plan_pairs(dispatcher.exchange.offers(handle.lane, dispatcher.layout).tokens)
+    dispatcher.note_dispatch_time(begin, dispatcher.traffic.dispatch_bytes)
     dispatcher.compute(handle.lane, plan, context)
-    return FusedCombineInput(handle, dispatcher.reduce(handle.lane, plan, rows.topk))
+    begin, before = time.monotonic_ns(), dispatcher.traffic.combine_bytes
+    y_TH = dispatcher.reduce(handle.lane, plan, rows.topk)
+    dispatcher.note_combine_time(begin, before, len(y_TH))
+    return FusedCombineInput(handle, y_TH, plan.filled)
 
 
 def spread_rows(rows_R: Tensor, filled: list[int], places: Places) -> Tensor:

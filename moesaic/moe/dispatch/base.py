@@ -7,6 +7,7 @@ each in a lane of its own.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import Payload, PayloadFormat
+from moesaic.observe.spans import Kind, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class DispatchConfig:
 @dataclass(slots=True)
 class Traffic:
     """Rows that came to this rank from others, or that it put there, and the bytes of their values
-    and scales; `metadata_bytes` are those of the ids and weights that belong to these rows."""
+    and scales; `metadata_bytes` are those of the ids and weights that belong to these rows.
+    Nanoseconds are those that this rank spent in the halves of each way, waiting included."""
 
     dispatch_rows: int = 0
     dispatch_bytes: int = 0
@@ -59,17 +62,20 @@ class Traffic:
     metadata_bytes: int = 0
     dispatches: int = 0
     combines: int = 0
+    dispatch_ns: int = 0
+    combine_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CommContext:
     """What the dispatchers of all layers share: the ranks, how long to wait for them, the buffers
-    in use, and the count of what moved."""
+    in use, the count of what moved, and where is recorded when."""
 
     group: Peers
     timeout: float = 60.0
     buffers: dict[Any, Any] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    spans: Spans = field(default_factory=Spans)
 
 
 # Of a chosen expert: its id and its weight.
@@ -106,6 +112,7 @@ class BaseDispatcher(ABC):
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         self.config, self.comm = config, comm
         self.traffic = comm.traffic.setdefault(self.name, Traffic())
+        self.spans = comm.spans
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
 
     def register_hook(self, point: str, hook: Hook) -> HookHandle:
@@ -121,20 +128,47 @@ class BaseDispatcher(ABC):
         return self.combine_b(self.combine_a(results))
 
     def dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Any:
+        begin, before = time.monotonic_ns(), self.traffic.dispatch_bytes
         x_TH, topk = self._call("pre_dispatch", (x_TH, topk))
         self._check(x_TH, topk)
         self.traffic.dispatches += 1
-        return self._dispatch_a(x_TH, topk, step)
+        pending = self._dispatch_a(x_TH, topk, step)
+        self.note_dispatch_time(begin, before, len(x_TH))
+        return pending
 
     def dispatch_b(self, pending: Any) -> DispatchOutput:
-        return self._call("post_dispatch", self._dispatch_b(pending))
+        begin, before = time.monotonic_ns(), self.traffic.dispatch_bytes
+        output = self._call("post_dispatch", self._dispatch_b(pending))
+        self.note_dispatch_time(begin, before)
+        return output
 
     def combine_a(self, results: CombineInput) -> Any:
+        begin, before = time.monotonic_ns(), self.traffic.combine_bytes
         self.traffic.combines += 1
-        return self._combine_a(self._call("pre_combine", results))
+        pending = self._combine_a(self._call("pre_combine", results))
+        self.note_combine_time(begin, before)
+        return pending
 
     def combine_b(self, pending: Any) -> Tensor:
-        return self._call("post_combine", self._combine_b(pending))
+        begin, before = time.monotonic_ns(), self.traffic.combine_bytes
+        y_TH = self._call("post_combine", self._combine_b(pending))
+        self.note_combine_time(begin, before, len(y_TH))
+        return y_TH
+
+    def note_dispatch_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
+        """Of a half that has just ended."""
+        now, traffic = time.monotonic_ns(), self.traffic
+        traffic.dispatch_ns += now - begin
+        if self.spans.on:
+            moved = traffic.dispatch_bytes - bytes_before
+            self.spans.add(Kind.DISPATCH, begin, self.config.layer, tokens, moved, now)
+
+    def note_combine_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
+        now, traffic = time.monotonic_ns(), self.traffic
+        traffic.combine_ns += now - begin
+        if self.spans.on:
+            moved = traffic.combine_bytes - bytes_before
+            self.spans.add(Kind.COMBINE, begin, self.config.layer, tokens, moved, now)
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
         """What a custom top-k or a hook gives is checked before others depend on it. Values only on

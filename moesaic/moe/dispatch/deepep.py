@@ -22,6 +22,7 @@ from moesaic.moe.formats import (
 )
 from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.observe.spans import Spans
 
 
 class NormalDispatcher(RowsDispatcher):
@@ -48,7 +49,8 @@ class AutoDispatcher(BaseDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        del comm.traffic[self.name]  # the two count for themselves
+        del comm.traffic[self.name]  # the two count for themselves, and record
+        self.spans = Spans()
         self.normal = NormalDispatcher(config, comm)
         self.low_latency = LowLatencyDispatcher(config, comm)
 

@@ -1,0 +1,139 @@
+"""What a process did when: spans of time in a ring, on the clock that all processes of a machine
+share. While nothing is recorded a place that could record costs one test of `on`."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+CAPACITY: Final = 200_000
+# Kind, layer, step, tokens, begin, end, bytes, thread.
+RECORD: Final = struct.Struct("<hhiiqqqq")
+
+
+class Kind(IntEnum):
+    """What a span is of; its name in a trace is in small letters."""
+
+    STEP = 0
+    PLAN = 1
+    """Planning, and agreeing on it with the other ranks."""
+    ATTENTION = 2
+    ROUTER = 3
+    DISPATCH = 4
+    EXPERTS = 5
+    COMBINE = 6
+    LOGITS = 7
+    SAMPLE = 8
+    WAIT = 9
+    """For another rank."""
+    TOKENISE = 10
+    SUBMIT = 11
+    DETOKENISE = 12
+
+
+class Span(NamedTuple):
+    """Times in nanoseconds; `layer` is -1 outside of the layers."""
+
+    kind: int
+    layer: int
+    step: int
+    tokens: int
+    begin: int
+    end: int
+    nbytes: int
+    thread: int
+
+
+class Spans:
+    """The last `capacity` spans of a recording. Any thread may add some."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.on = False
+        self.step = 0
+        self.first = 0
+        """The first step that may be recorded in full."""
+        self._capacity = capacity
+        self._data = bytearray()
+        self._written = 0
+        self._until: int | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        self._data = bytearray(RECORD.size * self._capacity)
+        self._written, self._until = 0, None
+        self.first = self.step + 1
+        self.on = True
+
+    def end_before(self, step: int) -> None:
+        """Recording ends when that step begins."""
+        self._until = step
+        if self.step >= step:
+            self.on = False
+
+    def stop(self) -> None:
+        self.on = False
+
+    def free(self) -> None:
+        self.on = False
+        self._data, self._written = bytearray(), 0
+
+    def begin_step(self, number: int) -> None:
+        self.step = number
+        if self._until is not None and number >= self._until:
+            self.on = False
+
+    def clock(self) -> int:
+        """When a span begins; 0 while nothing is recorded."""
+        return time.monotonic_ns() if self.on else 0
+
+    def add(
+        self,
+        kind: Kind,
+        begin: int,
+        layer: int = -1,
+        tokens: int = 0,
+        nbytes: int = 0,
+        end: int = 0,
+    ) -> None:
+        """From `begin` until now, unless told until when; nothing if `begin` is 0."""
+        if not begin or not self.on:
+            return
+        end, thread = end or time.monotonic_ns(), threading.get_ident()
+        with self._lock:
+            place = self._written % self._capacity * RECORD.size
+            self._written += 1
+            RECORD.pack_into(
+                self._data, place, kind, layer, self.step, tokens, begin, end, nbytes, thread
+            )
+
+    @property
+    def count(self) -> int:
+        """Spans that are kept."""
+        return min(self._written, len(self._data) // RECORD.size)
+
+    @property
+    def lost(self) -> int:
+        """Spans for which later ones took the place."""
+        return self._written - self.count
+
+    @property
+    def oldest_step(self) -> int:
+        """Of the oldest span that is kept; there must be one."""
+        return next(unpack(self.read(0, 1))).step
+
+    def read(self, first: int, number: int) -> bytes:
+        """Some of those that are kept, oldest first, packed."""
+        size, stop = RECORD.size, min(self.count, first + number)
+        oldest = self._written % self._capacity if self.lost else 0
+        return b"".join(
+            self._data[place * size : (place + 1) * size]
+            for place in ((oldest + i) % self._capacity for i in range(first, stop))
+        )
+
+
+def unpack(data: bytes) -> Iterator[Span]:
+    return map(Span._make, RECORD.iter_unpack(data))

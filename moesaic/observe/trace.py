@@ -1,0 +1,86 @@
+"""Recorded spans as one file that ui.perfetto.dev and chrome://tracing open: the trace event format
+in JSON, compressed by gzip."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.observe.spans import Kind, Span
+
+MICROSECOND: Final = 1000
+TOGETHER: Final = 1000
+# Speed matters more than size: a trace is written while others compute.
+COMPRESSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Track:
+    """The spans of one process, whose clock is so many nanoseconds ahead of the writer's."""
+
+    number: int
+    name: str
+    spans: Sequence[Span]
+    ahead: int = 0
+
+
+def write_trace(path: Path, tracks: Sequence[Track], facts: Mapping[str, Any]) -> None:
+    """Times count from the first span on. The file appears under its name when it is whole."""
+    start = min((span.begin - track.ahead for track in tracks for span in track.spans), default=0)
+    partial = path.with_name(f".{path.name}.partial")
+    encode = msgspec.json.encode
+    try:
+        with gzip.open(partial, "wb", COMPRESSION) as file:
+            head = encode({"displayTimeUnit": "ms", "otherData": facts})
+            file.write(head[:-1] + b',"traceEvents":[')
+            events, before = _events(tracks, start), b"\n"
+            while some := list(islice(events, TOGETHER)):
+                file.write(before + encode(some)[1:-1])
+                before = b",\n"
+            file.write(b"\n]}\n")
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _events(tracks: Sequence[Track], start: int) -> Iterator[dict[str, Any]]:
+    for track in tracks:
+        yield _named("process_name", track.number, 0, name=track.name)
+        yield _named("process_sort_index", track.number, 0, sort_index=track.number)
+        lanes = {span.thread: 0 for span in track.spans}
+        for lane, thread in enumerate(lanes, 1):
+            lanes[thread] = lane
+            name = f"thread {lane}" if lane > 1 else "main"
+            yield _named("thread_name", track.number, lane, name=name)
+        # Whoever holds another comes before it.
+        for span in sorted(track.spans, key=lambda span: (span.begin, -span.end)):
+            yield _event(track, lanes[span.thread], span, start)
+
+
+def _named(what: str, process: int, thread: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _event(track: Track, lane: int, span: Span, start: int) -> dict[str, Any]:
+    args = {"step": span.step, "tokens": span.tokens}
+    if span.layer >= 0:
+        args["layer"] = span.layer
+    if span.nbytes:
+        args["bytes"] = span.nbytes
+    kind = Kind(span.kind)
+    return {
+        "ph": "X",
+        "name": kind.name.lower(),
+        "cat": "layer" if span.layer >= 0 else "step",
+        "pid": track.number,
+        "tid": lane,
+        "ts": (span.begin - track.ahead - start) / MICROSECOND,
+        "dur": (span.end - span.begin) / MICROSECOND,
+        "args": args,
+    }

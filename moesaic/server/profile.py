@@ -1,0 +1,125 @@
+"""/start_profile and /stop_profile: traces of all ranks, with the names of SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.engine.profiler import FOLDER, ProfileRunning
+from moesaic.server.bodies import read_body
+from moesaic.server.context import Context
+from moesaic.server.errors import Refusal
+from moesaic.server.replies import json_response
+from moesaic.server.routes import Access, Route
+
+# The folder under which traces go; a client may choose one in it, never one outside.
+FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
+# What a trace shows. Spans are taken where the engine waits for its device, so both are in it.
+ACTIVITIES: Final = frozenset(("CPU", "GPU"))
+LONGEST_FOLDER: Final = 255
+MOST_STEPS: Final = 100_000
+
+Result = TypeVar("Result")
+
+
+class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
+    """SGLang's fields. Those that a trace of spans cannot have are refused unless they are off."""
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    start_step: int | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    profile_by_stage: bool | None = None
+    profile_stages: list[str] | None = None
+    profile_id: str | None = None
+    profile_prefix: str | None = None
+    merge_profiles: bool | None = None
+
+    def check(self) -> None:
+        asked = {
+            "start_step": (self.start_step is not None, "a recording begins when it is asked for"),
+            "with_stack": (self.with_stack, "spans have no Python stacks"),
+            "record_shapes": (self.record_shapes, "spans have tokens and bytes, no shapes"),
+            "profile_by_stage": (self.profile_by_stage, "prompts and decodes share steps"),
+            "profile_stages": (self.profile_stages, "prompts and decodes share steps"),
+            "profile_id": (self.profile_id, "files are named by their time"),
+            "profile_prefix": (self.profile_prefix, "files are named by their time"),
+        }
+        for name, (given, why) in asked.items():
+            if given:
+                raise Refusal(400, f"{name} is not supported: {why}; leave it out", name)
+        unknown = sorted(set(self.activities or ()) - ACTIVITIES)
+        if unknown:
+            known = " and ".join(sorted(ACTIVITIES))
+            raise Refusal(400, f"activities can be {known}, and nothing else", "activities")
+        if self.num_steps is not None and not 1 <= self.num_steps <= MOST_STEPS:
+            raise Refusal(400, f"num_steps must be between 1 and {MOST_STEPS}", "num_steps")
+
+
+async def start_profile(context: Context, request: Request) -> Response:
+    """All ranks' spans are in one file already, which is what merge_profiles asks for."""
+    body = await read_body(request, StartProfileBody) if _has_body(request) else StartProfileBody()
+    body.check()
+    folder = folder_for(body.output_dir)
+    await _do(context, lambda: context.engine.start_profile(folder, body.num_steps))
+    return json_response({"status": "recording", "output_dir": str(folder)})
+
+
+async def stop_profile(context: Context, _: Request) -> Response:
+    return json_response({"path": await _do(context, context.engine.stop_profile)})
+
+
+def folder_for(asked: str | None) -> Path:
+    """Where a client's trace goes: the server's folder or one in it. Whoever may call this writes
+    nowhere else, whatever links and dots the name has."""
+    root = Path(os.environ.get(FOLDER_VARIABLE) or FOLDER).resolve()
+    if asked is None:
+        return root
+    if len(asked) > LONGEST_FOLDER or "\0" in asked:
+        raise Refusal(400, "output_dir is not the name of a folder", "output_dir")
+    folder = (root / asked).resolve()
+    if not folder.is_relative_to(root):
+        raise Refusal(
+            400,
+            f"output_dir must be a name, for a folder in the server's own: that is {root}, or what "
+            f"{FOLDER_VARIABLE} was set to when the server was started",
+            "output_dir",
+        )
+    return folder
+
+
+def _has_body(request: Request) -> bool:
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+async def _do(context: Context, action: Callable[[], Result]) -> Result:
+    """Writing a trace takes a while, and its own thread."""
+    try:
+        return await asyncio.to_thread(action)
+    except ProfileRunning as error:
+        raise Refusal(409, str(error)) from None
+    except (ValueError, RuntimeError) as error:
+        raise context.refusal(error) from error
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/start_profile",
+        start_profile,
+        Access.ADMIN,
+        "Records what every rank does",
+        StartProfileBody,
+    ),
+    Route("POST", "/stop_profile", stop_profile, Access.ADMIN, "Ends it; the trace's path"),
+)
