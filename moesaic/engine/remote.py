@@ -55,6 +55,8 @@ class RemoteCore:
         self.jobs: dict[str, Job] = {}
         self._by_number: dict[str, Job] = {}
         self.fault = ""
+        self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
+        """What each rank holds."""
         self.front = Spans()
         """What this process does beside the ranks."""
         self._asked = 0
@@ -219,7 +221,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
     core = RemoteCore(args, Service.start(service_spec(args, mesh)))
-    log_ranks(core.service.facts["ranks"], mesh)
+    log_ranks(core.rank_facts, mesh)
     return core
 
 

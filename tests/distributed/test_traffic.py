@@ -12,6 +12,7 @@ from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.base import Traffic
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.registry import Problem
@@ -95,8 +96,13 @@ def moved(group: RankGroup, settings: list[Setting]) -> list[dict[str, dict[str,
         x_TH, topk = ids_of(group.rank, setting.replicated)
         for number in range(STEPS):
             layer(x_TH.to(context.dtype), topk, Step(prefill=number == 0, lane=number % 2))
-        found.append({name: asdict(traffic) for name, traffic in context.comm.traffic.items()})
+        found.append({name: counted(moved) for name, moved in context.comm.traffic.items()})
     return found
+
+
+def counted(traffic: Traffic) -> dict[str, int]:
+    """Without the times."""
+    return {name: value for name, value in asdict(traffic).items() if not name.endswith("_ns")}
 
 
 def tokens_of(setting: Setting, rank: int) -> Ids:
