@@ -64,8 +64,7 @@ class RemoteCore:
 
     @property
     def providers(self) -> dict[str, Any]:
-        ranks = self.service.facts["ranks"]
-        found: dict[str, Any] = ranks[0]["providers"]
+        found: dict[str, Any] = self.rank_facts[0]["providers"]
         return found
 
     @property
