@@ -32,6 +32,7 @@ KEPT_SAMPLES: Final = 300
 WINDOW: Final = 60
 # Under this key of a request's scope its route is found.
 ROUTE: Final = "moesaic.route"
+OTHER: Final = "other"
 
 
 class EnginePoll:
@@ -231,15 +232,18 @@ class CountResponses:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        answered = False
 
         async def count(message: Message) -> None:
-            nonlocal status
+            nonlocal answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                answered = True
+                self._http[scope.get(ROUTE, OTHER), message["status"]] += 1
             await send(message)
 
         try:
             await self._app(scope, receive, count)
-        finally:
-            self._http[scope.get(ROUTE, "other"), status] += 1
+        except Exception:
+            if not answered:
+                self._http[scope.get(ROUTE, OTHER), 500] += 1
+            raise
