@@ -56,10 +56,10 @@ def load(url: str, clients: int) -> Iterator[None]:
 
     def client(number: int) -> None:
         rng = random.Random(number)
-        with httpx.Client(base_url=url, timeout=120) as http:
+        with httpx.Client(base_url=url, timeout=600) as http:
             while not done.is_set():
                 text = " ".join(rng.choices(WORDS, k=rng.randint(4, 40)))
-                params = {"max_new_tokens": rng.randint(16, 300), "ignore_eos": True}
+                params = {"max_new_tokens": rng.randint(16, 160), "ignore_eos": True}
                 http.post("/generate", json={"text": text, "sampling_params": params})
                 done.wait(rng.random() * (0.2 + number % 3))
 

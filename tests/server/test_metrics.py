@@ -232,8 +232,8 @@ def test_ranks() -> None:
         assert set(values["moesaic_requests_running"]) == {("0",), ("1",)}
         assert set(values["moesaic_rank_compute_seconds_total"]) == {("0",), ("1",)}
         assert min(values["moesaic_rank_compute_seconds_total"].values()) > 0
-        assert values["moesaic_a2a_bytes_total"]["0", "deepep", "dispatch"] > 0
-        assert values["moesaic_a2a_seconds_total"]["1", "deepep", "combine"] > 0
+        assert values["moesaic_a2a_bytes_total"]["0", "deepep_low_latency", "dispatch"] > 0
+        assert values["moesaic_a2a_seconds_total"]["1", "deepep_normal", "combine"] > 0
         assert values["moesaic_queue_time_seconds_count"][()] == 3
         tokens = values["moesaic_expert_tokens_total"]
         for layer in ("0", "1"):
