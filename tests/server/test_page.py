@@ -108,7 +108,7 @@ def test_shows_what_the_engine_counts(server: tuple[Engine, str], page: Any) -> 
         "rect.balance", "bars => bars.map(b => b.dataset.balancedness)"
     )
     assert bars == ["1"] * 3
-    wait_until(lambda: "ms" in page.text_content("#ttft [data-quantile='1']"))
+    wait_until(lambda: page.text_content("#ttft [data-quantile='1']").endswith("s"))
     assert page.text_content("#model") in engine.args.model_path
     assert page.complaints == []
     assert {url for url in page.asked if not url.startswith(server[1])} == set()
