@@ -3,14 +3,14 @@ are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Final
 
 from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
-from moesaic.observe.experts import expert_loads
+from moesaic.observe.experts import ExpertLoad
 from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
 
 PREFIX: Final = "moesaic_"
@@ -36,6 +36,7 @@ class Snapshot:
     that a step has generated of late."""
 
     engine: EngineStats
+    experts: Sequence[ExpertLoad]
     engine_age: float
     requests: RequestStats
     server: ServerStats
@@ -117,13 +118,13 @@ def _states(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def _expert_tokens(snapshot: Snapshot) -> Iterator[Sample]:
-    for load in expert_loads(snapshot.engine):
+    for load in snapshot.experts:
         for rank, tokens in load.ranks.items():
             yield (str(load.layer), str(rank)), tokens
 
 
 def _balancedness(snapshot: Snapshot) -> Iterator[Sample]:
-    for load in expert_loads(snapshot.engine):
+    for load in snapshot.experts:
         if load.balancedness is not None:
             yield (str(load.layer),), load.balancedness
 

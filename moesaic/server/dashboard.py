@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.observe.experts import expert_loads
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
@@ -58,7 +57,7 @@ async def data(context: Context, request: Request) -> Response:
             "ranks": list(_ranks(context)),
             "experts": {
                 "number": stats.num_experts,
-                "layers": expert_loads(stats, _shares(context)),
+                "layers": figures.poll.experts,
             },
             "loop_lag_max": figures.lag.max,
         }
@@ -73,12 +72,6 @@ def _since(text: str) -> float:
     if math.isnan(since):
         raise Refusal(400, "since must be a number: seconds since the epoch", param="since")
     return since
-
-
-def _shares(context: Context) -> int:
-    """Experts are cut over so many ranks; in deterministic mode none is."""
-    args = context.args
-    return 1 if args.enable_deterministic_inference else context.engine.mesh.moe_tp
 
 
 def _ranks(context: Context) -> Iterator[dict[str, Any]]:

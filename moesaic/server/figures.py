@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moesaic import __version__
 from moesaic.core.stats import EngineStats
 from moesaic.engine.engine import Engine
+from moesaic.observe.experts import ExpertLoad, expert_loads
 from moesaic.observe.metrics import LAG_BOUNDS, ServerStats, Snapshot
 from moesaic.observe.requests import Distribution, Histogram, RequestStats
 
@@ -36,12 +37,15 @@ OTHER: Final = "other"
 
 
 class EnginePoll:
-    """The newest figures of schedulers and ranks, which answer between two steps."""
+    """The newest figures of schedulers and ranks, which answer between two steps. `shares`: how
+    many ranks compute a part of the same expert."""
 
-    def __init__(self, ask: Callable[[], EngineStats]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[], EngineStats], shares: int = 1) -> None:
+        self._ask, self._shares = ask, shares
         self.stats = EngineStats(time.time(), [], [])
+        self.experts: list[ExpertLoad] = []
         self.batch = 0.0
+        self._totals: dict[int, tuple[int, int]] = {}
         self._asked = float("-inf")
         self._under_way: asyncio.Task[None] | None = None
 
@@ -59,24 +63,27 @@ class EnginePoll:
 
     async def _poll(self) -> None:
         try:
-            stats = await asyncio.to_thread(self._ask)
-            self.batch = _batch(self.stats, stats)
-            self.stats = stats
+            self.stats, self.experts = await asyncio.to_thread(self._read)
+            self.batch = self._batch()
         except RuntimeError as error:  # the engine ends: /health says so
             logger.debug("the engine gave no figures: %s", error)
         finally:
             self._under_way = None
 
+    def _read(self) -> tuple[EngineStats, list[ExpertLoad]]:
+        """Adding up thousands of experts takes milliseconds, which are not the event loop's."""
+        stats = self._ask()
+        return stats, expert_loads(stats, self._shares)
 
-def _batch(before: EngineStats, now: EngineStats) -> float:
-    """Generated tokens of a step in between."""
-
-    def totals(stats: EngineStats) -> tuple[int, int]:
-        steps = sum(group.prefill_steps + group.decode_steps for group in stats.groups)
-        return sum(group.generated_tokens for group in stats.groups), steps
-
-    (tokens, steps), (tokens_before, steps_before) = totals(now), totals(before)
-    return (tokens - tokens_before) / (steps - steps_before) if steps > steps_before else 0.0
+    def _batch(self) -> float:
+        """Generated tokens of a step since the last reading."""
+        tokens = steps = 0
+        for group in self.stats.groups:
+            now = (group.generated_tokens, group.prefill_steps + group.decode_steps)
+            before = self._totals.get(group.group, (0, 0))
+            self._totals[group.group] = now
+            tokens, steps = tokens + now[0] - before[0], steps + now[1] - before[1]
+        return tokens / steps if steps > 0 else 0.0
 
 
 class LagWatch:
@@ -169,7 +176,7 @@ class Figures:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.poll = EnginePoll(engine.get_stats)
+        self.poll = EnginePoll(engine.get_stats, _shares(engine))
         self.lag, self.history = LagWatch(), History()
         self.http: Counter[tuple[str, int]] = Counter()
         self.info = engine_info(engine)
@@ -200,11 +207,17 @@ class Figures:
         )
         return Snapshot(
             engine=self.poll.stats,
+            experts=self.poll.experts,
             engine_age=self.poll.age,
             requests=self._engine.request_stats(),
             server=server,
             batch=self.poll.batch,
         )
+
+
+def _shares(engine: Engine) -> int:
+    """In deterministic mode experts are not cut over ranks."""
+    return 1 if engine.args.enable_deterministic_inference else engine.mesh.moe_tp
 
 
 def engine_info(engine: Engine) -> dict[str, str]:

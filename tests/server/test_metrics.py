@@ -198,6 +198,33 @@ def test_a_scrape_does_not_wait_for_a_busy_engine(
     wait_until(lambda: scrape(client)["moesaic_stats_age_seconds"][()] < 1)
 
 
+def test_readings_are_compared_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def ask() -> EngineStats:
+        """Eight tokens in four steps each time, by two groups together."""
+        nonlocal asked
+        asked += 1
+        groups = [
+            GroupStats(group, generated_tokens=4 * asked, prefill_steps=asked, decode_steps=asked)
+            for group in (0, 1)
+        ]
+        return EngineStats(time.time(), groups[: 3 - asked], [])
+
+    async def main() -> list[float]:
+        poll = figures.EnginePoll(ask)
+        found = []
+        for period in (1000, 1000, 0):
+            monkeypatch.setattr(figures, "POLL_SECONDS", period)
+            await poll.refresh()
+            found.append(poll.batch)
+        assert len(poll.stats.groups) == 1
+        return found
+
+    assert asyncio.run(main()) == [2.0, 2.0, 2.0]
+    assert asked == 2
+
+
 def test_the_loop_is_watched(server: tuple[Engine, httpx.Client]) -> None:
     _, client = server
     count = scrape(client)["moesaic_event_loop_lag_seconds_count"][()]
@@ -318,7 +345,7 @@ def test_labels_are_escaped() -> None:
     traffic = {ugly: TrafficStats(dispatch_bytes=3)}
     engine = EngineStats(0.0, [GroupStats(0)], [RankStats(0, ugly, traffic=traffic)])
     server = ServerStats({(ugly, 200): 2}, histogram(), 0.0, {ugly: 1.5}, info)
-    values = parsed(exposition(Snapshot(engine, 0.0, RequestWatch().stats(0), server)))
+    values = parsed(exposition(Snapshot(engine, [], 0.0, RequestWatch().stats(0), server)))
     assert values["moesaic_info"] == {(ugly,) * 6: 1}
     assert values["moesaic_http_requests_total"] == {(ugly, "200"): 2}
     assert values["moesaic_a2a_bytes_total"]["0", ugly, "dispatch"] == 3
