@@ -35,6 +35,8 @@ class Job:
     stream_interval: int | None = None
     watch: RequestWatch | None = None
     last_token: float = 0.0
+    held: float = 0.0
+    """Seconds until it was sent to a rank."""
 
     def accept(
         self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None

@@ -87,6 +87,7 @@ class RemoteCore:
         self.service.close()
 
     def add(self, job: Job) -> None:
+        job.held = time.monotonic() - job.request.created
         if not self.fault:
             self.service.send(Submit([_new_request(job)]))
         self.jobs[job.request.rid] = self._by_number[_number(job)] = job
@@ -147,7 +148,8 @@ class RemoteCore:
     def _advance(self, job: Job, delta: Delta) -> None:
         request = job.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
-        request.queue_seconds = delta.queue_seconds
+        if delta.queue_seconds is not None:
+            request.queue_seconds = job.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
         ended = None if delta.finish is None else _reason(delta.finish)

@@ -236,7 +236,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _latency(
         "queue_time_seconds",
-        help="From arrival at the scheduler to the first step.",
+        help="From a request's arrival to its first step.",
         read=_one(lambda s: s.requests.queue),
         panel="Queue time",
         source=_CALLER,

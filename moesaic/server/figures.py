@@ -31,6 +31,9 @@ SAMPLE_SECONDS: Final = 1.0
 KEPT_SAMPLES: Final = 300
 # Latencies that the page shows are those of so many samples.
 WINDOW: Final = 60
+# Prompts come in bursts.
+RATE_WINDOW: Final = 5
+STALE_SECONDS: Final = 5.0
 # Under this key of a request's scope its route is found.
 ROUTE: Final = "moesaic.route"
 OTHER: Final = "other"
@@ -116,8 +119,9 @@ class LagWatch:
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second. Tokens are a second's; latencies (P50, P95) those of the last minute. Figures of
-    schedulers are there only while somebody looks, because they must be asked."""
+    """One second. Tokens are those of a second, on average over five; latencies (P50, P95) those of
+    the last minute. Figures of schedulers are there only while somebody looks, because they must be
+    asked."""
 
     when: float
     prompt_tokens: float
@@ -144,9 +148,10 @@ class History:
         self._past.append((when, now))
 
     def _sample(self, when: float, now: RequestStats, poll: EnginePoll) -> Sample:
-        (before, last), (_, first) = self._past[-1], self._past[0]
+        (before, last) = self._past[-min(RATE_WINDOW, len(self._past))]
+        _, first = self._past[0]
         seconds = max(when - before, 1e-3)
-        groups = poll.stats.groups if poll.age < 2 * POLL_SECONDS else []
+        groups = poll.stats.groups if poll.age < STALE_SECONDS else []
         total = sum(group.pages_total for group in groups)
         used = sum(group.pages_used for group in groups)
         return Sample(

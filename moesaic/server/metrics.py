@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,7 +13,8 @@ from moesaic.server.routes import Access, Route
 
 
 async def metrics(context: Context, _: Request) -> Response:
-    text = exposition(await context.figures.snapshot())
+    snapshot = await context.figures.snapshot()
+    text = await asyncio.to_thread(exposition, snapshot)  # with many ranks it is long
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

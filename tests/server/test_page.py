@@ -262,19 +262,34 @@ def test_the_chat_streams_and_stops(server: tuple[Engine, str], page: Any) -> No
     wait_until(lambda: engine.request_stats().open == 0)
 
 
-def test_the_page_asks_for_the_key(browser: Any) -> None:
+def give_keys(page: Any, url: str) -> None:
+    page.goto(url)
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    page.wait_for_selector("#key-message:has-text('refused')")
+    page.fill("#key", "open-sesame")
+    page.press("#key", "Enter")
+    page.wait_for_selector("#status[data-state=live]")
+    assert page.evaluate("Object.values(sessionStorage)") == ["open-sesame"]
+    assert page.evaluate("localStorage.length") == 0
+
+
+def test_the_page_asks_for_a_key(server: tuple[Engine, str], page: Any) -> None:
+    """Of somebody between it and the server."""
+
+    def check(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer open-sesame":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": {"message": "no key"}})
+
+    page.route("**/dashboard/data*", check)
+    give_keys(page, server[1])
+
+
+def test_the_page_asks_for_the_key_of_the_server(page: Any) -> None:
     with served(api_key="open-sesame") as (_, url):
         if httpx.get(f"{url}/dashboard/data").status_code != 401:
             pytest.skip("this server knows no keys")
         assert httpx.get(url).status_code == 200
-        page = browser.new_page()
-        page.goto(url)
-        page.fill("#key", "wrong")
-        page.press("#key", "Enter")
-        page.wait_for_selector("#key-message:has-text('refused')")
-        page.fill("#key", "open-sesame")
-        page.press("#key", "Enter")
-        page.wait_for_selector("#status[data-state=live]")
-        assert page.evaluate("Object.values(sessionStorage)") == ["open-sesame"]
-        assert page.evaluate("localStorage.length") == 0
-        page.close()
+        give_keys(page, url)
