@@ -97,7 +97,7 @@ class Observer:
         return self._state()
 
     def _record_until(self, options: dict[str, Any]) -> RecordTold:
-        self._spans.end_before(options["steps"][self._rank])
+        self._spans.end_after(options["steps"], options["firsts"][self._rank])
         return self._state()
 
     def _record_stop(self, _: dict[str, Any]) -> RecordTold:

@@ -1,7 +1,8 @@
 """Recordings of what all ranks do, from the first question to the file.
 
-Ranks hear of a recording at different steps, so each begins when it hears of it and is then told at
-which step to end: the trace has the steps that all ranks of a copy of the model have in full.
+Ranks hear of a recording at different steps, so each begins when it hears of it and is then told
+from which step on to count: the trace has the steps that all ranks of a copy of the model have in
+full.
 """
 
 from __future__ import annotations
@@ -93,17 +94,21 @@ class Recording:
         self._ask, self._mesh, self._spans, self._folder = ask, mesh, spans, folder
         self._clocks: dict[int, tuple[int, int]] = {}
         """Of each rank, the shortest round trip, and by how much its clock was ahead then."""
-        self._ends: dict[int, int] = {}
+        self._steps: int | None = None
         self._ranks: set[int] = set()
 
     def start(self, num_steps: int | None) -> None:
         told = self._tell("record")
         self._ranks = set(told)
         self._spans.start()
+        self._steps = num_steps
         if num_steps is not None:
-            firsts = self._by_replica(max, {rank: one.first for rank, one in told.items()})
-            self._ends = {rank: firsts[self._replica(rank)] + num_steps for rank in told}
-            self._tell("record_until", {"steps": self._ends})
+            last: dict[int, int] = {}
+            for rank, one in told.items():
+                replica = self._replica(rank)
+                last[replica] = max(one.first, last.get(replica, 0))
+            firsts = {rank: last[self._replica(rank)] for rank in told}
+            self._tell("record_until", {"steps": num_steps, "firsts": firsts})
 
     def is_over(self) -> bool:
         return not any(told.on for told in self._tell("record_state").values())
@@ -139,14 +144,13 @@ class Recording:
         common: dict[int, set[int]] = {}
         for rank, one in told.items():
             steps = {span.step for span in data[rank] if span.kind == Kind.STEP}
-            end = self._ends.get(rank, one.step + 1)
-            steps = {step for step in steps if one.first <= step < end}
+            steps = {step for step in steps if step >= one.first}
             replica = self._replica(rank)
             common[replica] = common[replica] & steps if replica in common else steps
-        return common
+        return {replica: set(sorted(steps)[: self._steps]) for replica, steps in common.items()}
 
     def _front(self, steps: Mapping[int, set[int]], data: Mapping[int, list[Span]]) -> Track:
-        """What this process did until the last step ended."""
+        """What this process did; in a recording of some steps, until the last of them ended."""
         ends = [
             span.end - self._ahead(rank)
             for rank, spans in data.items()
@@ -155,8 +159,9 @@ class Recording:
         ]
         own = list(unpack(self._spans.read(0, CAPACITY)))
         self._spans.free()
-        end = max(ends, default=0)
-        return Track(0, "engine", [span for span in own if span.begin <= end])
+        if self._steps is not None:
+            own = [span for span in own if span.begin <= max(ends, default=0)]
+        return Track(0, "engine", own)
 
     def _facts(
         self, steps: Mapping[int, set[int]], told: Mapping[int, RecordTold], missing: list[int]
@@ -191,15 +196,6 @@ class Recording:
 
     def _replica(self, rank: int) -> int:
         return self._mesh.place(rank).replica
-
-    def _by_replica(
-        self, choose: Callable[[int, int], int], values: Mapping[int, int]
-    ) -> dict[int, int]:
-        chosen: dict[int, int] = {}
-        for rank, value in values.items():
-            replica = self._replica(rank)
-            chosen[replica] = choose(chosen.get(replica, value), value)
-        return chosen
 
 
 def _check_folder(folder: Path) -> None:

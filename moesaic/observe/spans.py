@@ -59,20 +59,23 @@ class Spans:
         self._capacity = capacity
         self._data = bytearray()
         self._written = 0
-        self._until: int | None = None
+        self._left: int | None = None
+        self._from = 0
         self._lock = threading.Lock()
 
     def start(self) -> None:
         self._data = bytearray(RECORD.size * self._capacity)
-        self._written, self._until = 0, None
+        self._written, self._left = 0, None
         self.first = self.step + 1
         self.on = True
 
-    def end_before(self, step: int) -> None:
-        """Recording ends when that step begins."""
-        self._until = step
-        if self.step >= step:
-            self.on = False
+    def end_after(self, steps: int, first: int) -> None:
+        """Recording ends with so many steps from `first` on, some of which may be over already."""
+        with self._lock:
+            kept = unpack(self.read(0, self.count))
+            over = sum(span.kind == Kind.STEP and span.step >= first for span in kept)
+            self._left, self._from = steps - over, first
+            self.on = self.on and over < steps
 
     def stop(self) -> None:
         self.on = False
@@ -83,8 +86,6 @@ class Spans:
 
     def begin_step(self, number: int) -> None:
         self.step = number
-        if self._until is not None and number >= self._until:
-            self.on = False
 
     def clock(self) -> int:
         """When a span begins; 0 while nothing is recorded."""
@@ -109,6 +110,9 @@ class Spans:
             RECORD.pack_into(
                 self._data, place, kind, layer, self.step, tokens, begin, end, nbytes, thread
             )
+            if kind == Kind.STEP and self._left is not None and self.step >= self._from:
+                self._left -= 1
+                self.on = self._left > 0
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""How many tokens every expert gets, counted by the ranks that compute them, against plain loops."""
+"""How many tokens every expert gets, as the ranks that compute them count, by plain loops."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
 from moesaic.engine.engine import _take_in
 from moesaic.engine.jobs import Job
+from tests import trace_format
 from tests.e2e.grid import model_path, prompts
 
 MESHES = {
@@ -190,3 +192,29 @@ def test_requests_are_spread_over_groups() -> None:
 def test_what_cannot_work_is_refused_before_ranks_start(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Engine(model_path=FAMILY, **flags)
+
+
+def test_every_rank_tells_what_it_did(engine: Engine, tmp_path: Path) -> None:
+    """Those of later stages, too, while they step."""
+    engine.start_profile(tmp_path)
+    before = engine.get_stats()
+    engine.generate(
+        input_ids=prompts()[:6],
+        sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+    )
+    after = engine.get_stats()
+    trace = trace_format.read(Path(engine.stop_profile()))
+    steps = trace.facts["steps"]["0"]
+    prompted, generated = (
+        sum(getattr(group, name) for group in after.groups)
+        - sum(getattr(group, name) for group in before.groups)
+        for name in ("prompt_tokens", "generated_tokens")
+    )
+    assert generated == 6 * 12
+    routed: dict[int, int] = {}
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        assert new.steps - old.steps == len(steps) > 0
+        assert {event.args["step"] for event in trace.of(new.rank + 1, "step")} == set(steps)
+        for layer, was, now in zip(new.layers, old.expert_tokens, new.expert_tokens, strict=True):
+            routed[layer] = routed.get(layer, 0) + sum(now) - sum(was)
+    assert routed == dict.fromkeys(range(4), 2 * (prompted + generated - 6))
