@@ -109,6 +109,9 @@ class Ferry:
         for route in self.routes:
             route.outlet.send([frame(kind, self.window, text=text)], seconds)
 
+    def unload(self) -> None:
+        self._pieces.clear()
+
     def release(self) -> None:
         self._pieces.clear()
         self._bytes.release()
@@ -171,6 +174,9 @@ class BridgedWindow(SharedWindow):
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         self._ferry.load(view, ranks)
+
+    def forget(self) -> None:
+        self._ferry.unload()
 
     def close(self) -> None:
         super().close()

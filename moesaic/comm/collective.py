@@ -54,6 +54,11 @@ class Collective(ABC):
         """Rows `rows` with the columns of all ranks side by side; rank r brings widths[r] columns
         of all R rows."""
 
+    def restart(self, generation: int) -> None:
+        """After an operation that was abandoned. All ranks call it with one number, higher than any
+        before, and none begins an operation before all have abandoned theirs."""
+        assert generation > 0
+
     def all_reduce(self, x_TH: Tensor, operation: str) -> Tensor:
         return self.sum_rows(x_TH, slice(0, len(x_TH)), operation)
 
@@ -105,7 +110,8 @@ class WindowCollective(Collective):
     signalled k + 1 had read k before; so every rank waits for everybody in every round, even if it
     reads nothing. A tensor whose parts do not fit a half goes in pieces.
 
-    Results are tensors of their own. After an error the collective is of no use: make another.
+    Results are tensors of their own. After an error the collective is of no use until all its ranks
+    restart it: rounds of a generation are higher than any of the one before.
     """
 
     def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
@@ -179,6 +185,11 @@ class WindowCollective(Collective):
                 theirs = part_N[: len(lines) * len(here)].view(len(lines), len(here))
                 target[:, here.start : here.stop] = theirs[_within(lines, both)]
         return out
+
+    def restart(self, generation: int) -> None:
+        if self.size > 1:
+            self._window.forget()
+            self._round = generation << 32
 
     def close(self) -> None:
         """Give the memory back. May be repeated."""

@@ -1,8 +1,9 @@
 """The control page of a node: who belongs to the service, and what each rank is doing.
 
 The supervisor of the node makes it; ranks map it. The supervisor alone writes the head: the epoch,
-the mask of live ranks, and why the last change was made. Each rank writes its own seat. Words are
-aligned int64, which a memoryview loads and stores in one piece. No torch here.
+the mask of live ranks, and why the last change was made. Each rank writes its own seat, but for one
+word by which the supervisor calls it back from a step. Words are aligned int64, which a
+memoryview loads and stores in one piece. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAGIC: Final = 0x4D4F455341494331
 # Words of the head.
 MAGIC_WORD, EPOCH, LIVE, SEATS = range(4)
 # Words of a seat.
-BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED = range(7)
+BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
 
 
 class State(IntEnum):
@@ -73,6 +74,19 @@ class EpochChanged(RuntimeError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class Recalled(RuntimeError):
+    """A rank of this replica could not finish a step: all of them abandon it and begin another, in
+    the next generation. Who belongs to the service has not changed. `error`: why, where that is
+    known yet."""
+
+    def __init__(self, generation: int, error: str | None = None) -> None:
+        super().__init__(generation, error)
+        self.generation, self.error = generation, error
+
+    def __str__(self) -> str:
+        return f"called back to generation {self.generation}"
 
 
 class ControlPage:
@@ -132,6 +146,10 @@ class ControlPage:
         self._words[EPOCH] += 1
         return self._words[EPOCH]
 
+    def recall(self, rank: int, generation: int) -> None:
+        """By the supervisor: every wait of this rank raises Recalled until it has adopted this."""
+        self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
+
     def seat(self, rank: int) -> Seat:
         return Seat(self, rank - self.first_rank)
 
@@ -174,6 +192,8 @@ class Seat:
         self._words = page._words
         self.epoch = page.epoch
         """The epoch that this rank has adopted."""
+        self.generation = self._words[self._first + GENERATION]
+        """The generation of steps that this rank is in."""
         self.spans = Spans()
         """Where waits are recorded."""
 
@@ -220,9 +240,17 @@ class Seat:
 
     @property
     def changed(self) -> bool:
-        """Whether the supervisor has declared an epoch that this rank has not adopted."""
-        return self._words[EPOCH] != self.epoch
+        """Whether the supervisor has declared an epoch or a generation that this rank has not
+        adopted."""
+        words = self._words
+        return words[EPOCH] != self.epoch or words[self._first + GENERATION] != self.generation
 
     def check(self) -> None:
+        self.check_epoch()
         if self.changed:
+            raise Recalled(self._words[self._first + GENERATION])
+
+    def check_epoch(self) -> None:
+        """For what must be brought to an end in an abandoned step, too."""
+        if self._words[EPOCH] != self.epoch:
             raise EpochChanged(self._page.epoch, self._page.reason)

@@ -123,7 +123,8 @@ class Outlet:
         self._farewells: deque[int] = deque()
 
     def send(self, buffers: list[Buffer], seconds: float, seat: Seat | None = None) -> None:
-        """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait."""
+        """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait. A
+        new generation does not: those who go on need the connection, and a frame must be whole."""
         with self._lock:
             if self.broken:
                 return
@@ -157,7 +158,7 @@ class Outlet:
                 sent = self._connection.sendmsg(left[: -MOST_BUFFERS - 1 : -1])
             except TimeoutError:
                 if seat is not None:
-                    seat.check()
+                    seat.check_epoch()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
                 continue

@@ -92,7 +92,10 @@ class Mesh:
         return (replica * self.pp + stage) * self.tp + tp_rank
 
     def replica_ranks(self, place: Place) -> Sequence[int]:
-        first = self.rank(place.replica, 0, 0)
+        return self.ranks_of_replica(place.replica)
+
+    def ranks_of_replica(self, replica: int) -> range:
+        first = self.rank(replica, 0, 0)
         return range(first, first + self.pp * self.tp)
 
     def stage_ranks(self, place: Place) -> Sequence[int]:

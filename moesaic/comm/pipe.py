@@ -91,7 +91,7 @@ class Pipe:
         self._inbox = self._window.plane("texts", self._previous).numpy()
         self._inbox_tensors = self._window.plane("tensors", self._previous)
         self._room = self._outbox.shape[1] - HEAD_BYTES
-        self._sent = self._taken = 0
+        self._start = self._sent = self._taken = 0
         self._pieces: list[bytes] = []
         self._arrived: deque[tuple[bytes, Tensor | None]] = deque()
 
@@ -125,6 +125,14 @@ class Pipe:
         assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
         return self._take("reply", timeout)[0]
 
+    def restart(self, generation: int) -> None:
+        """Forgets what is under way. All stages call it with one number, higher than any before,
+        and none sends before all have stopped."""
+        self._window.forget()
+        self._start = self._sent = self._taken = generation << 32
+        self._pieces = []
+        self._arrived.clear()
+
     def close(self) -> None:
         """Give the memory back. May be repeated."""
         nothing = torch.empty(0)
@@ -137,7 +145,7 @@ class Pipe:
         route = f"{what} from stage {self.rank} to stage {self._next}"
         starts = range(0, max(1, len(message)), self._room)
         for start in starts:
-            if self._sent >= self.spec.depth:
+            if self._sent - self._start >= self.spec.depth:
                 self._await_free(self._sent + 1 - self.spec.depth, f"take {route}")
             self._fill(message, start, x_TH if start == starts[-1] else None, f"send {route}")
 

@@ -114,13 +114,19 @@ class RankLink:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, timeout: float | None = None) -> AnyMessage | None:
+    def receive(
+        self, timeout: float | None = None, waits_for: str | None = None
+    ) -> AnyMessage | None:
         """The next message, or None after `timeout` seconds (None: never). While it waits the rank
-        counts as idle. Stop ends the process by SystemExit, with status 0."""
+        counts as idle, or as waiting for what `waits_for` names. Stop ends the process by
+        SystemExit, with status 0."""
         if not self._socket.poll(0):
             if timeout == 0:
                 return None
-            self.seat.enter(State.IDLE, "wait for requests")
+            if waits_for is None:
+                self.seat.enter(State.IDLE, "wait for requests")
+            else:
+                self.seat.enter(State.WAITING, waits_for)
             arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
             self.seat.enter(State.COMPUTING)
             if not arrived:
@@ -183,12 +189,12 @@ def _run(link: RankLink, target: str) -> int:
         level = logging.DEBUG if refused else logging.ERROR
         logger.log(level, "rank %d failed", link.rank, exc_info=True)
         waited = isinstance(error, PeerTimeout)
-        link.send(Failed(link.rank, _last_lines(error), waited=waited))
+        link.send(Failed(link.rank, last_lines(error), waited=waited))
         return 1
     return 0
 
 
-def _last_lines(error: Exception) -> str:
+def last_lines(error: Exception) -> str:
     """The error, and where it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)

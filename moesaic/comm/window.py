@@ -57,6 +57,10 @@ class Window(ABC):
         `ranks` (None: all) that are on other nodes, with the next signal at the latest."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """What was touched and not signalled need not go anywhere: the step was abandoned."""
+
+    @abstractmethod
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         """Make earlier writes visible to those who wait for this epoch."""
 
@@ -173,6 +177,9 @@ class SharedWindow(Window):
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Nothing to do: all ranks see the same memory."""
+
+    def forget(self) -> None:
+        """Nothing waits to be sent."""
 
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"

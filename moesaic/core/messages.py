@@ -29,6 +29,7 @@ class NewRequest(Message):
     logprob_start: int = 0
     top_logprobs_num: int = 0
     emitted: list[int] = []
+    group: int | None = None
 
 
 class Submit(Message):
@@ -110,6 +111,43 @@ class Asleep(Message):
     round: int
 
 
+class StepFailed(Message):
+    """From a rank that raised in a step, in this generation, and waits to be called back."""
+
+    rank: int
+    generation: int
+    error: str
+
+
+class Recall(Message):
+    """To all ranks of a replica: abandon what you are in, and say so. `error`: what made the step
+    fail, and where."""
+
+    replica: int
+    generation: int
+    error: str
+
+
+class Abandoned(Message):
+    """From a rank that was called back: it has abandoned its step, and waits for the others.
+    `suspects`: sets of requests that its group has to try one after the other."""
+
+    rank: int
+    generation: int
+    step: int
+    suspects: int = 0
+
+
+class Resume(Message):
+    """To all ranks of a replica, once all have abandoned their step: begin again, from this round
+    on. `suspects`: those of each serving group; as long as there are any, one group steps at a
+    time."""
+
+    generation: int
+    round: int
+    suspects: list[int]
+
+
 class Slow(Message):
     """From the first rank of a replica: a step took much longer than such steps usually do."""
 
@@ -187,6 +225,10 @@ AnyMessage = (
     | Ready
     | Wake
     | Asleep
+    | StepFailed
+    | Recall
+    | Abandoned
+    | Resume
     | Slow
     | Failed
     | Fault

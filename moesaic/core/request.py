@@ -46,6 +46,8 @@ class Request:
     return_logprob: bool = False
     logprob_start: int = 0
     top_logprobs_num: int = 0
+    group: int | None = None
+    """The serving group that must take it; None: whichever."""
 
     token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

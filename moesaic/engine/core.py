@@ -20,6 +20,7 @@ from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
 from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResult
+from moesaic.engine.quarantine import Planned, Quarantine, UnderWay
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 from moesaic.engine.tally import Tally
@@ -38,16 +39,6 @@ class ModelFacts:
     max_running: int
     eos_ids: tuple[int, ...]
     num_experts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An item of a step under way: the request's tokens up to `stop`, and whether the step samples
-    the next one."""
-
-    request: Request
-    stop: int
-    samples: bool
 
 
 class EngineCore:
@@ -78,7 +69,8 @@ class EngineCore:
         self._pace = Pace()
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
-        self._under_way: deque[list[Planned]] = deque()
+        self._under_way: deque[UnderWay] = deque()
+        self._quarantine = Quarantine()
         self.ended: list[int] = []
         """Numbers of requests that are over, for whoever keeps something of them to take."""
 
@@ -127,6 +119,7 @@ class EngineCore:
 
     def fail_all(self, message: str) -> None:
         self._under_way.clear()
+        self._quarantine.clear()
         self.tally.forget()
         for job in list(self.jobs.values()):
             self._finish(job, FinishReason("abort", message=message, failed=True))
@@ -162,10 +155,16 @@ class EngineCore:
             "pages_free": self.kv.allocator.num_free,
             "retractions": self.scheduler.num_retractions,
             "steps": self.num_steps,
+            "failed_steps": self.tally.counts.failed_steps,
         }
 
+    @property
+    def num_suspects(self) -> int:
+        """Sets of requests that are still to be tried by themselves, after a step that failed."""
+        return len(self._quarantine)
+
     def step(self) -> None:
-        """One pass of the model; an error in it ends the requests that took part, no others."""
+        """One pass of the model; a request that makes it fail is found and ended, no others."""
         self.ended.clear()
         spans, start = self.runner.spans, time.monotonic_ns()
         spans.begin_step(self.num_steps + 1)
@@ -174,11 +173,11 @@ class EngineCore:
         try:
             result = self.runner.step(plan)
         except Exception as error:
-            work = self._under_way.popleft()
-            self.tally.fail()
-            logger.exception("a step failed; its %d requests are ended", len(work))
-            for item in work:
-                self._fail(item.request, f"the step failed: {error!r}")
+            if not self._under_way:
+                raise
+            known = self.num_suspects > 0
+            logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
+            self.retreat(repr(error), alone=True)
             return
         begin = spans.clock()
         self.apply(result)
@@ -196,7 +195,7 @@ class EngineCore:
     def plan(self, parts: int = 1) -> StepPlan:
         """The next step, which is then under way; `parts`: how many may be so at once. A step of
         nothing is not under way."""
-        work = self.scheduler.schedule(parts)
+        work = self._try_suspects() or self.scheduler.schedule(parts)
         prefill = any(not item.request.is_decoding for item in work)
         items = [_plan_item(item) for item in work]
         if not work:
@@ -205,13 +204,46 @@ class EngineCore:
         self._taken.clear()
         self.num_steps += 1
         self.tally.begin(work)
-        self._under_way.append([_begin(item) for item in work])
+        self._under_way.append(UnderWay([Planned.begin(item) for item in work], plan.clear))
         return plan
+
+    def _try_suspects(self) -> list[Scheduled]:
+        """A step for the next set of suspects; those that cannot be computed now are dropped."""
+        while self._quarantine:
+            suspects = [request for request in self._quarantine.take() if self._is_open(request)]
+            work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
+            if work:
+                tried = {item.request for item in work}
+                self._quarantine.put_back([r for r in suspects if r not in tried])
+                return work
+        return []
+
+    def retreat(self, error: str, *, alone: bool) -> None:
+        """After a step that failed: takes back all that are under way, and suspects who took part.
+        `alone`: nobody of another group did. Pages are zeroed again: who was to do it may not have
+        come to it."""
+        suspects: dict[Request, None] = {}
+        self.tally.forget()
+        while self._under_way:
+            step = self._under_way.pop()
+            self._taken += step.clear
+            for item in step.items:
+                item.undo()
+                if self._is_open(item.request):
+                    suspects[item.request] = None
+        guilty = self._quarantine.accuse(list(suspects), alone=alone)
+        if guilty is not None:
+            logger.error("request %s made a step fail: %s", guilty.rid, error)
+            self._fail(guilty, f"the step failed: {error}")
 
     def apply(self, result: StepResult) -> None:
         """The results of the oldest step under way."""
+        work, found_items = self._under_way[0].items, result.items
+        if len(work) != len(found_items):
+            raise ValueError(f"{len(found_items)} results of a step with {len(work)} requests")
+        self._under_way.popleft()
         self.tally.end(result)
-        for item, found in zip(self._under_way.popleft(), result.items, strict=True):
+        for item, found in zip(work, found_items, strict=True):
             try:
                 self._advance(item, found)
             except Exception as error:
@@ -220,9 +252,9 @@ class EngineCore:
 
     def _advance(self, item: Planned, found: ItemResult) -> None:
         request = item.request
-        job = self.jobs.get(request.rid)
-        if job is None or job.request is not request:  # it ended while the step was under way
+        if not self._is_open(request):  # it ended while the step was under way
             return
+        job = self.jobs[request.rid]
         if found.broken:
             self._fail(request, "the model gave numbers that are not finite for this request")
             return
@@ -243,9 +275,14 @@ class EngineCore:
             job.notify_if_due()
 
     def _fail(self, request: Request, message: str) -> None:
-        job = self.jobs.get(request.rid)
-        if job is not None and job.request is request:
+        if self._is_open(request):
+            job = self.jobs[request.rid]
             self._finish(job, FinishReason("abort", message=message, failed=True))
+
+    def _is_open(self, request: Request) -> bool:
+        """Its name may have been used again since it ended."""
+        job = self.jobs.get(request.rid)
+        return job is not None and job.request is request
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
@@ -273,17 +310,6 @@ def _score(request: Request, stop: int) -> Score | None:
     assert begin >= request.num_computed, "a prefix was reused whose logprobs are wanted"
     row = begin - request.num_computed
     return Score(row, request.prompt_ids[begin + 1 : end + 1], request.top_logprobs_num)
-
-
-def _begin(item: Scheduled) -> Planned:
-    """What the step will have done is counted as done: steps are carried out in order."""
-    request, stop, samples = item.request, item.stop, item.samples
-    if request.return_logprob:
-        scored = min(stop, request.prompt_len - 1) - request.logprob_start
-        request.num_scored = max(request.num_scored, scored)
-    request.num_computed = stop
-    request.pending = samples
-    return Planned(request, stop, samples)
 
 
 def _sample_row(request: Request) -> SampleRow:

@@ -31,7 +31,7 @@ from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.holdings import holdings, log_ranks
-from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec
+from moesaic.engine.inputs import GenerateInput, Limits, RequestSpec, check_token_ids
 from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.profiler import Profiler
@@ -53,12 +53,12 @@ LONG_PROMPT: Final = 2048
 class Engine:
     """Serves one model. Keyword arguments are the server's flags with underscores.
 
-    On one rank a thread of this process runs the model; several ranks are processes of their own,
-    which end with this one. `generate` may be called from any number of threads and
-    tasks at once, and their requests are batched together.
+    On one rank a thread of this process runs the model, unless it is to be `apart`; several ranks
+    are always processes of their own, which end with this one. `generate` may be called from any
+    number of threads and tasks at once, and their requests are batched together.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
         begun = time.monotonic()
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
@@ -75,7 +75,7 @@ class Engine:
         self.tokenizer = _load_tokenizer(self.args)
         prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
-        self._core: Core = self._make_core()
+        self._core: Core = self._make_core(apart)
         self.startup_seconds = {
             "tokenizer": prepared - begun,
             "model": time.monotonic() - prepared,
@@ -89,6 +89,7 @@ class Engine:
             cache_tokens=facts.cache_tokens,
             eos_ids=eos_ids or frozenset(facts.eos_ids),
             seeds=random.Random(self.args.random_seed),
+            num_groups=self.mesh.num_groups,
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
@@ -105,14 +106,14 @@ class Engine:
         self._thread.start()
         atexit.register(self.shutdown)
 
-    def _make_core(self) -> Core:
+    def _make_core(self, apart: bool) -> Core:
         """In this process, or on ranks of their own."""
         if self.args.node_rank > 0:
             raise ValueError(
                 f"an Engine is made on node 0, not on --node-rank {self.args.node_rank}: run "
                 "moesaic serve or moesaic generate with the same flags there"
             )
-        if self.mesh.world == 1:
+        if self.mesh.world == 1 and not apart:
             core = EngineCore(self.args)
             log_ranks([holdings(core.runner)], self.mesh)
             return core
@@ -135,6 +136,7 @@ class Engine:
         stream: bool = False,
         return_text_in_logprobs: bool = False,
         rid: str | list[str] | None = None,
+        data_parallel_rank: int | list[int] | None = None,
     ) -> Output | list[Output] | Iterator[Output]:
         """Continues one prompt or a list of them; with `stream`, yields the growing answers."""
         call = GenerateInput(
@@ -145,6 +147,7 @@ class Engine:
             logprob_start_len,
             top_logprobs_num,
             rid,
+            data_parallel_rank,
         )
         signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
         jobs = self._prepare(call, lambda *signal: signals.put(signal), stream)
@@ -167,6 +170,7 @@ class Engine:
         stream: bool = False,
         return_text_in_logprobs: bool = False,
         rid: str | list[str] | None = None,
+        data_parallel_rank: int | list[int] | None = None,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """`generate` for asyncio: await the answers, or with `stream` await an async iterator."""
         call = GenerateInput(
@@ -177,6 +181,7 @@ class Engine:
             logprob_start_len,
             top_logprobs_num,
             rid,
+            data_parallel_rank,
         )
         jobs, mailbox = await self._prepare_aside(call, stream)
         answers = self._answers(call, jobs, return_text_in_logprobs)
@@ -237,6 +242,15 @@ class Engine:
         """Ends a recording and writes its trace; the path of the file. After a recording that ended
         by itself, that one's. ValueError if there was none."""
         return str(self._profiler.stop())
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return self._limits.context_length
+
+    def check_token_ids(self, ids: Sequence[int]) -> None:
+        """ValueError for one that the model does not have."""
+        check_token_ids(ids, self._limits.vocab_size)
 
     @property
     def fault(self) -> str:

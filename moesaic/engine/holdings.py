@@ -27,6 +27,7 @@ SUMMED: Final = (
     "pages_free",
     "retractions",
     "steps",
+    "failed_steps",
 )
 # And those of ranks: memory in bytes.
 MEMORY: Final = ("weight_bytes", "expert_bytes", "cache_bytes", "buffer_bytes")

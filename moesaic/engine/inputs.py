@@ -28,6 +28,7 @@ class Limits:
     eos_ids: frozenset[int]
     seeds: random.Random
     """Where requests without a seed get theirs."""
+    num_groups: int = 1
 
     @property
     def max_sequence(self) -> int:
@@ -45,6 +46,7 @@ class RequestSpec:
     logprob_start: int
     top_logprobs_num: int
     rid: str = ""
+    group: int | None = None
 
     def to_request(self, arrival: int) -> Request:
         return Request(
@@ -58,6 +60,7 @@ class RequestSpec:
             return_logprob=self.return_logprob,
             logprob_start=self.logprob_start,
             top_logprobs_num=self.top_logprobs_num,
+            group=self.group,
         )
 
 
@@ -72,6 +75,7 @@ class GenerateInput:
     logprob_start_len: Any = -1
     top_logprobs_num: Any = 0
     rid: str | list[str] | None = None
+    data_parallel_rank: int | list[int] | None = None
 
     @property
     def is_single(self) -> bool:
@@ -101,11 +105,19 @@ class GenerateInput:
             _spread("top_logprobs_num", self.top_logprobs_num, len(prompts)),
             strict=True,
         )
+        names = zip(
+            self._rids(len(prompts)),
+            _spread("data_parallel_rank", self.data_parallel_rank, len(prompts)),
+            strict=True,
+        )
         found: list[RequestSpec] = []
-        for number, (column, rid) in enumerate(zip(columns, self._rids(len(prompts)), strict=True)):
+        for number, (column, (rid, group)) in enumerate(zip(columns, names, strict=True)):
             try:
+                _check_group(group, limits.num_groups)
                 samples = _samples(*column, tokenizer, limits)
-                found += [replace(spec, rid=_rid(rid, k)) for k, spec in enumerate(samples)]
+                found += [
+                    replace(spec, rid=_rid(rid, k), group=group) for k, spec in enumerate(samples)
+                ]
             except ValueError as error:
                 where = "" if self.is_single else f"prompt {number}: "
                 raise ValueError(f"{where}{error}") from error
@@ -147,6 +159,13 @@ class GenerateInput:
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise ValueError(f"prompt {number} is not valid Unicode: it holds lone surrogates")
         return [tokenizer.encode(text) for text in texts]
+
+
+def _check_group(group: Any, num_groups: int) -> None:
+    if group is not None and not 0 <= _integer("data_parallel_rank", group) < num_groups:
+        raise ValueError(
+            f"data_parallel_rank {group} is not one of the {num_groups} groups of this service"
+        )
 
 
 def _rid(given: str | None, sample: int) -> str:
@@ -227,14 +246,18 @@ def seed_of_sample(seed: int, sample: int) -> int:
     return (seed + sample * 0x9E3779B97F4A7C15) % 2**SEED_BITS
 
 
+def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token id {token} is out of range: this model has ids 0 to {vocab_size - 1}"
+            )
+
+
 def _check_prompt(ids: list[int], limits: Limits) -> None:
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
-    for token in ids:
-        if not 0 <= token < limits.vocab_size:
-            raise ValueError(
-                f"token id {token} is out of range: this model has ids 0 to {limits.vocab_size - 1}"
-            )
+    check_token_ids(ids, limits.vocab_size)
     if len(ids) >= limits.context_length:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "

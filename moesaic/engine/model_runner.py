@@ -151,6 +151,14 @@ class ModelRunner:
                 self.moe.restart()
             raise
 
+    def restart(self, generation: int) -> None:
+        """After a step that was abandoned; all ranks call it with one number, higher than any
+        before."""
+        self.moe.restart(generation)
+        for layer in self.moe_layers:
+            if not layer.dispatcher.keeps_lanes:
+                layer.dispatcher.restart(generation)
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan, turn: Turn, x_TH: Tensor | None = None) -> Tensor:
         """This stage's layers over the plan's tokens; `x_TH`: what the stage before gave."""

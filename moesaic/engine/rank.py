@@ -5,6 +5,11 @@ one small all-gather what everybody must know of the step, its followers get the
 all compute, with nothing to do for those that have no tokens. In a pipeline the order goes on to
 the next stage with the hidden states, and up to as many steps as there are stages are under way.
 Every decision of the loop follows from what was gathered, so all ranks take the same one.
+
+A rank that raises in a step tells the supervisor, which calls all ranks of the replica back: each
+abandons its step, forgets what is in flight, and when all have, they begin again in the next
+generation. Leaders take back what was under way and look for the request that is to blame, one
+group at a time (engine/quarantine.py).
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from typing import NoReturn, TypeVar
 
 import torch
 
 from moesaic.comm.collective import Alone, Collective, WindowCollective
-from moesaic.comm.control import State
+from moesaic.comm.control import EpochChanged, Recalled, State
+from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.group import Peers
 from moesaic.comm.pipe import Pipe
-from moesaic.comm.rank_link import RankLink
+from moesaic.comm.rank_link import RankLink, last_lines
 from moesaic.config import ServerArgs
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request
@@ -49,6 +56,9 @@ from moesaic.observe.spans import Kind
 logger = logging.getLogger(__name__)
 
 NOTHING = StepPlan([], [])
+# What ends a step without being its fault, or cannot be helped by another try.
+Awaited = TypeVar("Awaited", messages.Recall, messages.Resume)
+FINAL = (Recalled, EpochChanged, WindowAborted, PeerTimeout)
 
 
 def run(link: RankLink) -> None:
@@ -89,16 +99,27 @@ class Rank:
         self._local: deque[StepResult] = deque()
         self._under_way: deque[_Begun] = deque()
         self._finished = 0
+        self._suspects = [0] * self.mesh.dp
+        """Sets of requests that each attention group has to try by themselves."""
+        self._is_trial = False
+        """Whether the step is for one such set."""
+        self._failure = ""
+        """The last one that was logged."""
         facts = {} if self.leader is None else asdict(self.leader.core.facts)
         link.ready(facts | holdings(self.runner))
 
     def serve(self) -> None:
+        carry_out = self._lead if self.ranks.is_first else self._follow
+        awake = False
         while True:
-            self._sleep()
-            if self.ranks.is_first:
-                self._lead()
-            else:
-                self._follow()
+            try:
+                if not awake:
+                    self._sleep()
+                awake = False
+                carry_out()
+            except Recalled as recalled:
+                self._begin_again(recalled)
+                awake = True
 
     def _sleep(self) -> None:
         """Until woken; what comes for the leader meanwhile is taken in."""
@@ -114,7 +135,10 @@ class Rank:
         return None if self.leader is None else self.leader.core.tally.patience
 
     def _heed(self, message: messages.AnyMessage | None) -> None:
-        if isinstance(message, messages.Ask) and message.every:
+        if isinstance(message, messages.Recall):
+            if message.generation > self.link.seat.generation:
+                raise Recalled(message.generation, message.error)
+        elif isinstance(message, messages.Ask) and message.every:
             value = self.observer.answer(message.what, message.options)
             group = self.mesh.group_of(self.place)
             self.link.send(messages.Reply(message.number, group, value, self.link.rank))
@@ -135,23 +159,35 @@ class Rank:
 
     def _lead(self) -> None:
         """Steps until there is nothing to do on any rank of the stage."""
-        while True:
+        going_on = True
+        while going_on:
             self._look()
-            start = time.monotonic_ns()
-            self.spans.begin_step(self.number + 1)
-            plan = NOTHING if self.leader is None else self.leader.core.plan(self.mesh.pp)
-            turn, plan, wire = self._agree(plan)
-            if turn.counts:
-                self.spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
-                self._compute(turn, plan, wire)
-                self._under_way.append(_Begun(start, turn, bool(plan.items)))
-            elif not self._under_way:
-                self._go_to_sleep(turn)
-                return
-            if not turn.counts or len(self._under_way) >= self.mesh.pp:
-                self._finish_oldest()
-            if turn.counts:
-                self._count_step(plan, start)
+            try:
+                going_on = self._step()
+            except FINAL:
+                raise
+            except Exception as error:
+                self._report_failure(error)
+
+    def _step(self) -> bool:
+        """One step; whether there may be another."""
+        start = time.monotonic_ns()
+        self.spans.begin_step(self.number + 1)
+        self._is_trial = any(self._suspects)
+        turn, plan, wire = self._agree(self._plan())
+        if turn.counts:
+            self.spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
+            self._compute(turn, plan, wire)
+            self._under_way.append(_Begun(start, turn, bool(plan.items)))
+        most = 1 if self._is_trial else self.mesh.pp
+        if self._under_way and (not turn.counts or len(self._under_way) >= most):
+            self._finish_oldest()
+        elif not turn.counts and not any(self._suspects):
+            self._go_to_sleep(turn)
+            return False
+        if turn.counts:
+            self._count_step(plan, start)
+        return True
 
     def _count_step(self, plan: StepPlan, start: int) -> None:
         self.observer.steps += 1
@@ -168,6 +204,56 @@ class Rank:
         if usual is not None:
             self.link.send(messages.Slow(self.place.replica, turn.number, seconds, usual))
 
+    def _plan(self) -> StepPlan:
+        """While there are suspects only the first group that has any does something: so it is clear
+        whose requests make a step fail."""
+        turn = next((group for group, sets in enumerate(self._suspects) if sets), None)
+        if self.leader is None or turn not in (None, self.place.dp_rank):
+            return NOTHING
+        return self.leader.plan(self.mesh.pp)
+
+    def _report_failure(self, error: Exception) -> NoReturn:
+        """Until the supervisor calls all ranks back from the step."""
+        generation, text = self.link.seat.generation, last_lines(error)
+        # Once is enough: the steps that look for the request to blame fail in the same way.
+        trace = None if text == self._failure else error
+        logger.warning("step %d failed: %s", self.number, text, exc_info=trace)
+        self._failure = text
+        self.link.send(messages.StepFailed(self.link.rank, generation, text))
+        while True:
+            self._heed(self.link.receive(None, f"be called back from step {self.number}"))
+
+    def _begin_again(self, recalled: Recalled) -> None:
+        """In the next generation: abandon the step, wait until all ranks have, forget what was in
+        flight. An error in here is final."""
+        generation, error = recalled.generation, recalled.error
+        self.link.seat.generation = generation
+        if error is None:
+            error = self._await(messages.Recall, generation).error
+        alone, suspects = self._is_trial or self.mesh.dp == 1, 0
+        if self.leader is not None:
+            suspects = self.leader.retreat(error, alone)
+        self.link.send(messages.Abandoned(self.link.rank, generation, self.number, suspects))
+        resume = self._await(messages.Resume, generation)
+        self.number, self._suspects = resume.round, resume.suspects
+        self._under_way.clear()
+        self._local.clear()
+        self._sender, self._receiver = PlanSender(), PlanReceiver()
+        self.ranks.stage.restart(generation)
+        self.ranks.attention.restart(generation)
+        if self.pipe is not None:
+            self.pipe.restart(generation)
+        self.runner.restart(generation)
+
+    def _await(self, kind: type[Awaited], generation: int) -> Awaited:
+        """Of this generation; what comes for the leader meanwhile is taken in."""
+        operation = f"abandon step {self.number}"
+        while True:
+            message = self.link.receive(None, operation)
+            if isinstance(message, kind) and message.generation == generation:
+                return message
+            self._heed(message)
+
     def _agree(self, plan: StepPlan) -> tuple[Turn, StepPlan, bytes]:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
         also as others are told it."""
@@ -176,11 +262,13 @@ class Rank:
         wire = self._encode(plan)
         data = wire if self.mesh.attention_tp > 1 and plan.items else b""
         logits = sum(1 for _ in plan.logit_rows())
-        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data)]])
+        suspects = 0 if self.leader is None else self.leader.core.num_suspects
+        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
         operation = f"agree on step {self.number}"
         told = self.ranks.stage.gather_rows(own, [1] * self.mesh.tp, operation)
         table = told[:: self.mesh.attention_tp].tolist()
-        counts, logit_rows, prefills, lengths = zip(*table, strict=True)
+        counts, logit_rows, prefills, lengths, suspect_sets = zip(*table, strict=True)
+        self._suspects = list(suspect_sets)
         length = lengths[self.place.dp_rank]
         if length:
             wire = self._share(data, length, operation)
@@ -232,27 +320,37 @@ class Rank:
 
     def _follow(self) -> None:
         """Carries out the orders of the stage before until it goes to sleep."""
+        awake = True
+        while awake:
+            try:
+                awake = self._carry_out_next()
+            except FINAL:
+                raise
+            except Exception as error:
+                self._report_failure(error)
+
+    def _carry_out_next(self) -> bool:
+        """One order; whether there may be another."""
         assert self.pipe is not None
-        while True:
-            self.link.seat.enter(State.COMPUTING)
-            self._look()
-            data, x_TH = self.pipe.receive()
-            order = decode_order(data)
-            start, number = time.monotonic_ns(), order.turn.number
-            self.link.seat.begin(number)
-            self.spans.begin_step(number)
-            asleep = not order.turn.counts
-            plan = self._receiver.decode(order.plan)
-            hidden_TH = None if asleep else self.runner.forward(plan, order.turn, x_TH)
-            if not self.ranks.is_last:
-                self.pipe.send(data, hidden_TH)
-            elif hidden_TH is not None:
-                result = self.runner.results(plan, order.turn, hidden_TH)
-                if self.place.attention_rank == 0 and plan.items:
-                    self.pipe.reply(encode(result))
-            if asleep:
-                return
+        self.link.seat.enter(State.COMPUTING)
+        self._look()
+        data, x_TH = self.pipe.receive()
+        order = decode_order(data)
+        start, self.number = time.monotonic_ns(), order.turn.number
+        self.link.seat.begin(self.number)
+        self.spans.begin_step(self.number)
+        asleep = not order.turn.counts
+        plan = self._receiver.decode(order.plan)
+        hidden_TH = None if asleep else self.runner.forward(plan, order.turn, x_TH)
+        if not self.ranks.is_last:
+            self.pipe.send(data, hidden_TH)
+        elif hidden_TH is not None:
+            result = self.runner.results(plan, order.turn, hidden_TH)
+            if self.place.attention_rank == 0 and plan.items:
+                self.pipe.reply(encode(result))
+        if not asleep:
             self._count_step(plan, start)
+        return not asleep
 
     def _make_pipe(self) -> Pipe | None:
         if self.mesh.pp == 1:
@@ -286,6 +384,22 @@ class Leader:
         elif isinstance(message, messages.Ask):
             value = self.core.kv.flush() if message.what == "flush_cache" else self.core.figures()
             self.link.send(messages.Reply(message.number, self.group, value))
+
+    def plan(self, parts: int) -> StepPlan:
+        """An error that no request is to blame for ends those of this group, and nothing else."""
+        try:
+            return self.core.plan(parts)
+        except Exception as error:
+            logger.exception("no step can be planned; all %d requests end", len(self.core.jobs))
+            self.core.fail_all(f"the engine failed: {error!r}")
+            self.report()
+            return NOTHING
+
+    def retreat(self, error: str, alone: bool) -> int:
+        """After a step that failed: how many sets of requests are to be tried by themselves."""
+        self.core.retreat(error, alone=alone)
+        self.report()
+        return self.core.num_suspects
 
     def report(self) -> None:
         """What was learned in this step, to the supervisor."""

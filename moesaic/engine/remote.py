@@ -220,7 +220,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     preview(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
-    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told))
+    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told) or "one of everything")
     core = RemoteCore(args, Service.start(service_spec(args, mesh)))
     log_ranks(core.rank_facts, mesh)
     return core
@@ -270,6 +270,7 @@ def _new_request(job: Job) -> NewRequest:
         return_logprob=request.return_logprob,
         logprob_start=request.logprob_start,
         top_logprobs_num=request.top_logprobs_num,
+        group=request.group,
     )
 
 

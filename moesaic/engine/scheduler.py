@@ -64,18 +64,20 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self, parts: int = 1) -> list[Scheduled]:
+    def schedule(self, parts: int = 1, only: frozenset[Request] | None = None) -> list[Scheduled]:
         """The next step's work; empty only if there is no request but those whose next token is
-        under way. `parts`: steps that are to be under way at once, each with its share of them."""
+        under way. `parts`: steps that are to be under way at once, each with its share of them.
+        `only`: who may take part, running or waiting; everybody unless given."""
         planned: dict[Request, int] = {}
-        by_age = sorted((r for r in self.running if not r.pending), key=_arrival)
+        chosen = self.running if only is None else self.running & only
+        by_age = sorted((r for r in chosen if not r.pending), key=_arrival)
         decoding = [r for r in by_age if r.is_decoding]
         for request in decoding[: -(-len(self.running) // parts)]:
             self._plan(request, 1, planned)
         budget = self.config.chunk_tokens
         for request in (r for r in by_age if not r.is_decoding):
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        self._admit(budget, planned)
+        self._admit(budget, planned, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
         return [Scheduled(request, length) for request, length in planned.items()]
 
@@ -115,13 +117,18 @@ class Scheduler:
         self._reserve = min(1.0, self._reserve + RESERVE_STEP)
         self.waiting.appendleft(request)
 
-    def _admit(self, budget: int, planned: dict[Request, int]) -> None:
+    def _admit(
+        self, budget: int, planned: dict[Request, int], only: frozenset[Request] | None
+    ) -> None:
         """Takes in waiting requests in order; one that shares the prompt which another is computing
         right now stays behind until it can reuse it."""
         held_back: list[Request] = []
         computing = {self._frontier(r) for r in self.running if not r.is_decoding}
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
             request = self.waiting[0]
+            if only is not None and request not in only:
+                held_back.append(self.waiting.popleft())
+                continue
             if request.pending:  # retracted while its next token is under way
                 break
             node, pages = self.kv.lookup(request)

@@ -65,14 +65,9 @@ class Tally:
             counts.decode_seconds += seconds
         self._told.take(begun, generated, seconds, now)
 
-    def fail(self) -> None:
-        """The oldest step under way failed."""
-        self._under_way.popleft()
-        self.counts.failed_steps += 1
-
     def forget(self) -> None:
-        """Nothing is under way any more."""
-        self.counts.failed_steps += len(self._under_way)
+        """A step failed: it and those that were begun after it are under way no more."""
+        self.counts.failed_steps += bool(self._under_way)
         self._under_way.clear()
 
     def stats(self) -> GroupStats:

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import dashboard, metrics, native, operations, profile
+from moesaic.server import dashboard, metrics, native, operations, profile, tokens
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.figures import ROUTE, CountResponses
@@ -19,7 +19,14 @@ from moesaic.server.routes import Route
 
 logger = logging.getLogger(__name__)
 
-ROUTES = operations.ROUTES + metrics.ROUTES + dashboard.ROUTES + native.ROUTES + profile.ROUTES
+ROUTES = (
+    *operations.ROUTES,
+    *metrics.ROUTES,
+    *dashboard.ROUTES,
+    *native.ROUTES,
+    *tokens.ROUTES,
+    *profile.ROUTES,
+)
 
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:

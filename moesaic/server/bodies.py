@@ -27,6 +27,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     return_text_in_logprobs: bool = False
     stream: bool = False
     rid: str | list[str] | None = None
+    data_parallel_rank: int | list[int] | None = None
     # Existing clients send these empty.
     image_data: None = None
     lora_path: None = None
@@ -42,6 +43,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
             self.logprob_start_len,
             self.top_logprobs_num,
             self.rid,
+            self.data_parallel_rank,
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+import moesaic
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
 from moesaic.server.bodies import AbortBody, read_body
@@ -27,16 +28,38 @@ async def health(context: Context, _: Request) -> Response:
 
 
 async def health_generate(context: Context, request: Request) -> Response:
-    """One token through every rank."""
-    call = GenerateInput(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    """One token through every serving group, and so through every rank."""
+    groups = list(range(context.engine.mesh.num_groups))
+    call = GenerateInput(
+        input_ids=[[0] for _ in groups],
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        data_parallel_rank=groups,
+    )
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            (piece,) = await work.whole(context, request, call)
+            pieces = await work.whole(context, request, call)
     except TimeoutError:
         raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
-    if piece.request.failed:
-        raise context.refusal(RuntimeError(piece.request.failure))
+    for piece in pieces:
+        if piece.request.failed:
+            raise context.refusal(RuntimeError(piece.request.failure))
     return json_response({"status": "ok"})
+
+
+async def model_info(context: Context, _: Request) -> Response:
+    args = context.args
+    return json_response(
+        {
+            "model_path": args.model_path,
+            "tokenizer_path": args.tokenizer_path,
+            "is_generation": True,
+            "max_model_len": context.engine.context_length,
+        }
+    )
+
+
+async def version(_: Context, __: Request) -> Response:
+    return json_response({"version": moesaic.__version__})
 
 
 async def server_info(context: Context, _: Request) -> Response:
@@ -60,6 +83,10 @@ ROUTES = (
         "GET", "/server_info", server_info, Access.ADMIN, "What was resolved, and what is so now"
     ),
     Route("GET", "/get_server_info", server_info, Access.ADMIN, "The same as /server_info"),
+    Route("GET", "/model_info", model_info, Access.USER, "Which model is served"),
+    Route("GET", "/get_model_info", model_info, Access.USER, "The same as /model_info"),
+    Route("GET", "/version", version, Access.OPEN, "The version of the server"),
+    Route("GET", "/ping", health, Access.OPEN, "The same as /health"),
     Route("POST", "/flush_cache", flush_cache, Access.ADMIN, "Empties the prefix cache"),
     Route(
         "POST", "/abort_request", abort_request, Access.USER, "Ends a request by its id", AbortBody

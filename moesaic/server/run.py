@@ -36,7 +36,7 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
     with _exit_on_signals(), closing(listener):
         with _progress(args.model_path):
-            engine = Engine(**asdict(args))
+            engine = Engine(apart=True, **asdict(args))
         try:
             server = Server(engine, listener)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -22,20 +22,20 @@ MODELS = {
 DPA = "--enable-dp-attention --dp"
 # The ones that are always run cover every axis: families, tp 1 to 8, ep < tp, dp, pp, all backends.
 ALWAYS = (
-    "qwen3_moe --tp 2",
     "mixtral --tp 4 --ep 2",
     f"deepseek_v3 --tp 4 {DPA} 4 --moe-a2a-backend deepep",
-    f"deepseek_v2 --tp 4 {DPA} 2 --moe-a2a-backend deepep --deepep-mode low_latency",
     "qwen2_moe --tp 2 --pp 2 --moe-a2a-backend mori",
     "gpt_oss --pp 4 --chunked-prefill-size 16",
     f"deepseek_v3 --tp 8 {DPA} 8 --moe-a2a-backend flashinfer",
     "qwen3_moe --tp 4 --moe-a2a-backend mooncake",
     "gpt_oss --tp 2 --moe-a2a-backend ascend_fuseep",
-    f"qwen2_moe --tp 2 --pp 2 {DPA} 2 --moe-a2a-backend deepep",
     "deepseek_v2 --tp 3 --ep 3 --ep-num-redundant-experts 1",
-    "mixtral --tp 2 --dp 2",
 )
 SLOW = (
+    "qwen3_moe --tp 2",
+    f"deepseek_v2 --tp 4 {DPA} 2 --moe-a2a-backend deepep --deepep-mode low_latency",
+    f"qwen2_moe --tp 2 --pp 2 {DPA} 2 --moe-a2a-backend deepep",
+    "mixtral --tp 2 --dp 2",
     "qwen3_moe --tp 1 --pp 2",
     "qwen3_moe --tp 4 --ep 4",
     "qwen3_moe --tp 8 --ep 4",

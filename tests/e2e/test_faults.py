@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(400)
 ALWAYS = [
     Case(LEADER, "kill -9", "start"),
     Case(FOLLOWER, "SIGSTOP", "prefill"),
-    Case(DP_LEADER, "exception", "decode"),
+    Case(DP_LEADER, "exception", "idle"),
     Case(LAST, "kill -9", "idle"),
     Case(SUPERVISOR, "SIGSTOP", "decode"),
 ]

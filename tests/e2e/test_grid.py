@@ -22,7 +22,7 @@ def test_same_tokens_as_one_rank(line: str) -> None:
 def test_the_grid_is_as_large_as_promised() -> None:
     lines = [*ALWAYS, *SLOW]
     assert len(set(lines)) == len(lines) >= 40
-    assert len(ALWAYS) >= 10
+    assert len(ALWAYS) >= 8
     for part in (lines, ALWAYS):
         args = [arguments(line) for line in part]
         assert {a.moe_a2a_backend for a in args} == {

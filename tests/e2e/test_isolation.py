@@ -16,6 +16,7 @@ from moesaic.engine.core import Job
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import StepPlan
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
+from tests.e2e.poison_rank import POISONS, Poison
 
 POISON = 5
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True, "logit_bias": {POISON: -100}}
@@ -73,24 +74,96 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(engine: Engine) ->
     assert shared["output_ids"] == fresh["output_ids"]
 
 
-def test_a_step_that_raises_ends_its_requests_and_no_others(
+BREAKING = {
+    "plain": {},
+    "chunks": {"chunked_prefill_size": 16, "page_size": 4},
+    # Not all requests fit at once: some are retracted, or wait.
+    "few pages": {"max_total_tokens": 96, "page_size": 4, "chunked_prefill_size": 24},
+}
+
+
+@pytest.fixture(scope="module", params=BREAKING)
+def breaking(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(model_path="tiny:qwen3_moe", **BREAKING[request.param]) as made:
+        Poison(made._core.runner)
+        yield made
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_a_request_that_breaks_a_step_ends_alone(breaking: Engine, name: str) -> None:
+    safe = {**GREEDY, "logit_bias": dict.fromkeys(POISONS.values(), -100.0)}
+    chooses = {**safe, "logit_bias": {POISONS[name]: 100.0}}
+    alone = [breaking.generate(input_ids=prompt, sampling_params=safe) for prompt in prompts()]
+    for place in range(4):
+        breaking.flush_cache()
+        calls = [(prompt, safe) for prompt in prompts()]
+        calls[place:place] = [([7, 8, 9], chooses), ([50, POISONS[name], 51], safe)]
+        outputs = breaking.generate(
+            input_ids=[prompt for prompt, _ in calls], sampling_params=[p for _, p in calls]
+        )
+        assert isinstance(outputs, list)
+        bad = [outputs.pop(place), outputs.pop(place)]
+        assert ids(outputs) == ids(alone) and ids(bad) == [[POISONS[name]], []]
+        for answer in bad:
+            reason = answer["meta_info"]["finish_reason"]
+            assert reason["type"] == "abort"
+            assert f"ZeroDivisionError('poison in {name}')" in reason["message"]
+    info = breaking.get_server_info()
+    assert info["pages_used"] == 0 and info["running"] == info["waiting"] == 0
+
+
+def test_logprobs_of_prompts_are_not_lost_nor_doubled(breaking: Engine) -> None:
+    safe = {**GREEDY, "logit_bias": dict.fromkeys(POISONS.values(), -100.0)}
+    scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    alone = [breaking.generate(input_ids=p, sampling_params=safe, **scored) for p in prompts()]
+    breaking.flush_cache()
+    bad = [50, POISONS["router"], 51]
+    outputs = breaking.generate(input_ids=[*prompts(), bad], sampling_params=safe, **scored)
+    assert isinstance(outputs, list) and outputs.pop()["output_ids"] == []
+    for output, expected in zip(outputs, alone, strict=True):
+        for key in ("input_token_logprobs", "output_token_logprobs"):
+            pairs = zip(output["meta_info"][key], expected["meta_info"][key], strict=True)
+            for (logprob, token, _), (other, same, _) in pairs:
+                assert token == same and logprob == pytest.approx(other, abs=1e-4)
+
+
+def test_an_error_that_follows_no_request_harms_nobody(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = engine.generate(input_ids=prompts()[0], sampling_params=GREEDY)
-    step = ModelRunner.step
+    """Only a step of many fails, as one that is out of memory would."""
+    expected = ids(engine.generate(input_ids=prompts(), sampling_params=GREEDY))
+    before = engine.get_server_info()["failed_steps"]
+    step, sizes = ModelRunner.step, list[int]()
 
-    def fail_on_99(self: ModelRunner, plan: StepPlan) -> Any:
-        if any(item.token_ids[0] == 99 for item in plan.items):
-            raise ZeroDivisionError("made up")
+    def fail_if_large(self: ModelRunner, plan: StepPlan) -> Any:
+        sizes.append(len(plan.items))
+        if len(plan.items) > 2:
+            raise MemoryError("made up")
         return step(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "step", fail_on_99)
-    with pytest.raises(RuntimeError, match="made up"):
-        engine.generate(input_ids=[99, 1, 2], sampling_params=GREEDY)
-    assert (
-        engine.generate(input_ids=prompts()[0], sampling_params=GREEDY)["output_ids"]
-        == (expected["output_ids"])
-    )
+    monkeypatch.setattr(ModelRunner, "step", fail_if_large)
+    assert ids(engine.generate(input_ids=prompts(), sampling_params=GREEDY)) == expected
+    failed = sum(size > 2 for size in sizes)
+    assert failed == engine.get_server_info()["failed_steps"] - before > 0
+
+
+def test_steps_that_always_fail_end_every_request_and_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def fail(self: ModelRunner, plan: StepPlan) -> Any:
+        steps.append(len(plan.items))
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(ModelRunner, "step", fail)
+    outputs = engine.generate(input_ids=prompts(), sampling_params=GREEDY)
+    assert isinstance(outputs, list)
+    for output in outputs:
+        assert "made up" in output["meta_info"]["finish_reason"]["message"]
+    assert len(steps) <= 2 * len(outputs) - 1
+    monkeypatch.undo()
+    assert len(engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"]) == 12
     assert engine.get_server_info()["pages_used"] == 0
 
 

@@ -129,7 +129,13 @@ def check_case(
     return rounds
 
 
-@pytest.mark.parametrize("radix", [False, True], ids=["radix_off", "radix_on"])
+@pytest.mark.parametrize(
+    "radix",
+    [
+        pytest.param(False, id="radix_off", marks=pytest.mark.slow),
+        pytest.param(True, id="radix_on"),
+    ],
+)
 @pytest.mark.parametrize("case", MAIN_CASES, ids=lambda case: case.name)
 def test_family(checkpoint: Callable[[Case], Checkpoint], case: Case, radix: bool) -> None:
     folder, oracle = checkpoint(case)

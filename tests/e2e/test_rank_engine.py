@@ -165,6 +165,16 @@ def test_requests_are_spread_over_groups() -> None:
                 sampling_params={**call, "max_new_tokens": 2},
             )
             pages = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
+            engine.flush_cache()
+            engine.generate(
+                input_ids=[[n] * 8 for n in range(3)],
+                sampling_params={**call, "max_new_tokens": 1},
+                data_parallel_rank=[1, 1, 0],
+            )
+            chosen = [group["pages_cached"] for group in engine.get_server_info()["groups"]]
+            with pytest.raises(ValueError, match="data_parallel_rank 2 is not one of the 2 groups"):
+                engine.generate(input_ids=[1], data_parallel_rank=2)
+        assert chosen == [2, 4]
         if method == "round_robin":
             assert pages == [4 * 10, 4 * 1]
         else:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import uvicorn
 
+import moesaic
 from moesaic.engine.engine import Engine
 from moesaic.server import run
 from moesaic.server.app import make_app
@@ -179,6 +180,52 @@ def test_stream_of_several(client: httpx.Client) -> None:
     with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
         last = {piece["index"]: piece["output_ids"] for piece in pieces_of(response)}
     assert last == {number: answer["output_ids"] for number, answer in enumerate(whole)}
+
+
+def test_tokenize_and_back(client: httpx.Client, engine: Engine) -> None:
+    text = "Grüße, 世界"
+    told = client.post("/tokenize", json={"prompt": text}).json()
+    assert engine.tokenizer is not None
+    assert told == {
+        "tokens": engine.tokenizer.encode(text),
+        "count": len(text.encode()),
+        "max_model_len": 2048,
+    }
+    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"text": text}
+    both = client.post("/tokenize", json={"prompt": ["a", "bc"]}).json()
+    assert both["count"] == [1, 2]
+    texts = client.post("/detokenize", json={"tokens": both["tokens"]}).json()
+    assert texts == {"text": ["a", "bc"]}
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    rendered = engine.tokenizer.apply_chat_template(messages)
+    assert chat == engine.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/tokenize", {"prompt": 3}),
+        ("/detokenize", {"tokens": [258]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [1, [2]]}),
+        ("/detokenize", {"tokens": [[1], 2]}),
+        ("/detokenize", {"tokens": [2**70]}),
+    ],
+)
+def test_tokens_that_cannot_be(client: httpx.Client, path: str, body: Answer) -> None:
+    answer = client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_model_info_and_version(client: httpx.Client, engine: Engine) -> None:
+    info = client.get("/model_info").json()
+    assert info == client.get("/get_model_info").json()
+    assert (info["model_path"], info["max_model_len"]) == (engine.args.model_path, 2048)
+    assert client.get("/version").json() == {"version": moesaic.__version__}
+    assert client.get("/ping").json() == {"status": "ok"}
 
 
 BAD_BODIES = {

@@ -425,8 +425,9 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "(use --chunked-prefill-size, the token budget of a step)",
         ),
         (
-            "--enable-eplb --schedule-policy lpm",
-            "not built yet: --enable-eplb (leave it out); --schedule-policy lpm (works now: fcfs)",
+            "--enable-torch-compile --schedule-policy lpm",
+            "not built yet: --schedule-policy lpm (works now: fcfs); "
+            "--enable-torch-compile (leave it out)",
         ),
     ],
 )

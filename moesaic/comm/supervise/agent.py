@@ -32,6 +32,7 @@ from moesaic.core.messages import (
     Fault,
     Hello,
     Ready,
+    Recall,
     Relay,
     Stop,
     decode,
@@ -184,6 +185,8 @@ class Agent(Node):
                     self._join(self._head)
                 case Relay(rank, data):
                     self.tell_rank(rank, data)
+                case Recall():
+                    self.call_back(message)
                 case Ready():
                     self.is_serving = True
                     self.tell_client(message)

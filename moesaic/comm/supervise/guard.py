@@ -66,8 +66,7 @@ class StepGuard:
     def look(self, seen: Mapping[int, Seen], now: float) -> Suspicion | None:
         """Logs a new suspicion once, and returns the first that has lasted too long."""
         for replica in range(self._mesh.replicas):
-            first = self._mesh.rank(replica, 0, 0)
-            ranks = range(first, first + self._mesh.pp * self._mesh.tp)
+            ranks = self._mesh.ranks_of_replica(replica)
             here = {rank: seen[rank] for rank in ranks if rank in seen}
             if len(here) < 2:
                 continue

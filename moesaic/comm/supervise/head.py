@@ -20,8 +20,10 @@ from moesaic.comm.supervise.guard import StepGuard
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.node import Node
 from moesaic.comm.supervise.nodes import BEAT_SECONDS, WAIT_SECONDS, OtherNodes, Sightings
+from moesaic.comm.supervise.recall import Recalls
 from moesaic.comm.supervise.spec import LOOPBACK, ServiceSpec, split_address
 from moesaic.core.messages import (
+    Abandoned,
     Abort,
     AnyMessage,
     Ask,
@@ -39,6 +41,7 @@ from moesaic.core.messages import (
     Relay,
     Reply,
     Slow,
+    StepFailed,
     Stop,
     Submit,
     Wake,
@@ -55,6 +58,7 @@ class Replica:
 
     ranks: range
     groups: range
+    recalls: Recalls
     awake: bool = False
     round: int = 0
 
@@ -68,17 +72,22 @@ class Head(Node):
         self.journal = Journal(mesh.num_groups, spec.load_balance)
         self._guard = StepGuard(mesh, times.guard, times.hang)
         self._facts: dict[int, dict[str, Any]] = {}
-        size = mesh.pp * mesh.tp
-        self._replicas = [
-            Replica(range(i * size, (i + 1) * size), range(i * mesh.dp, (i + 1) * mesh.dp))
-            for i in range(mesh.replicas)
-        ]
+        self._replicas = [self._replica(number) for number in range(mesh.replicas)]
         self._begun = time.monotonic()
         self._said = -math.inf
         """When it was last said which nodes are missing."""
         self._others: OtherNodes | None = None
         self._elsewhere = Sightings({})
         self._beaten = 0.0
+
+    def _replica(self, number: int) -> Replica:
+        mesh = self.mesh
+        ranks, groups = (
+            mesh.ranks_of_replica(number),
+            range(number * mesh.dp, (number + 1) * mesh.dp),
+        )
+        leaders = [mesh.leader(group) for group in groups]
+        return Replica(ranks, groups, Recalls(number, ranks, leaders))
 
     def begin(self) -> None:
         """Starts the ranks; those of other nodes are started there."""
@@ -161,12 +170,11 @@ class Head(Node):
             case Output():
                 self.journal.take(message)
                 self.tell_client(data)
+                self._replica_of(rank).recalls.note_progress()
             case Reply():
                 self.tell_client(data)
             case Asleep(replica, round_):
-                self._replicas[replica].awake = False
-                self._replicas[replica].round = round_
-                self._wake_if_due(self._replicas[replica])
+                self._on_asleep(self._replicas[replica], round_)
             case Slow():
                 logger.warning(
                     "%s", self._guard.explain_slow(message, self.sights(time.monotonic()))
@@ -174,6 +182,10 @@ class Head(Node):
             case Ready(facts=facts):
                 self._facts[rank] = facts
                 self._check_ready()
+            case StepFailed():
+                self._on_step_failed(message)
+            case Abandoned():
+                self._on_abandoned(message)
             case Failed():
                 self._on_failed(message)
 
@@ -284,6 +296,38 @@ class Head(Node):
             if rank in self._facts
         ]
 
+    def _replica_of(self, rank: int) -> Replica:
+        return self._replicas[self.mesh.place(rank).replica]
+
+    def _on_asleep(self, replica: Replica, round_: int) -> None:
+        """While ranks are called back they are as good as awake: all will step once more."""
+        if not replica.recalls.under_way:
+            replica.awake, replica.round = False, round_
+            self._wake_if_due(replica)
+
+    def _on_step_failed(self, failed: StepFailed) -> None:
+        replica = self._replica_of(failed.rank)
+        recall = replica.recalls.begin(failed)
+        if recall is None:
+            return
+        if replica.recalls.is_hopeless:
+            steps = f"the last {replica.recalls.in_vain} steps have failed, with nothing done"
+            message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}; {steps}"
+            self.fail(message, [failed.rank])
+            return
+        recall.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
+        logger.warning("a step is abandoned: %s", recall.error)
+        replica.awake = True
+        self._tell_others(recall)
+        self.call_back(recall)
+
+    def _on_abandoned(self, abandoned: Abandoned) -> None:
+        replica = self._replica_of(abandoned.rank)
+        resume = replica.recalls.take(abandoned)
+        if resume is not None:
+            for rank in replica.ranks:
+                self.send_rank(rank, encode(resume))
+
     def _wake_if_due(self, replica: Replica) -> None:
         if replica.awake or not any(self.journal.requests[group] for group in replica.groups):
             return
@@ -321,7 +365,7 @@ class Head(Node):
 
     def _idlers(self, waiter: int, seen: Mapping[int, Seen]) -> list[int]:
         """The ranks of the same replica that neither wait nor have moved for a while."""
-        replica = self._replicas[self.mesh.place(waiter).replica]
+        replica = self._replica_of(waiter)
         return [
             rank
             for rank in replica.ranks

@@ -37,7 +37,7 @@ class Journal:
     def add(self, request: NewRequest) -> int:
         """The group that is to serve it."""
         assert request.rid not in self.entries, request.rid
-        group = self._choose()
+        group = self._choose() if request.group is None else request.group
         entry = Entry(group, len(request.prompt_ids), list(request.emitted))
         self.entries[request.rid] = entry
         self.requests[group] += 1

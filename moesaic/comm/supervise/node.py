@@ -20,7 +20,7 @@ from moesaic.comm.supervise.loop import Loop, receive_now
 from moesaic.comm.supervise.nursery import Job, Nursery, kill_children
 from moesaic.comm.supervise.spec import Boot, ServiceSpec, pack
 from moesaic.comm.supervise.watch import Watch, obituary
-from moesaic.core.messages import AnyMessage, Message, Stop, decode, encode
+from moesaic.core.messages import AnyMessage, Message, Recall, Stop, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,14 @@ class Node(ABC):
 
     def tell_rank(self, rank: int, data: bytes) -> None:
         self._ranks.send_multipart([_identity(rank), data])
+
+    def call_back(self, recall: Recall) -> None:
+        """Those ranks of the replica that are in this node: those in a wait see the word, those
+        that sleep get the message."""
+        for rank in self.mesh.ranks_of_replica(recall.replica):
+            if rank in self.spec.ranks:
+                self.page.recall(rank, recall.generation)
+                self.tell_rank(rank, encode(recall))
 
     def tell_client(self, message: Message | bytes) -> None:
         data = message if isinstance(message, bytes) else encode(message)

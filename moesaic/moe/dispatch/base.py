@@ -102,6 +102,8 @@ class BaseDispatcher(ABC):
     """
 
     name: ClassVar[str]
+    keeps_lanes: ClassVar[bool] = False
+    """Whether all that it has in flight is in lanes, which the context restarts."""
     HOOKS: ClassVar[tuple[str, ...]] = (
         "pre_dispatch",
         "post_dispatch",

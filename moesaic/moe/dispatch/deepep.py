@@ -46,6 +46,7 @@ class AutoDispatcher(BaseDispatcher):
     """Both modes; ranks agree because a step's kind is agreed."""
 
     name = "deepep"
+    keeps_lanes = True
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)

@@ -141,6 +141,7 @@ class Lanes:
         self.generation, self.active = generation, sorted(ranks)
         self._busy = [""] * LANES
         self._epochs = [generation << 32] * (LANES * len(Signal))
+        self.window.forget()
         # Before any new data: whoever sees that sees this too.
         self._tags[self.rank] = self._tag(NOWHERE)
         self.window.touch(self.window.plane("tags"))

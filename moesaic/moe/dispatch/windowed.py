@@ -17,6 +17,7 @@ class WindowDispatcher(BaseDispatcher):
     """`lanes` is shared by the layers that share buffers."""
 
     lanes: Lanes
+    keeps_lanes = True
 
     def restart(self, generation: int) -> None:
         self.lanes.restart(generation)

@@ -1,0 +1,91 @@
+"""A server process for benchmarks, and what it must have given back when they are over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+
+SETTLE_SECONDS: Final = 30.0
+# What Python and its allocator may keep of a load for the next one.
+KEPT_BYTES: Final = 192 << 20
+
+
+@dataclass(frozen=True)
+class Server:
+    """`pid` is None for one that somebody else runs."""
+
+    url: str
+    pid: int | None
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return json.load(response)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What must not grow: requests, pages in use, sockets of the HTTP process, its memory."""
+
+    running: int
+    waiting: int
+    pages_in_use: int
+    sockets: int
+    rss: int
+
+    @classmethod
+    def of(cls, server: Server) -> ServerState:
+        info = server.get("/server_info")
+        sockets = rss = 0
+        if server.pid is not None:
+            process = psutil.Process(server.pid)
+            connections = process.net_connections("tcp")
+            sockets = sum(1 for c in connections if c.status != psutil.CONN_LISTEN)
+            rss = process.memory_info().rss
+        in_use = info["pages_used"] - info["pages_cached"]
+        return cls(info["running"], info["waiting"], in_use, sockets, rss)
+
+    def beyond(self, before: ServerState) -> list[str]:
+        counts = [
+            f"{name} {getattr(self, name)} (before: {getattr(before, name)})"
+            for name in ("running", "waiting", "pages_in_use", "sockets")
+            if getattr(self, name) > getattr(before, name)
+        ]
+        if self.rss > before.rss + KEPT_BYTES:
+            counts.append(f"memory {(self.rss - before.rss) >> 20} MiB")
+        return counts
+
+
+def settle(server: Server, before: ServerState) -> list[str]:
+    """What is left behind once it has had time to end what it was told to."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while (left := ServerState.of(server).beyond(before)) and time.monotonic() < end:
+        time.sleep(0.2)
+    return left
+
+
+@contextlib.contextmanager
+def started(model: str, flags: Sequence[str], port: int = 30123) -> Iterator[Server]:
+    """Until it has said that it is ready; ended in order afterwards."""
+    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", model]
+    command += ["--port", str(port), "--log-level", "warning", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ready: "):
+                yield Server(line.removeprefix("ready: ").strip(), process.pid)
+                break
+        else:
+            raise RuntimeError(f"{' '.join(command)} ended with status {process.wait()}")
+    finally:
+        process.terminate()
+        process.wait(60)

@@ -1,0 +1,96 @@
+"""Text to token ids and back, with the names of SGLang and vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moesaic.engine.tokenizer import Tokenizer
+from moesaic.server.bodies import read_body
+from moesaic.server.context import Context
+from moesaic.server.errors import Refusal
+from moesaic.server.replies import json_response
+from moesaic.server.routes import Access, Route
+
+Result = TypeVar("Result")
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Either a prompt or, with the chat template, messages."""
+
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+async def tokenize(context: Context, request: Request) -> Response:
+    body = await read_body(request, TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise Refusal(400, "give either prompt or messages, and not both")
+    found = await _aside(context, lambda tokenizer: _ids(tokenizer, body))
+    counts = [len(ids) for ids in found]
+    single = not isinstance(body.prompt, list)
+    return json_response(
+        {
+            "tokens": found[0] if single else found,
+            "count": counts[0] if single else counts,
+            "max_model_len": context.engine.context_length,
+        }
+    )
+
+
+async def detokenize(context: Context, request: Request) -> Response:
+    body = await read_body(request, DetokenizeBody)
+    single = not (body.tokens and isinstance(body.tokens[0], list))
+    rows: list[Any] = [body.tokens] if single else body.tokens
+    for row in rows:
+        if not isinstance(row, list) or not all(isinstance(token, int) for token in row):
+            raise Refusal(400, "tokens mixes token ids and lists of them", param="tokens")
+
+    def decode(tokenizer: Tokenizer) -> list[str]:
+        for row in rows:
+            context.engine.check_token_ids(row)
+        return [tokenizer.decode(row, body.skip_special_tokens) for row in rows]
+
+    texts = await _aside(context, decode)
+    return json_response({"text": texts[0] if single else texts})
+
+
+def _ids(tokenizer: Tokenizer, body: TokenizeBody) -> list[list[int]]:
+    if body.messages is not None:
+        text = tokenizer.apply_chat_template(body.messages, body.add_generation_prompt, body.tools)
+        return [tokenizer.encode(text, bool(body.add_special_tokens))]
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    assert texts is not None
+    return [tokenizer.encode(text, body.add_special_tokens is not False) for text in texts]
+
+
+async def _aside(context: Context, work: Callable[[Tokenizer], Result]) -> Result:
+    """In a thread: it may be megabytes."""
+    tokenizer = context.engine.tokenizer
+    if tokenizer is None:
+        raise Refusal(400, "this server has no tokenizer (--skip-tokenizer-init)")
+    try:
+        return await asyncio.to_thread(work, tokenizer)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
+ROUTES = (
+    Route("POST", "/tokenize", tokenize, Access.USER, "Text to token ids", TokenizeBody),
+    Route("POST", "/detokenize", detokenize, Access.USER, "Token ids to text", DetokenizeBody),
+)
