@@ -46,6 +46,7 @@ format: setup
 docs: setup
 	$(BIN)/python -m moesaic.config.docs docs/flags.md
 	$(BIN)/python -m moesaic.moe.matrix_docs docs/backends.md
+	$(BIN)/python -m moesaic.observe.docs docs/metrics.md deploy/grafana/moesaic.json
 
 bench: setup
 	@test -n "$(BENCH)" || { echo "usage: make bench BENCH=NAME ARGS=...; NAME is a file of bench/:"; \

@@ -149,7 +149,9 @@ class ServeArgs:
             choices=(0, 1, 2, 3),
         ),
     ] = 2
-    enable_metrics: Annotated[bool, Flag("Serve Prometheus metrics.")] = False
+    enable_metrics: Annotated[
+        bool, Flag("Accepted for compatibility: metrics are always served.")
+    ] = False
     drain_timeout: Annotated[
         float,
         Flag(

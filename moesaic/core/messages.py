@@ -80,6 +80,7 @@ class Delta(Message):
     cached_tokens: int = 0
     retractions: int = 0
     finish: Finish | None = None
+    queue_seconds: float | None = None
 
 
 class Output(Message):

@@ -60,6 +60,8 @@ class Request:
     created: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     finished: float | None = None
+    queue_seconds: float | None = None
+    """From being taken in to the first step; known once it has begun."""
 
     input_logprobs: list[float] = field(default_factory=list)
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any
 from moesaic.config import ServerArgs
 from moesaic.core.request import FinishReason, Request
 from moesaic.engine.asking import RankAnswers, Told
-from moesaic.engine.holdings import holdings, service_info
+from moesaic.engine.holdings import holdings, providers, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.kv_manager import KVManager
 from moesaic.engine.model_runner import ModelRunner
@@ -73,6 +73,10 @@ class EngineCore:
         self._quarantine = Quarantine()
         self._ended: list[int] = []
         """Numbers of requests that are over, for the next plan to say."""
+
+    @property
+    def providers(self) -> dict[str, Any]:
+        return providers(self.runner)
 
     @property
     def facts(self) -> ModelFacts:

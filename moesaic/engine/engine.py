@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,6 +51,7 @@ from moesaic.engine.profiler import Profiler
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
+from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import Kind
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Engine:
     """
 
     def __init__(self, *, apart: bool = False, **kwargs: Any) -> None:
+        begun = time.monotonic()
         args = resolve(ServerArgs.from_kwargs(**kwargs))
         folder = materialise(args.model_path)
         tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
@@ -88,8 +91,13 @@ class Engine:
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = _load_tokenizer(self.args)
+        prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
         self._core: Core = self._make_core(apart)
+        self.startup_seconds = {
+            "tokenizer": prepared - begun,
+            "model": time.monotonic() - prepared,
+        }
         eos_ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.eos_ids
         facts = self._core.facts
         self._max_running = facts.max_running * self.mesh.num_groups
@@ -108,6 +116,7 @@ class Engine:
         self._in_flight: set[str] = set()
         self._held: dict[str, Job] = {}
         """In flight, and not begun yet."""
+        self._watch = RequestWatch()
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
@@ -244,6 +253,15 @@ class Engine:
         """What was resolved at start, and the state of scheduler and cache now."""
         info: dict[str, Any] = self._ask("info")
         return info
+
+    def request_stats(self) -> RequestStats:
+        """What became of requests since the start; asks nobody, and so never waits."""
+        return self._watch.stats(len(self._in_flight))
+
+    @property
+    def providers(self) -> dict[str, Any]:
+        """What carries tokens to experts and computes them, with nothing left open."""
+        return self._core.providers
 
     def get_stats(self) -> EngineStats:
         """What was counted since the start, by serving group and rank. A rank that does not answer
@@ -402,7 +420,7 @@ class Engine:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
-        return Job(request, detokenizer, listener, interval)
+        return Job(request, detokenizer, listener, interval, self._watch)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
         self._submit(answers.jobs)

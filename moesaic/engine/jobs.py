@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.observe.requests import RequestWatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,24 @@ class Job:
     detokenizer: IncrementalDetokenizer | None
     listener: Callable[[Progress], None]
     stream_interval: int | None = None
+    watch: RequestWatch | None = None
+    last_token: float = 0.0
+    held: float = 0.0
+    """Seconds until it was sent to a rank."""
 
     def accept(
         self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None
     ) -> FinishReason | None:
         """Appends a token; the reason to stop, if that was the last."""
         request, params = self.request, self.request.params
-        request.first_token = request.first_token or time.monotonic()
+        now = time.monotonic()
+        if request.first_token is None:
+            request.first_token = now
+            if self.watch is not None:
+                self.watch.first_token(request, now)
+        elif self.watch is not None:
+            self.watch.next_token(now - self.last_token)
+        self.last_token = now
         request.token_ids.append(token_id)
         if logprob is not None:
             request.output_logprobs.append(logprob)
@@ -58,6 +70,8 @@ class Job:
     def finish(self, reason: FinishReason) -> None:
         self.request.finish_reason = reason
         self.request.finished = time.monotonic()
+        if self.watch is not None:
+            self.watch.end(self.request)
         try:
             if self.detokenizer is not None:
                 self.detokenizer.finish()

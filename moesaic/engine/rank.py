@@ -465,6 +465,7 @@ class _Told:
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
             finish=None if reason is None else _finish(reason),
+            queue_seconds=request.queue_seconds,
         )
 
 

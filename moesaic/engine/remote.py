@@ -63,6 +63,11 @@ class RemoteCore:
         self._questions: dict[int, Question] = {}
 
     @property
+    def providers(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.rank_facts[0]["providers"]
+        return found
+
+    @property
     def has_work(self) -> bool:
         """As long as the service lives: the engine's thread waits for messages in `step`."""
         return not self.fault
@@ -82,6 +87,7 @@ class RemoteCore:
         self.service.close()
 
     def add(self, job: Job) -> None:
+        job.held = time.monotonic() - job.request.created
         if not self.fault:
             self.service.send(Submit([_new_request(job)]))
         self.jobs[job.request.rid] = self._by_number[_number(job)] = job
@@ -142,6 +148,8 @@ class RemoteCore:
     def _advance(self, job: Job, delta: Delta) -> None:
         request = job.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
+        if delta.queue_seconds is not None:
+            request.queue_seconds = job.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
         ended = None if delta.finish is None else _reason(delta.finish)

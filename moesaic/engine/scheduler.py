@@ -8,6 +8,7 @@ oldest always gets on and every request ends.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -141,6 +142,7 @@ class Scheduler:
             self.kv.admit(request, node, pages)
             if request.num_output == 0 and request.retractions == 0:
                 request.cached_tokens = request.num_computed
+                request.queue_seconds = time.monotonic() - request.created
             self.running.add(request)
             self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)

@@ -11,15 +11,27 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import native, openai, openapi, operations, profile, tokens
+from moesaic.server import (
+    dashboard,
+    metrics,
+    native,
+    openai,
+    openapi,
+    operations,
+    profile,
+    tokens,
+)
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
+from moesaic.server.figures import ROUTE, CountResponses
 from moesaic.server.routes import CLIENT, Route
 
 logger = logging.getLogger(__name__)
 
 ROUTES = (
     *operations.ROUTES,
+    *metrics.ROUTES,
+    *dashboard.ROUTES,
     *native.ROUTES,
     *openai.ROUTES,
     *tokens.ROUTES,
@@ -29,8 +41,14 @@ ROUTES = (
 
 def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:
     """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
-    app = FastAPI(title="Moesaic", openapi_url=None, redirect_slashes=False)
-    context = app.state.context = Context(engine, is_stopping)
+    context = Context(engine, is_stopping)
+    app = FastAPI(
+        title="Moesaic",
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lambda _: context.figures.running(),
+    )
+    app.state.context = context
     context.part(openai.Setup)  # so that what is wrong with it is told at start
     routes = (*ROUTES, openapi.route(ROUTES))
     for route in routes:
@@ -39,11 +57,13 @@ def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) ->
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_middleware(CountResponses, context.figures)
     return app
 
 
 def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        request.scope[ROUTE] = route.path
         request.scope[CLIENT] = context.keys.admit(route.access, request)
         return await route.handler(context, request)
 

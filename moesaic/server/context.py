@@ -14,6 +14,7 @@ from moesaic.engine.inputs import PromptTooLong
 from moesaic.server.admission import Admission, Full
 from moesaic.server.auth import Keys
 from moesaic.server.errors import Refusal
+from moesaic.server.figures import Figures
 
 STOPPING: Final = "the server is stopping"
 # Another server may answer at once, or this one when it has started again.
@@ -29,6 +30,7 @@ class Context:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = Keys.of(engine.args)
         self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
+        self.figures = Figures(engine)
         self._parts: dict[Any, Any] = {}
 
     @property
