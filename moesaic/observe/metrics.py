@@ -28,6 +28,7 @@ class ServerStats:
     loop_lag_max: float
     startup: dict[str, float]
     info: dict[str, str]
+    queued: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         panel="Queue",
         expr="sum({name})",
         source=_GROUP,
+    ),
+    _gauge(
+        "requests_queued",
+        help="Requests that wait in front of the engine, until it is their client's turn.",
+        read=_one(lambda s: s.server.queued),
+        panel="Queue",
+        source=_SERVER,
     ),
     _counter(
         "prompt_tokens_total",

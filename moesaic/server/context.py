@@ -30,7 +30,7 @@ class Context:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = Keys.of(engine.args)
         self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
-        self.figures = Figures(engine)
+        self.figures = Figures(engine, lambda: self.admission.waiting)
         self._parts: dict[Any, Any] = {}
 
     @property

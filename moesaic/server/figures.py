@@ -179,8 +179,8 @@ def _quantiles(now: Distribution, before: Distribution) -> tuple[float | None, f
 class Figures:
     """Of one server. All of it happens in the event loop's thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, queued: Callable[[], int]) -> None:
+        self._engine, self._queued = engine, queued
         self.poll = EnginePoll(engine.get_stats, _shares(engine))
         self.lag, self.history = LagWatch(), History()
         self.http: Counter[tuple[str, int]] = Counter()
@@ -205,6 +205,7 @@ class Figures:
         await self.poll.refresh()
         server = ServerStats(
             http=dict(self.http),
+            queued=self._queued(),
             loop_lag=self.lag.distribution,
             loop_lag_max=self.lag.max,
             startup=self._engine.startup_seconds,

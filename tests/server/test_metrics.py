@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> 
 
 
 def test_http_is_counted_by_route_and_status(server: tuple[Engine, httpx.Client]) -> None:
-    _, client = server
+    engine, client = server
     before = scrape(client)["moesaic_http_requests_total"]
     refused = scrape(client)["moesaic_http_refused_total"][()]
     body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
@@ -159,8 +160,14 @@ def test_http_is_counted_by_route_and_status(server: tuple[Engine, httpx.Client]
     client.post("/generate", content=b"{")
     client.get("/no/such/path")
     client.get("/generate")
-    full = body | {"text": ["a", "b", "c", "d"]}
-    assert client.post("/generate", json=full).status_code == 429
+    go_on = threading.Event()
+    engine._tell(lambda core: go_on.wait(30))
+    full = body | {"text": ["a", "b", "c"]}
+    with ThreadPoolExecutor() as pool:
+        filling = pool.submit(client.post, "/generate", json=full)
+        wait_until(lambda: client.post("/generate", json=body | {"rid": "x"}).status_code == 429)
+        go_on.set()
+        assert filling.result().status_code == 200
     with client.stream("POST", "/generate", json=body | {"stream": True}) as response:
         response.read()
     after = scrape(client)

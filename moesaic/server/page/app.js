@@ -120,7 +120,7 @@ class Page {
       "prompt-rate": rate(newest.prompt_tokens),
       "generated-total": count(requests.generated_tokens),
       running: groups.length ? count(sum("running")) : count(requests.answering),
-      waiting: groups.length ? count(sum("waiting")) : count(requests.open - requests.answering),
+      waiting: count(requests.open - requests.answering),
       ended: count(ended),
       "ended-badly": badly ? `${count(badly)} failed` : "",
       "cache-used": pages ? percent(sum("pages_used") / pages) : "–",
