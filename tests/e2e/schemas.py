@@ -23,7 +23,7 @@ def _root(source: random.Random) -> Schema:
 
 
 def _with_definitions(source: random.Random) -> Schema:
-    """A reference to a part, and a list that refers to itself."""
+    """A reference to a part, and a list that refers to itself; without white space."""
     link = {
         "type": "object",
         "properties": {
@@ -34,6 +34,7 @@ def _with_definitions(source: random.Random) -> Schema:
         "additionalProperties": False,
     }
     return {
+        "x-guidance": {"whitespace_flexible": False},
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$defs": {"part": _object(source, depth=1), "link": link},
         "type": "object",

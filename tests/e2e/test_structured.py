@@ -19,6 +19,8 @@ from moesaic.engine.inputs import GenerateInput
 from moesaic.models.tiny import make_tiny_checkpoint
 from tests.e2e.schemas import schema_of
 
+# Room for the white space that a model of noise loves.
+MODEL = "tiny:qwen3_moe,max_position_embeddings=8192"
 EOS = 256
 PHONE = r"\+?[0-9]{2,4}( [0-9]{2,3}){1,3}"
 SUM = """
@@ -47,7 +49,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(model_path="tiny:qwen3_moe", page_size=4, max_running_requests=16) as made:
+    with Engine(model_path=MODEL, page_size=4, max_running_requests=16) as made:
         yield made
 
 
@@ -191,7 +193,7 @@ def test_retracted_requests_go_on_where_they_were(engine: Engine) -> None:
     given = [{"regex": "[a-f]{40}([0-9]{30})", "seed": n, "max_new_tokens": 90} for n in range(6)]
     expected = answers(engine, given)
     flags = {"page_size": 4, "max_total_tokens": 180, "disable_radix_cache": True}
-    with Engine(model_path="tiny:qwen3_moe", schedule_conservativeness=0.1, **flags) as small:
+    with Engine(model_path=MODEL, schedule_conservativeness=0.1, **flags) as small:
         found = answers(small, given)
         assert small.get_server_info()["retractions"] > 0
         free = {"max_new_tokens": 1, "ignore_eos": True}
@@ -226,7 +228,7 @@ def test_without_llguidance_all_else_works(engine: Engine, monkeypatch: pytest.M
 def test_ranks_say_what_one_rank_says(engine: Engine, mesh: str) -> None:
     given = calls()
     expected = answers(engine, given)
-    with Engine(model_path="tiny:qwen3_moe", page_size=4, **MESHES[mesh]) as ranks:
+    with Engine(model_path=MODEL, page_size=4, **MESHES[mesh]) as ranks:
         found = answers(ranks, given)
         again = answers(ranks, given)
         broken = [{"regex": PHONE, "seed": 1}, {"regex": "a{"}]
@@ -239,7 +241,7 @@ def test_ranks_say_what_one_rank_says(engine: Engine, mesh: str) -> None:
 
 def run_schemas(engine: Engine, numbers: range) -> None:
     given = [
-        {"json_schema": schema_of(n), "seed": n, "temperature": 1.0, "max_new_tokens": 2000}
+        {"json_schema": schema_of(n), "seed": n, "temperature": 1.0, "max_new_tokens": 8000}
         for n in numbers
     ]
     outputs = answers(engine, given)
