@@ -1,5 +1,5 @@
-"""Requests that no good client sends, the same for the same seed: for every route, JSON
-that is wrong in its values, its shape or its bytes, and HTTP that is broken below it."""
+"""Requests that no good client sends, the same for the same seed: for every route of the table,
+JSON that is wrong in its values, its shape or its bytes, and HTTP that is broken below it."""
 
 from __future__ import annotations
 

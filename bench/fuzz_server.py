@@ -3,7 +3,7 @@
     python -m bench.fuzz_server --number 100000 --seed 1
     python -m bench.fuzz_server --markdown
 
-starts a server on 4 EP ranks, sends it what bench/fuzz_cases.py makes, and fails if any
+starts a server on 4 expert-parallel ranks, sends it what bench/fuzz_cases.py makes, and fails if an
 answer is a 5xx, comes too late, has not the shape of an error, or repeats what was sent; if a good
 request's answer differs from what it was alone; if a process ends; or if afterwards the server
 holds more pages, descriptors or memory than before.

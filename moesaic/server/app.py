@@ -64,8 +64,13 @@ def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) ->
 def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         request.scope[ROUTE] = route.path
-        request.scope[CLIENT] = context.keys.admit(route.access, request)
-        return await route.handler(context, request)
+        try:
+            request.scope[CLIENT] = context.keys.admit(route.access, request)
+            return await route.handler(context, request)
+        except (Refusal, HTTPException, ClientDisconnect):
+            raise
+        except Exception as error:  # here, because starlette raises it once more for the log
+            return await _internal(request, error)
 
     return endpoint
 

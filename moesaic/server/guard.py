@@ -7,6 +7,7 @@ one comes, and tells only the newest of pipelined requests that the client has l
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, Final
 
 import httptools
@@ -26,6 +27,9 @@ REQUEST_SECONDS: Final = 30.0
 # What is thrown away of a body that was refused, so that the client reads why instead of an error.
 MAX_DISCARDED: Final = 16 << 20
 MAX_PIPELINED: Final = 64
+# Clients may propose another protocol, and some do with every request. The parser then takes the
+# body for that protocol, so it is not to see it.
+UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -66,10 +70,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deadline is None:
             self._expect()
         message = self._messages if self._in_head else -1
+        if (self._in_head or not self._begun) and b"pgrade:" in data:
+            data = UPGRADE.sub(b"\r\nx-upgrade:", data, count=1)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # The request is answered as if nothing had been proposed, and is the last one.
+            # The header came in pieces; what follows it the parser does not read.
             self._deaf = True
             self.cycle.keep_alive = False
         except httptools.HttpParserError as error:

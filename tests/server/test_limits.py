@@ -1,0 +1,495 @@
+"""Limits and safety of the HTTP server: keys, heads, bodies, pace, connections, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from bench.fuzz_server import attack
+from moesaic.engine.engine import Engine
+from moesaic.server import app as server_app
+from moesaic.server.app import ROUTES, make_app
+from moesaic.server.auth import Keys
+from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, depth
+from moesaic.server.context import Context
+from moesaic.server.guard import MAX_HEAD, guarded
+from moesaic.server.listen import bind
+from moesaic.server.routes import Access, Route
+
+GREEDY = {"temperature": 0, "max_new_tokens": 4}
+LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+SLOW_SECONDS = 1.0
+
+
+class Running:
+    """A server in a thread, with what a test may look at."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.app = make_app(engine)
+        self.context: Context = self.app.state.context
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    @contextmanager
+    def serve(self, seconds: float = 60.0, connections: int = 100) -> Iterator[Running]:
+        listener = bind("127.0.0.1", 0)
+        self.port = int(listener.getsockname()[1])
+        http = guarded(seconds, connections)
+        config = uvicorn.Config(
+            self.app, http=http, ws="none", log_config=None, log_level="warning"
+        )
+        self.server = uvicorn.Server(config)
+
+        async def main() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self.server.serve([listener])
+
+        thread = threading.Thread(target=lambda: asyncio.run(main()))
+        thread.start()
+        wait_until(lambda: self.server.started)
+        yield self
+        self.server.should_exit = True
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+    def tasks(self) -> int:
+        assert self.loop is not None
+        return len(asyncio.all_tasks(self.loop))
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, headers=headers)
+
+    def idle(self) -> bool:
+        info = self.engine.get_server_info()
+        admission = self.context.admission
+        return not (info["running"] + info["waiting"] + admission.running + admission.waiting)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(
+        model_path="tiny:qwen3_moe", num_threads=1, log_level="warning", max_running_requests=8
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def running(engine: Engine) -> Iterator[Running]:
+    with Running(engine).serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty(engine: Engine) -> Iterator[Running]:
+    """Has little patience and few connections."""
+    with Running(engine).serve(SLOW_SECONDS, connections=10) as running:
+        yield running
+
+
+def talk(port: int, data: bytes, seconds: float = 60) -> bytes:
+    """All that the server says until it closes, or until it has said a whole answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        connection.sendall(data)
+        return hear(connection)
+
+
+def hear(connection: socket.socket) -> bytes:
+    said = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            said += piece
+            head, end, body = said.partition(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            if end and length and len(body) >= int(length):
+                break
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def status_of(said: bytes) -> int:
+    assert said.startswith(b"HTTP/1.1 "), said[:200]
+    status = int(said.split(b" ", 2)[1])
+    if status >= 400:
+        error = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+    return status
+
+
+# --- keys ---
+
+
+@contextmanager
+def keys(running: Running, api: str = "", admin: str = "") -> Iterator[None]:
+    before = running.context.keys
+    running.context.keys = Keys(
+        *(sha256(key.encode()).digest() if key else b"" for key in (api, admin))
+    )
+    try:
+        yield
+    finally:
+        running.context.keys = before
+
+
+PATHS = {"open": "/health", "user": "/openapi.json", "admin": "/server_info"}
+
+
+@pytest.mark.parametrize(
+    ("api", "admin", "given", "statuses"),
+    [
+        ("", "", "", (200, 200, 200)),
+        ("k", "", "", (200, 401, 401)),
+        ("k", "", "k", (200, 200, 200)),
+        ("k", "", "wrong", (200, 401, 401)),
+        ("k", "a", "k", (200, 200, 403)),
+        ("k", "a", "a", (200, 200, 200)),
+        ("k", "a", "", (200, 401, 401)),
+        ("", "a", "", (200, 200, 401)),
+        ("", "a", "a", (200, 200, 200)),
+        ("", "a", "k", (200, 200, 401)),
+    ],
+)
+def test_keys(
+    running: Running, api: str, admin: str, given: str, statuses: tuple[int, int, int]
+) -> None:
+    headers = {"Authorization": f"Bearer {given}"} if given else {}
+    with keys(running, api, admin), running.client(**headers) as client:
+        answers = [client.get(path) for path in PATHS.values()]
+        assert tuple(answer.status_code for answer in answers) == statuses
+        for answer in answers:
+            if answer.status_code == 401:
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Authorization: Bearer \xff\xfe\x80",
+        b"Authorization: Bearer",
+        b"Authorization: Bearer  ",
+        b"Authorization: Basic azpr",
+        b"Authorization: \xe4\xb8\xad",
+        b"Authorization: Bearer k\r\nAuthorization: Bearer k",
+        b"Authorization: k",
+        b"X-Api-Key: k",
+    ],
+)
+def test_a_malformed_key_is_no_key(running: Running, header: bytes) -> None:
+    with keys(running, "k"):
+        said = talk(
+            running.port, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n"
+        )
+        assert status_of(said) == 401
+        fine = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nauthorization: bearer k\r\n\r\n"
+        assert status_of(talk(running.port, fine)) == 200
+
+
+def test_keys_are_shown_nowhere(engine: Engine) -> None:
+    secret = "correct-horse-battery"
+    args = replace(engine.args, api_key=secret)
+    assert secret not in repr(Keys.of(args, {})) and Keys.of(args, {}).api
+    assert Keys.of(engine.args, {"MOESAIC_API_KEY": secret}) == Keys.of(args, {})
+    for wrong in ("", "a b", "é", "a\n"):
+        with pytest.raises(ValueError, match="--api-key cannot be sent"):
+            Keys.of(replace(args, api_key=wrong), {})
+    with Engine(model_path="tiny:qwen3_moe", num_threads=1, api_key=secret) as other:
+        assert secret not in json.dumps(other.get_server_info())
+        assert other.args.api_key == secret
+
+
+def test_pages_of_other_sites_may_not_call(running: Running) -> None:
+    own = f"http://127.0.0.1:{running.port}"
+    with running.client() as client:
+        for origin, status in (("http://evil.example", 403), ("null", 403), (own, 200)):
+            answer = client.post("/flush_cache", headers={"Origin": origin})
+            assert answer.status_code == status
+            assert "access-control-allow-origin" not in answer.headers
+        assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 200
+
+
+# --- heads, bodies and pace ---
+
+
+def test_a_head_has_a_limit(running: Running) -> None:
+    line = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    fits = line + b"X: " + b"a" * (MAX_HEAD - 200) + b"\r\n\r\n"
+    assert status_of(talk(running.port, fits)) == 200
+    for data in (
+        line + b"X: " + b"a" * MAX_HEAD + b"\r\n\r\n",
+        line + b"X: y\r\n" * MAX_HEAD + b"\r\n",
+        b"GET /" + b"a" * MAX_HEAD + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ):
+        assert status_of(talk(running.port, data)) == 431
+
+
+def test_a_header_without_an_end_is_cut_off(running: Running) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        sent = 0
+        try:
+            while sent < 100 * MAX_HEAD:
+                sent += connection.send(b"a" * 1024)
+                time.sleep(0.001)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert sent < 100 * MAX_HEAD
+
+
+def test_a_long_body_before_another_request_is_no_long_head(running: Running) -> None:
+    body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode() + b" " * 50_000
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+        connection.sendall(head + body + b"GET /health HTTP/1.1\r\nHost: ")
+        assert status_of(hear(connection)) == 200
+        connection.sendall(b"x\r\n\r\n")
+        assert status_of(hear(connection)) == 200
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_comes(running: Running) -> None:
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n"
+    assert status_of(talk(running.port, head.encode())) == 413
+    expects = head.replace("Host", "Expect: 100-continue\r\nHost")
+    assert status_of(talk(running.port, expects.encode())) == 413
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{",
+        b"GET /health HTTP/1.1\r\nHost: ",
+        b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+    ],
+)
+def test_what_does_not_come_in_time_is_cut_off(hasty: Running, data: bytes) -> None:
+    assert status_of(talk(hasty.port, data)) == 408
+    wait_until(lambda: not hasty.server.server_state.tasks)
+
+
+def test_a_trickle_does_not_buy_time(hasty: Running) -> None:
+    """A head that comes byte by byte has no longer than one that comes at once."""
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
+        connection.settimeout(0.05)
+        head, said = itertools.cycle(b"x"), b""
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        while not said:
+            try:
+                connection.sendall(bytes([next(head)]))
+                said = connection.recv(1000)
+            except TimeoutError:
+                continue
+    assert status_of(said) == 408
+
+
+def test_a_connection_without_a_request_is_closed(hasty: Running) -> None:
+    assert talk(hasty.port, b"") == b""
+
+
+def test_a_long_answer_outlasts_the_time_for_its_request(hasty: Running) -> None:
+    """The limit is on what clients send, not on what they wait for."""
+    go_on = threading.Event()
+    body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    hasty.engine._tell(lambda core: go_on.wait(60))
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(talk, hasty.port, head + body + b"\r\n")
+        time.sleep(SLOW_SECONDS + 1)
+        go_on.set()
+        assert status_of(said.result()) == 200
+
+
+def test_connections_are_limited(hasty: Running) -> None:
+    wait_until(lambda: not hasty.server.server_state.connections)
+    links = [socket.create_connection(("127.0.0.1", hasty.port), timeout=60) for _ in range(10)]
+    try:
+        wait_until(lambda: len(hasty.server.server_state.connections) == 10)
+        assert status_of(talk(hasty.port, b"")) == 503
+    finally:
+        for link in links:
+            link.close()
+    wait_until(lambda: not hasty.server.server_state.connections)
+    assert status_of(talk(hasty.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")) == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", 1),
+        ("[" * 64 + "]" * 64, 64),
+        ("[" * 65 + "]" * 65, 65),
+        ('{"a": ' * 80 + "1" + "}" * 80, 80),
+        ("[" + "[]," * 500 + "[]]", 2),
+        ('["' + "[" * 500 + '"]', 1),
+        ('["' + '\\"[' * 500 + '"]', 1),
+        ('["' + "\\\\" * 3 + '",' + "[" * 70 + "]" * 70 + "]", 71),
+        ('["' + "[" * 500, 1),
+        ('["' + "[" * 100 + "\\", 1),
+    ],
+)
+def test_depth(text: str, expected: int) -> None:
+    found = depth(text.encode())
+    assert found == expected or (found <= MAX_DEPTH and expected <= MAX_DEPTH)
+
+
+def test_depth_is_found_in_one_pass() -> None:
+    """A quadratic scan of this would take minutes."""
+    begun = time.process_time()
+    assert depth(b'"\\"' * (MAX_BODY // 3) + b"[" * 100) <= 100
+    assert depth(b'{"' + b'\\"' * (MAX_BODY // 2)) <= 1
+    assert depth(b"[]" * (MAX_BODY // 2)) == 1
+    assert time.process_time() - begun < 30
+
+
+# --- errors and isolation ---
+
+
+def test_an_error_in_a_handler_is_that_requests_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(context: Context, request: Any) -> Any:
+        raise KeyError("private")
+
+    route = Route("GET", "/broken", broken, Access.USER, "Fails")
+    monkeypatch.setattr(server_app, "ROUTES", (*ROUTES, route))
+    with Running(engine).serve() as running, running.client() as client:
+        answer = client.get("/broken")
+        assert answer.status_code == 500 and "private" not in answer.text
+        assert answer.json()["error"]["type"] == "server_error"
+        assert client.get("/health").status_code == 200
+    assert sum("'/broken' failed" in line.message for line in caplog.records) == 1
+
+
+def test_methods_and_paths(running: Running) -> None:
+    with running.client() as client:
+        assert client.head("/health").status_code == 200
+        assert client.options("/generate").status_code == 405
+        assert client.get("/generate/").status_code == 404
+        assert client.get("/health?x=%00&y").status_code == 200
+        assert status_of(talk(running.port, b"GET /%00%ff HTTP/1.1\r\nHost: x\r\n\r\n")) == 404
+        assert status_of(talk(running.port, b"nonsense\r\n\r\n")) == 400
+        upgrade = {"Connection": "Upgrade", "Upgrade": "h2c", "HTTP2-Settings": "AAA"}
+        body = {"text": "x", "sampling_params": GREEDY}
+        assert client.post("/generate", json=body, headers=upgrade).status_code == 200
+        for kind in ("application/x-www-form-urlencoded", "text/plain", ""):
+            sent = client.post(
+                "/generate", content=json.dumps(body), headers={"Content-Type": kind}
+            )
+            assert sent.status_code == 200
+
+
+def test_disconnects_at_any_byte_leave_nothing(running: Running) -> None:
+    """300 clients that leave after a random number of bytes sent or received."""
+    rng = random.Random(5)
+    wait_until(running.idle)
+    tasks = running.tasks()
+    for number in range(300):
+        stream = rng.random() < 0.5
+        text = [f"{number} {k}" for k in range(rng.choice((1, 1, 3, 30)))]
+        body = json.dumps({"text": text, "sampling_params": LONG, "stream": stream}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        data = (head + body) * rng.choice((1, 1, 1, 2))
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            connection.sendall(data[: rng.choice((rng.randrange(len(data)), len(data)))])
+            if stream and rng.random() < 0.3:
+                connection.settimeout(rng.random() * 0.05 + 0.001)
+                with suppress(TimeoutError, ConnectionResetError):
+                    connection.recv(rng.randint(1, 4000))
+    wait_until(running.idle)
+    wait_until(lambda: not running.server.server_state.connections)
+    wait_until(lambda: running.tasks() <= tasks)
+    running.engine.flush_cache()
+    info = running.engine.get_server_info()
+    assert (info["pages_used"], info["pages_cached"]) == (0, 0)
+    assert running.engine._in_flight == set() and running.engine._held == {}
+    with running.client() as client:
+        assert client.post("/generate", json={"text": "x", "sampling_params": GREEDY}).is_success
+
+
+def test_a_client_that_does_not_read_holds_no_place(running: Running) -> None:
+    """Its answers are ready and lie there; others are served meanwhile."""
+    wait_until(running.idle)
+    body = {"text": ["x"] * 9, "sampling_params": LONG | {"max_new_tokens": 400}, "stream": True}
+    data = json.dumps(body | {"return_logprob": True}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(head + data)
+        admission = running.context.admission
+        wait_until(lambda: admission.admitted_total > 0 and admission.running == 0)
+    wait_until(running.idle)
+
+
+def test_who_waits_can_be_aborted_by_name(running: Running) -> None:
+    wait_until(running.idle)
+    go_on = threading.Event()
+    running.engine._tell(lambda core: go_on.wait(60))
+    with running.client() as client, ThreadPoolExecutor() as pool:
+        long = {"text": ["x"] * 9, "sampling_params": GREEDY}
+        first = pool.submit(client.post, "/generate", json=long)
+        wait_until(lambda: running.context.admission.running == 9)
+        late = {"text": "y", "sampling_params": GREEDY, "rid": "late"}
+        second = pool.submit(client.post, "/generate", json=late)
+        wait_until(lambda: running.context.admission.waiting == 1)
+        assert client.post("/generate", json=late).status_code == 400
+        assert client.post("/abort_request", json={"rid": "late"}).status_code == 200
+        answer = second.result().json()
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert answer["output_ids"] == []
+        go_on.set()
+        assert first.result().status_code == 200
+    wait_until(running.idle)
+
+
+# --- the document, and the fuzzer ---
+
+
+def test_the_document_is_openapi(running: Running) -> None:
+    with running.client() as client:
+        found = client.get("/openapi.json").json()
+    assert found["openapi"] == "3.1.0"
+    assert {route.path for route in ROUTES if "{" not in route.path} <= found["paths"].keys()
+    assert "/openapi.json" in found["paths"]
+    generate = found["paths"]["/generate"]["post"]
+    schema = generate["requestBody"]["content"]["application/json"]["schema"]
+    body = found["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    assert body["additionalProperties"] is False and "sampling_params" in body["properties"]
+    assert {"400", "401", "413", "429", "503"} <= generate["responses"].keys()
+
+
+def test_fuzz(running: Running) -> None:
+    """3000 bad requests with good ones beside them; bench/fuzz_server.py sends many more."""
+    wait_until(running.idle)
+    tasks = running.tasks()
+    tally = asyncio.run(attack(running.port, ROUTES, range(3000), seed=7))
+    assert tally.problems == []
+    assert sum(tally.kinds.values()) == 3000 and tally.good >= 4
+    assert tally.statuses["400"] > 1500 and set(tally.statuses) <= {
+        *("200", "400", "404", "405", "408", "413", "431", "left waiting", "closed")
+    }
+    wait_until(running.idle)
+    wait_until(lambda: not running.server.server_state.connections)
+    wait_until(lambda: running.tasks() <= tasks)
+    running.engine.flush_cache()
+    assert running.engine.get_server_info()["pages_used"] == 0
