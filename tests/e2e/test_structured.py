@@ -224,7 +224,9 @@ def test_without_llguidance_all_else_works(engine: Engine, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["pipeline", pytest.param("attention groups", marks=pytest.mark.slow)]
+)
 def test_ranks_say_what_one_rank_says(engine: Engine, mesh: str) -> None:
     given = calls()
     expected = answers(engine, given)
