@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -26,12 +26,12 @@ import torch
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
-from moesaic.core.request import FinishReason
 from moesaic.core.stats import EngineStats
 from moesaic.core.words import shown
 from moesaic.engine.answers import Answers, Piece, Signal
 from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
 from moesaic.engine.core import EngineCore
+from moesaic.engine.desk import Desk
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.gate import Gate, NoGate
@@ -113,14 +113,14 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
         self._lock = threading.RLock()
-        self._in_flight: set[str] = set()
-        self._held: dict[str, Job] = {}
-        """In flight, and not begun yet."""
         self._watch = RequestWatch()
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
         self.spans = self._core.front
+        self._desk = Desk(
+            self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
+        )
         self._profiler = Profiler(self._ask, self.mesh, self.spans)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=True)
@@ -238,12 +238,7 @@ class Engine:
         """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
-        with self._lock:
-            held = self._held.pop(rid, None)
-        if held is not None:
-            held.finish(FinishReason("abort", message="aborted by the caller"))
-        else:
-            self._tell(partial(_abort, rid=rid))
+        self._desk.abort(rid)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""
@@ -256,7 +251,7 @@ class Engine:
 
     def request_stats(self) -> RequestStats:
         """What became of requests since the start; asks nobody, and so never waits."""
-        return self._watch.stats(len(self._in_flight))
+        return self._watch.stats(len(self._desk))
 
     @property
     def providers(self) -> dict[str, Any]:
@@ -345,72 +340,11 @@ class Engine:
         single = call.is_single and len(jobs) == 1
         return Answers(jobs, single, self.tokenizer if texts else None)
 
-    def _submit(self, jobs: Sequence[Job]) -> None:
-        with self._lock:
-            self._check_queue(len(jobs))
-            self._hold(jobs)
-            self._begin(deque(jobs), len(jobs))
-
-    def _hold(self, jobs: Sequence[Job]) -> None:
-        """Takes their names, so that whoever uses one twice learns it at once."""
-        held = {job.request.rid: job for job in jobs}
-        with self._lock:
-            if taken := held.keys() & self._in_flight:
-                raise ValueError(f"rid {shown(min(taken))} is in use: give each request its own")
-            self._in_flight |= held.keys()
-            self._held |= held
-
-    def _begin(self, jobs: deque[Job], number: int) -> int:
-        """Of these, the first `number` that are still held go to the engine's thread."""
-        with self._lock:
-            chosen = self._choose(jobs, number)
-            try:
-                self._send(chosen)
-            except RuntimeError:
-                self._in_flight -= {job.request.rid for job in chosen}
-                raise
-        return len(chosen)
-
-    def _begin_or_end(self, jobs: deque[Job], number: int) -> int:
-        """The same for somebody who waits for answers already: there a failure is one."""
-        chosen = self._choose(jobs, number)
-        try:
-            self._send(chosen)
-        except RuntimeError as error:
-            for job in chosen:
-                job.finish(FinishReason("abort", message=str(error), failed=True))
-        return len(chosen)
-
-    def _send(self, jobs: Sequence[Job]) -> None:
-        begin = self.spans.clock()
-        self._tell(partial(_take_in, jobs=jobs))
-        self.spans.add(Kind.SUBMIT, begin, tokens=len(jobs))
-
-    def _choose(self, jobs: deque[Job], number: int) -> list[Job]:
-        chosen: list[Job] = []
-        with self._lock:
-            while jobs and len(chosen) < number:
-                job = jobs.popleft()
-                if self._held.pop(job.request.rid, None) is not None:
-                    chosen.append(job)
-        return chosen
-
-    def _check_queue(self, number: int) -> None:
-        """More than can run may wait, up to --max-queued-requests."""
-        limit, running = self.args.max_queued_requests, self._max_running
-        if limit is not None and len(self._in_flight) + number > running + limit:
-            raise QueueFull(
-                f"{len(self._in_flight)} requests are open and {number} more would pass "
-                f"--max-running-requests {running} and --max-queued-requests {limit}: "
-                "try again later"
-            )
-
     def _signal(
         self, put: Callable[[int, Progress], None], number: int, progress: Progress
     ) -> None:
         if progress.finished:
-            with self._lock:
-                self._in_flight.discard(progress.rid)
+            self._desk.ended(progress.rid)
         put(number, progress)
 
     def _job(
@@ -423,13 +357,13 @@ class Engine:
         return Job(request, detokenizer, listener, interval, self._watch)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
-        self._submit(answers.jobs)
+        self._desk.submit(answers.jobs)
         try:
             while answers.pending:
                 if (output := answers.take(signals.get())) is not None:
                     yield output
         finally:
-            self._abort(answers.jobs, answers.pending)
+            self._desk.leave(answers.jobs[number] for number in answers.pending)
 
     async def _async_stream(
         self, answers: Answers, mailbox: Mailbox
@@ -442,11 +376,8 @@ class Engine:
     async def _signals(
         self, jobs: Sequence[Job], mailbox: Mailbox, gate: Gate | None = None
     ) -> AsyncGenerator[Signal, None]:
-        with self._lock:
-            if gate is None:
-                self._check_queue(len(jobs))
-            self._hold(jobs)
-        start = self._begin if gate is None else self._begin_or_end
+        self._desk.hold(jobs, checked=gate is None)
+        start = self._desk.begin if gate is None else self._desk.begin_or_end
         gate = gate or NoGate()
         mailbox.on_ended = gate.finished
         pending = set(range(len(jobs)))
@@ -459,17 +390,7 @@ class Engine:
                 yield number, progress
         finally:
             gate.leave()
-            self._abort(jobs, pending)
-
-    def _abort(self, jobs: Sequence[Job], pending: set[int]) -> None:
-        """Whoever stops listening stops the work too."""
-        for number in pending:
-            rid = jobs[number].request.rid
-            with self._lock, suppress(RuntimeError):
-                if self._held.pop(rid, None) is None:
-                    self._tell(partial(_abort, rid=rid))
-                else:
-                    self._in_flight.discard(rid)
+            self._desk.leave(jobs[number] for number in pending)
 
     def _tell(self, command: Command) -> None:
         with self._lock:
@@ -543,21 +464,6 @@ class Engine:
                 command(self._core)
         except Exception:
             logger.exception("a command to the engine failed")
-
-
-def _take_in(core: Core, jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        try:
-            core.add(job)
-        except Exception as error:
-            logger.exception("request %s was not taken in", job.request.rid)
-            core.jobs.pop(job.request.rid, None)
-            message = f"it could not be taken in: {error!r}"
-            job.finish(FinishReason("abort", message=message, failed=True))
-
-
-def _abort(core: Core, rid: str) -> None:
-    core.abort(rid)
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -108,6 +108,15 @@ class GenerateInput:
             return 0
         return sum(len(row) + SAMPLE_SIZE if isinstance(row, str | list) else 1 for row in rows)
 
+    def text_of(self, index: int) -> str | None:
+        """The prompt of an answer, if it came as text; answers of one prompt follow each other."""
+        if self.prompt is None or isinstance(self.prompt, str):
+            return self.prompt
+        given = self.sampling_params
+        counts = [_samples_asked(one) for one in _spread("", given, len(self.prompt))]
+        owners = [number for number, count in enumerate(counts) for _ in range(count)]
+        return self.prompt[owners[index]]
+
     @property
     def has_grammar(self) -> bool:
         """Whether any of them is to be structured, which may take a while to check."""
@@ -199,6 +208,12 @@ def _check_group(group: Any, num_groups: int) -> None:
         raise ValueError(
             f"data_parallel_rank {group} is not one of the {num_groups} groups of this service"
         )
+
+
+def _samples_asked(sampling: Any) -> int:
+    if isinstance(sampling, SamplingParams):
+        return sampling.n
+    return (sampling.get("n") or 1) if isinstance(sampling, Mapping) else 1
 
 
 def _asks_for_grammar(sampling: Any) -> bool:

@@ -50,6 +50,8 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
         try:
+            if not args.skip_server_warmup:
+                warm_up(engine)
             server = Server(engine, listener)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve_until_told())
@@ -57,6 +59,18 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
         finally:
             engine.shutdown()
             logger.info("the server has stopped")
+
+
+def warm_up(engine: Engine) -> None:
+    """A prompt and some tokens through every rank, so that the first client does not wait for what
+    is made at first use."""
+    begun, groups = time.monotonic(), list(range(engine.mesh.num_groups))
+    engine.generate(
+        input_ids=[[0, 0, 0, 0] for _ in groups],
+        sampling_params={"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+        data_parallel_rank=groups,
+    )
+    logger.info("warmed up in %.1f s", time.monotonic() - begun)
 
 
 class Server(uvicorn.Server):

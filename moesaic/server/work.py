@@ -12,6 +12,7 @@ from moesaic.engine.inputs import GenerateInput
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import while_connected
+from moesaic.server.request_log import log_request
 from moesaic.server.routes import CLIENT
 
 
@@ -57,6 +58,8 @@ async def _pieces(
     pieces = context.engine.follow(call, stream, gate)
     try:
         async for piece in pieces:
+            if context.args.log_requests and piece.progress.finished:
+                log_request(context.args, piece, call.text_of(piece.index))
             yield piece
     except (ValueError, OverflowError, RuntimeError) as error:
         raise context.refusal(error) from error

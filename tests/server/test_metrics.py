@@ -165,7 +165,7 @@ def test_http_is_counted_by_route_and_status(server: tuple[Engine, httpx.Client]
     full = body | {"text": ["a", "b", "c"]}
     with ThreadPoolExecutor() as pool:
         filling = pool.submit(client.post, "/generate", json=full)
-        wait_until(lambda: len(engine._in_flight) == 3)
+        wait_until(lambda: len(engine._desk) == 3)
         assert client.post("/generate", json=body).status_code == 429
         go_on.set()
         assert filling.result().status_code == 200

@@ -159,7 +159,7 @@ def test_a_failure_is_a_status(http: httpx.Client, engine: Engine) -> None:
         with held(engine):
             sent = {"messages": USER, "n": 2}
             answer = pool.submit(http.post, CHAT, json=sent)
-            wait_until(lambda: len(engine._in_flight) == 2)
+            wait_until(lambda: len(engine._desk) == 2)
             engine._tell(lambda core: core.fail_all("a fault for this test"))
         response = answer.result()
     assert response.status_code == 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -355,7 +356,7 @@ def test_queue_full() -> None:
         with held(engine):
             body = {"text": ["Hello", "you"], "sampling_params": GREEDY}
             first = pool.submit(client.post, "/generate", json=body)
-            wait_until(lambda: len(engine._in_flight) == 2)
+            wait_until(lambda: len(engine._desk) == 2)
             for stream in (False, True):
                 third = client.post("/generate", json=body | {"text": "third", "stream": stream})
                 assert (third.status_code, third.headers["retry-after"]) == (429, "1")
@@ -503,3 +504,24 @@ def rank_of(processes: list[psutil.Process]) -> int:
     """The largest that has no children: neither the supervisor nor its fork server."""
     leaves = [process for process in processes if not process.children()]
     return int(max(leaves, key=lambda process: process.memory_info().rss).pid)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_requests_are_logged(
+    engine: Engine, url: str, caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    logged = dataclasses.replace(engine.args, log_requests=True, log_requests_level=level)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
+        patch.setattr(engine, "args", logged)
+        body = {"text": ["a secret", "b" * 300], "sampling_params": GREEDY | {"n": 2}}
+        answers = httpx.post(url + "/generate", json=body, timeout=60).json()
+    lines = [r.getMessage() for r in caplog.records if r.name == "moesaic.server.request_log"]
+    assert len(lines) == 4
+    assert sorted(a["meta_info"]["id"] for a in answers) == sorted(
+        line.split()[1].rstrip(":") for line in lines
+    )
+    assert all("8 generated, length, e2e " in line for line in lines)
+    assert ['"temperature":0.0' in line for line in lines] == [level >= 1] * 4
+    assert sum("prompt 'a secret'" in line for line in lines) == (2 if level >= 2 else 0)
+    assert sum("b" * 300 in line for line in lines) == (2 if level == 3 else 0)
+    assert sum("… (300 characters)" in line for line in lines) == (2 if level == 2 else 0)

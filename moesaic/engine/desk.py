@@ -1,0 +1,152 @@
+"""Requests on their way to the engine: who is in flight, who is held back, who may come."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, Protocol
+
+from moesaic.core.request import FinishReason
+from moesaic.core.words import shown
+from moesaic.engine.errors import QueueFull
+from moesaic.engine.jobs import Job
+from moesaic.observe.spans import Kind, Spans
+
+logger = logging.getLogger(__name__)
+
+Lock = AbstractContextManager[Any]
+
+
+class Core(Protocol):
+    """What the engine's thread drives."""
+
+    jobs: dict[str, Job]
+
+    def add(self, job: Job) -> None: ...
+    def abort(self, rid: str) -> None: ...
+
+
+class Desk:
+    """`tell` hands a command to the engine's thread, and raises RuntimeError if it has ended.
+    `lock` is the engine's own, and re-entrant."""
+
+    def __init__(
+        self,
+        tell: Callable[[Callable[[Any], None]], None],
+        lock: Lock,
+        max_running: int,
+        max_queued: int | None,
+        spans: Spans,
+    ) -> None:
+        self._tell, self._lock, self._spans = tell, lock, spans
+        self._max_running, self._max_queued = max_running, max_queued
+        self._in_flight: set[str] = set()
+        self._held: dict[str, Job] = {}
+        """In flight, and not begun yet."""
+
+    def __len__(self) -> int:
+        """Requests in flight."""
+        return len(self._in_flight)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """All at once."""
+        with self._lock:
+            self.hold(jobs, checked=True)
+            self.begin(deque(jobs), len(jobs))
+
+    def hold(self, jobs: Sequence[Job], checked: bool) -> None:
+        """Takes their names, so that whoever uses one twice learns it at once. `checked`: if the
+        queue has room for them."""
+        held = {job.request.rid: job for job in jobs}
+        with self._lock:
+            if checked:
+                self._check_queue(len(jobs))
+            if taken := held.keys() & self._in_flight:
+                raise ValueError(f"rid {shown(min(taken))} is in use: give each request its own")
+            self._in_flight |= held.keys()
+            self._held |= held
+
+    def begin(self, jobs: deque[Job], number: int) -> int:
+        """Of these, the first `number` that are still held go to the engine's thread."""
+        with self._lock:
+            chosen = self._choose(jobs, number)
+            try:
+                self._send(chosen)
+            except RuntimeError:
+                self._in_flight -= {job.request.rid for job in chosen}
+                raise
+        return len(chosen)
+
+    def begin_or_end(self, jobs: deque[Job], number: int) -> int:
+        """The same for somebody who waits for answers already: there a failure is one."""
+        chosen = self._choose(jobs, number)
+        try:
+            self._send(chosen)
+        except RuntimeError as error:
+            for job in chosen:
+                job.finish(FinishReason("abort", message=str(error), failed=True))
+        return len(chosen)
+
+    def abort(self, rid: str) -> None:
+        with self._lock:
+            held = self._held.pop(rid, None)
+        if held is not None:
+            held.finish(FinishReason("abort", message="aborted by the caller"))
+        else:
+            self._tell(partial(_abort, rid=rid))
+
+    def leave(self, jobs: Iterable[Job]) -> None:
+        """Nobody waits for these any more."""
+        for job in jobs:
+            rid = job.request.rid
+            with self._lock, suppress(RuntimeError):
+                if self._held.pop(rid, None) is None:
+                    self._tell(partial(_abort, rid=rid))
+                else:
+                    self._in_flight.discard(rid)
+
+    def ended(self, rid: str) -> None:
+        with self._lock:
+            self._in_flight.discard(rid)
+
+    def _send(self, jobs: Sequence[Job]) -> None:
+        begin = self._spans.clock()
+        self._tell(partial(_take_in, jobs=jobs))
+        self._spans.add(Kind.SUBMIT, begin, tokens=len(jobs))
+
+    def _choose(self, jobs: deque[Job], number: int) -> list[Job]:
+        chosen: list[Job] = []
+        with self._lock:
+            while jobs and len(chosen) < number:
+                job = jobs.popleft()
+                if self._held.pop(job.request.rid, None) is not None:
+                    chosen.append(job)
+        return chosen
+
+    def _check_queue(self, number: int) -> None:
+        """More than can run may wait, up to --max-queued-requests."""
+        limit, running = self._max_queued, self._max_running
+        if limit is not None and len(self._in_flight) + number > running + limit:
+            raise QueueFull(
+                f"{len(self._in_flight)} requests are open and {number} more would pass "
+                f"--max-running-requests {running} and --max-queued-requests {limit}: "
+                "try again later"
+            )
+
+
+def _take_in(core: Core, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        try:
+            core.add(job)
+        except Exception as error:
+            logger.exception("request %s was not taken in", job.request.rid)
+            core.jobs.pop(job.request.rid, None)
+            message = f"it could not be taken in: {error!r}"
+            job.finish(FinishReason("abort", message=message, failed=True))
+
+
+def _abort(core: Core, rid: str) -> None:
+    core.abort(rid)
