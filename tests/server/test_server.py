@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,7 +27,7 @@ import uvicorn
 import moesaic
 from moesaic.engine.engine import Engine
 from moesaic.server import run
-from moesaic.server.app import make_app
+from moesaic.server.app import ROUTES, make_app
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.listen import bind
 
@@ -525,3 +527,13 @@ def test_requests_are_logged(
     assert sum("prompt 'a secret'" in line for line in lines) == (2 if level >= 2 else 0)
     assert sum("b" * 300 in line for line in lines) == (2 if level == 3 else 0)
     assert sum("… (300 characters)" in line for line in lines) == (2 if level == 2 else 0)
+
+
+def test_every_route_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(GET|POST) (/[^`]*)`", page))
+    paths = {
+        (r.method, re.sub(r"/page/.*", "/page/NAME", r.path.replace("{model:path}", "NAME")))
+        for r in ROUTES
+    }
+    assert paths <= told, sorted(paths - told)
