@@ -10,18 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from moesaic.cli.main import main
 from moesaic.engine.engine import Engine
-from moesaic.server.app import make_app
-from moesaic.server.listen import bind
+from tests.server.serving import served
 
 # Of the small server, in seconds.
 FIRST, BETWEEN = 0.15, 0.04
@@ -280,20 +277,6 @@ def engine() -> Iterator[Engine]:
 def url(engine: Engine) -> Iterator[str]:
     with served(engine) as url:
         yield url
-
-
-@contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The app on a port, in a thread."""
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=30)
 
 
 BACKENDS = {

@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,6 +30,7 @@ from moesaic.server.context import Context
 from moesaic.server.guard import MAX_HEAD, guarded
 from moesaic.server.listen import bind
 from moesaic.server.routes import Access, Route
+from tests.server.serving import wait_until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
@@ -78,13 +79,6 @@ class Running:
         info = self.engine.get_server_info()
         admission = self.context.admission
         return not (info["running"] + info["waiting"] + admission.running + admission.waiting)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from moesaic.core.request import FinishReason, Request
@@ -30,41 +29,26 @@ from moesaic.observe.exposition import exposition
 from moesaic.observe.metrics import METRICS, Kind, Metric, ServerStats, Snapshot
 from moesaic.observe.requests import Distribution, Histogram, RequestWatch
 from moesaic.server import figures
-from moesaic.server.app import make_app
-from moesaic.server.listen import bind
+from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
 Values = dict[str, dict[tuple[str, ...], float]]
 
 
 @contextmanager
-def served(**flags: Any) -> Iterator[tuple[Engine, httpx.Client]]:
-    listener = bind("127.0.0.1", 0)
-    with Engine(model_path="tiny:qwen3_moe", log_level="warning", **flags) as engine:
-        server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            with httpx.Client(base_url=url, timeout=60) as client:
-                yield engine, client
-        finally:
-            server.should_exit = True
-            thread.join(timeout=30)
+def engine_with(**flags: Any) -> Iterator[tuple[Engine, httpx.Client]]:
+    with (
+        Engine(model_path="tiny:qwen3_moe", log_level="warning", **flags) as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield engine, client
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Engine, httpx.Client]]:
-    with served(num_threads=1, max_running_requests=2, max_queued_requests=1) as found:
+    with engine_with(num_threads=1, max_running_requests=2, max_queued_requests=1) as found:
         yield found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
 
 
 def parsed(text: str) -> Values:
@@ -257,11 +241,9 @@ def test_a_loop_that_was_held_up_shows() -> None:
 
 @pytest.mark.slow
 def test_ranks() -> None:
-    flags = "tp_size ep_size dp_size".split()
-    with served(**dict.fromkeys(flags, 2), enable_dp_attention=True, moe_a2a_backend="deepep") as (
-        engine,
-        client,
-    ):
+    flags: dict[str, Any] = dict.fromkeys(("tp_size", "ep_size", "dp_size"), 2)
+    flags |= {"enable_dp_attention": True, "moe_a2a_backend": "deepep"}
+    with engine_with(**flags) as (engine, client):
         engine.generate(["one", "two", "three"], {"max_new_tokens": 24, "ignore_eos": True})
         values = fresh(client, engine)
         assert set(values["moesaic_requests_running"]) == {("0",), ("1",)}

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from moesaic.engine.engine import Engine
 from moesaic.observe.experts import expert_loads
-from moesaic.server.app import make_app
-from moesaic.server.listen import bind
+from tests.server.serving import served, wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -31,30 +28,17 @@ EVIL = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 
 
 @contextmanager
-def served(**flags: Any) -> Iterator[tuple[Engine, str]]:
-    listener = bind("127.0.0.1", 0)
-    with Engine(model_path=MODEL, num_threads=1, log_level="warning", **flags) as engine:
-        server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=30)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
+def engine_with(**flags: Any) -> Iterator[tuple[Engine, str]]:
+    with (
+        Engine(model_path=MODEL, num_threads=1, log_level="warning", **flags) as engine,
+        served(engine) as url,
+    ):
+        yield engine, url
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Engine, str]]:
-    with served() as found:
+    with engine_with() as found:
         yield found
 
 
@@ -288,7 +272,7 @@ def test_the_page_asks_for_a_key(server: tuple[Engine, str], page: Any) -> None:
 
 
 def test_the_page_asks_for_the_key_of_the_server(page: Any) -> None:
-    with served(api_key="open-sesame") as (_, url):
+    with engine_with(api_key="open-sesame") as (_, url):
         if httpx.get(f"{url}/dashboard/data").status_code != 401:
             pytest.skip("this server knows no keys")
         assert httpx.get(url).status_code == 200

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import uvicorn
 
 import moesaic
 from moesaic.engine.engine import Engine
 from moesaic.server import run
-from moesaic.server.app import ROUTES, make_app
+from moesaic.server.app import ROUTES
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.listen import bind
+from tests.server.serving import served, wait_until
 
 Answer = dict[str, Any]
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
@@ -52,27 +51,6 @@ def url(engine: Engine) -> Iterator[str]:
 def client(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
-
-
-@contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The app on a port, in a thread."""
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(engine), log_config=None))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    wait_until(lambda: server.started)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.02)
 
 
 def wait_until_idle(engine: Engine) -> None:

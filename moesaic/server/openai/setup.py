@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from moesaic.config import ServerArgs
 from moesaic.core.sampling import SamplingParams
+from moesaic.core.words import shown
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.config import RawConfig
 from moesaic.server.context import Context
@@ -56,7 +57,7 @@ class Setup:
         if name not in (None, self.model, ANY_MODEL):
             raise Refusal(
                 404,
-                f"the model {name!r} does not exist: this server has {self.model!r}",
+                f"the model {shown(name)} does not exist: this server has {self.model!r}",
                 "model",
                 "model_not_found",
             )

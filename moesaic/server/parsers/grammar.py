@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.core.words import shown
 from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
@@ -65,7 +66,7 @@ class GrammarWriter:
         named = isinstance(choice, NamedTool)
         wanted = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
         if not wanted:
-            what = f"function {choice.name!r}" if isinstance(choice, NamedTool) else "a function"
+            what = shown(choice.name) if isinstance(choice, NamedTool) else "a function"
             raise ValueError(f"tool_choice asks for {what}, and tools do not have it")
         if self.tools is None:
             raise ValueError(
