@@ -14,9 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,6 +27,7 @@ from tqdm import tqdm
 
 from bench.common import RESULTS, cpu_name, write_json
 from bench.fuzz_cases import MARK, Case, case_of
+from bench.http_server import started
 from moesaic.server.app import ROUTES
 from moesaic.server.routes import Route
 
@@ -235,40 +233,26 @@ def compare(tally: Tally, before: State, after: State) -> None:
         tally.problem(f"memory has grown by {(after.memory - before.memory) >> 20} MiB")
 
 
-def start(flags: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moesaic.launch_server", "--port", str(port), *flags]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    if not server.stdout.readline().startswith("ready"):
-        raise SystemExit("the server did not start: see above")
-    return server, port
-
-
-FLAGS = "--model-path tiny:qwen3_moe --tp 4 --ep 4 --num-threads 1 --log-level warning".split()
+MODEL = "tiny:qwen3_moe"
+FLAGS = "--tp 4 --ep 4 --num-threads 1".split()
 
 
 def measure(number: int, seed: int) -> dict[str, Any]:
-    server, port = start(FLAGS)
-    try:
+    with started(MODEL, FLAGS) as server:
+        port, pid = int(server.url.rpartition(":")[2]), server.pid
+        assert pid is not None
         # What is allocated once and kept is not a leak.
         warm_up = asyncio.run(attack(port, ROUTES, range(1_000_000, 1_001_000), seed))
-        before = asyncio.run(state_of(port, server.pid))
+        before = asyncio.run(state_of(port, pid))
         begun = time.monotonic()
         tally = asyncio.run(attack(port, ROUTES, range(number), seed))
         seconds = time.monotonic() - begun
-        after = asyncio.run(state_of(port, server.pid))
+        after = asyncio.run(state_of(port, pid))
         tally.problems += warm_up.problems
         compare(tally, before, after)
-        server.send_signal(signal.SIGTERM)
-        if (status := server.wait(timeout=60)) != 0:
-            tally.problem(f"the server ended with status {status}")
-    finally:
-        server.kill()
-        server.wait()
     return {
         "cpu": cpu_name(),
+        "model": MODEL,
         "flags": FLAGS,
         "seed": seed,
         "requests": number,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -73,19 +76,23 @@ def settle(server: Server, before: ServerState) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(model: str, flags: Sequence[str], port: int = 30123) -> Iterator[Server]:
-    """Until it has said that it is ready; ended in order afterwards."""
-    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", model]
-    command += ["--port", str(port), "--log-level", "warning", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("ready: "):
-                yield Server(line.removeprefix("ready: ").strip(), process.pid)
-                break
-        else:
-            raise RuntimeError(f"{' '.join(command)} ended with status {process.wait()}")
-    finally:
-        process.terminate()
-        process.wait(60)
+def started(model: str, flags: Sequence[str]) -> Iterator[Server]:
+    """A server that is ready, on a free port; it must end in order afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory() as folder:
+        port = free.getsockname()[1]
+        free.close()
+        command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", model]
+        command += ["--port", str(port), "--log-level", "warning", *flags]
+        env = os.environ | {"MOESAIC_PROFILER_DIR": folder}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline().startswith("ready: "):
+                raise RuntimeError(f"{' '.join(command)} ended with status {process.wait()}")
+            yield Server(f"http://127.0.0.1:{port}", process.pid)
+            process.terminate()
+            if (status := process.wait(60)) != 0:
+                raise RuntimeError(f"the server ended with status {status}")
+        finally:
+            process.kill()
+            process.wait()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,8 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, sync_playwright
 
+from bench.http_server import started
+
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 MODEL = "tiny:qwen3_moe,num_hidden_layers=8,num_experts=32,num_experts_per_tok=4"
 RANKS = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep"
@@ -26,27 +26,8 @@ CHROMIUM = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
+NAMES = ("--served-model-name", "Moesaic-Tiny-32E", "--num-threads", "1")
 WORDS = "expert token rank layer mosaic tile router balance window lane step cache".split()
-
-
-@contextmanager
-def server(model: str, flags: str, port: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", model]
-    names = ["--served-model-name", "Moesaic-Tiny-32E", "--num-threads", "1"]
-    process = subprocess.Popen(
-        [*command, *flags.split(), *names, "--port", str(port), "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.startswith("ready: "):
-            raise RuntimeError(f"the server did not start: {line!r}")
-        yield line.removeprefix("ready: ").strip()
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 @contextmanager
@@ -94,16 +75,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--flags", default=RANKS, help="of the server, for its ranks")
-    parser.add_argument("--port", type=int, default=30123)
     parser.add_argument("--folder", type=Path, default=IMAGES)
     args = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    with server(args.model, args.flags, args.port) as url, load(url, args.clients):
+    flags = [*args.flags.split(), *NAMES]
+    with started(args.model, flags) as server, load(server.url, args.clients):
         time.sleep(args.seconds)
         with sync_playwright() as tools:
             browser = tools.chromium.launch(executable_path=chromium, args=CHROMIUM.split())
             for scheme in ("light", "dark"):
-                picture(browser, url, scheme, args.folder / f"dashboard_{scheme}.png")
+                picture(browser, server.url, scheme, args.folder / f"dashboard_{scheme}.png")
             browser.close()
 
 
