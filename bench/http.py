@@ -3,9 +3,10 @@
     python -m bench.http                       # 1 rank and 4 EP ranks; 1, 16 and 64 clients
     python -m bench.http --ranks 1 --clients 16 --repeats 5
 
-Four ways to the same answers: one call of `Engine.generate` with all requests; `Engine.follow` from
-tasks of one event loop; `/generate` over HTTP without streaming; and with it. The server, the
-client and the offline engine are a process each (ranks are more of them), with the same flags.
+Ways to the same answers: one call of `Engine.generate` with all requests; `Engine.follow` from
+tasks of one event loop; `/generate` and `/v1/completions` over HTTP, without streaming and with it.
+The server, the client and the offline engine are a process each (ranks are more of them), with the
+same flags, and computing has one thread a rank, so that the cores are not only the engine's.
 Repetitions are interleaved, and prompts are new in each, so that no cache helps. All requests of a
 repetition are open at once. CPU time is that of the engine or the server with its ranks and without
 the client: it suffers less from neighbours than seconds do.
@@ -16,12 +17,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -31,18 +35,33 @@ import torch
 from tqdm import tqdm
 
 from bench.common import Range, Request, machine, mixed_workload, print_table, write_json
+from bench.http_server import Server, started
 from moesaic import Engine
 from moesaic.engine.inputs import GenerateInput
 from moesaic.loadgen.client import Client, session
 from moesaic.loadgen.endpoints import ENDPOINTS, Asked
 from moesaic.loadgen.outcome import Prompt
-from moesaic.server.listen import bind
 
-WAYS = ("generate", "follow", "http", "http stream")
+# Over HTTP: which endpoint, and whether it streams.
+HTTP = {
+    "/generate": ("sglang", False),
+    "/generate, stream": ("sglang", True),
+    "/v1/completions": ("sglang-oai", False),
+    "/v1/completions, stream": ("sglang-oai", True),
+}
+WAYS = ("generate", "follow", *HTTP)
+LATE_SECONDS = 0.02
 VOCAB = 256  # bytes of the tiny model's tokenizer
-RANKS = {
-    1: {},
-    4: {"tp": 4, "ep": 4, "dp": 4, "enable_dp_attention": True, "moe_a2a_backend": "deepep"},
+RANKS: dict[int, dict[str, Any]] = {
+    1: {"num_threads": 1},
+    4: {
+        "num_threads": 1,
+        "tp": 4,
+        "ep": 4,
+        "dp": 4,
+        "enable_dp_attention": True,
+        "moe_a2a_backend": "deepep",
+    },
 }
 
 
@@ -94,14 +113,15 @@ def by_follow(engine: Engine, requests: list[Request]) -> Sample:
     return Sample(seconds, [first for first, _ in found])
 
 
-def by_http(url: str, requests: list[Request], stream: bool) -> Sample:
+def by_http(url: str, requests: list[Request], way: str) -> Sample:
     """With one connection a request, opened before."""
+    endpoint, stream = HTTP[way]
     prompts = [Prompt("", len(r.prompt), r.output_len, r.prompt) for r in requests]
 
     async def run() -> Sample:
         async with session({}) as connections:
-            asked = Asked("", stream, True, {})
-            client = Client(connections, url, ENDPOINTS["sglang"], asked)
+            asked = Asked("default", stream, True, {})
+            client = Client(connections, url, ENDPOINTS[endpoint], asked)
             one = Prompt("", 1, 1, [0])
             await asyncio.gather(*(client.ask(one) for _ in prompts))
             started = time.perf_counter()
@@ -133,21 +153,20 @@ def worker(ranks: int) -> None:
 class Contenders:
     """The process of the offline engine and that of the server, both on as many ranks."""
 
-    def __init__(
-        self, offline: subprocess.Popen[str], server: subprocess.Popen[str], url: str
-    ) -> None:
-        self.offline, self.server, self.url = offline, server, url
+    def __init__(self, offline: subprocess.Popen[str], server: Server) -> None:
+        self.offline, self.server = offline, server
 
     def run(self, way: str, requests: list[Request]) -> Sample:
-        pid = (self.server if way.startswith("http") else self.offline).pid
+        pid = (self.server if way in HTTP else self.offline).pid
+        assert pid is not None
         before = cpu_seconds(pid)
         sample = self._run(way, requests)
         sample.cpu = cpu_seconds(pid) - before
         return sample
 
     def _run(self, way: str, requests: list[Request]) -> Sample:
-        if way.startswith("http"):
-            return by_http(self.url, requests, stream=way == "http stream")
+        if way in HTTP:
+            return by_http(self.server.url, requests, way)
         assert self.offline.stdin is not None and self.offline.stdout is not None
         plain = [[request.prompt, request.output_len] for request in requests]
         self.offline.stdin.write(json.dumps({"way": way, "requests": plain}) + "\n")
@@ -163,12 +182,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def process(command: list[str], ready: str) -> Iterator[subprocess.Popen[str]]:
+def offline_engine(ranks: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "bench.http", "--worker", str(ranks)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdin is not None and child.stdout is not None
         line = child.stdout.readline()
-        assert line.startswith(ready), f"{command}: {line!r}"
+        assert line.startswith("ready"), f"{command}: {line!r}"
         yield child
         child.stdin.close()
     finally:
@@ -178,18 +198,27 @@ def process(command: list[str], ready: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def contenders(ranks: int) -> Iterator[Contenders]:
-    with bind("127.0.0.1", 0) as listener:
-        port = int(listener.getsockname()[1])
-    flags = ["--port", str(port), "--log-level", "warning"]
+    flags = []
     for name, value in RANKS[ranks].items():
         flag = "--" + name.replace("_", "-")
         flags += [flag] if value is True else [flag, str(value)]
-    serve = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
-    offline = [sys.executable, "-m", "bench.http", "--worker", str(ranks)]
-    with ExitStack() as stack:
-        server = stack.enter_context(process([*serve, *flags], "ready: "))
-        child = stack.enter_context(process(offline, "ready"))
-        yield Contenders(child, server, f"http://127.0.0.1:{port}")
+    with started("tiny:qwen3_moe", flags) as server, offline_engine(ranks) as child:
+        yield Contenders(child, server)
+
+
+def late_loop(server: Server) -> dict[str, float]:
+    """How late the server's event loop was at its worst, and how often by more than 20 ms."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as response:
+        text = response.read().decode()
+    counts = {
+        float(bound): float(number)
+        for bound, number in re.findall(
+            r'event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', text
+        )
+    }
+    (worst,) = re.findall(r"event_loop_lag_max_seconds (\S+)", text)
+    within = max(number for bound, number in counts.items() if bound <= LATE_SECONDS)
+    return {"looks": counts[math.inf], "late": counts[math.inf] - within, "worst_s": float(worst)}
 
 
 def measure(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -207,6 +236,7 @@ def measure(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
             results += [
                 result(ranks, clients, way, found, args.output) for way, found in samples.items()
             ]
+        print(f"{ranks} ranks, event loop of the server: {late_loop(both.server)}")
     return results
 
 
