@@ -216,7 +216,7 @@ def late_loop(server: Server) -> dict[str, float]:
             r'event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', text
         )
     }
-    (worst,) = re.findall(r"event_loop_lag_max_seconds (\S+)", text)
+    (worst,) = re.findall(r"^moesaic_event_loop_lag_max_seconds (\S+)", text, re.MULTILINE)
     within = max(number for bound, number in counts.items() if bound <= LATE_SECONDS)
     return {"looks": counts[math.inf], "late": counts[math.inf] - within, "worst_s": float(worst)}
 
