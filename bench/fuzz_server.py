@@ -167,12 +167,20 @@ async def attack(
         async def bad() -> None:
             client = Client(port, tally)
             for number in todo:
-                await client.send(case_of(routes, seed, number))
+                try:
+                    await client.send(case_of(routes, seed, number))
+                except OSError as error:
+                    tally.problem(f"nobody listens any more at case {number}: {error}")
+                    return
             await client.close()
 
         async def good(index: int) -> None:
             while True:
-                response = await http.post("/generate", json=GOOD[index])
+                try:
+                    response = await http.post("/generate", json=GOOD[index])
+                except httpx.HTTPError as error:
+                    tally.problem(f"a good request failed: {error!r}")
+                    return
                 tally.good += 1
                 same = response.status_code == 200
                 if not same or response.json()["output_ids"] != alone[index]["output_ids"]:
@@ -186,7 +194,7 @@ async def attack(
         for friend in friends:
             friend.cancel()
         for outcome in await asyncio.gather(*friends, return_exceptions=True):
-            if not isinstance(outcome, asyncio.CancelledError):
+            if not isinstance(outcome, asyncio.CancelledError | None):
                 tally.problem(f"a good client ended: {outcome!r}")
     return tally
 
@@ -237,7 +245,7 @@ MODEL = "tiny:qwen3_moe"
 FLAGS = "--tp 4 --ep 4 --num-threads 1".split()
 
 
-def measure(number: int, seed: int) -> dict[str, Any]:
+def measure(numbers: range, seed: int) -> dict[str, Any]:
     with started(MODEL, FLAGS) as server:
         port, pid = int(server.url.rpartition(":")[2]), server.pid
         assert pid is not None
@@ -245,17 +253,22 @@ def measure(number: int, seed: int) -> dict[str, Any]:
         warm_up = asyncio.run(attack(port, ROUTES, range(1_000_000, 1_001_000), seed))
         before = asyncio.run(state_of(port, pid))
         begun = time.monotonic()
-        tally = asyncio.run(attack(port, ROUTES, range(number), seed))
+        tally = asyncio.run(attack(port, ROUTES, numbers, seed))
         seconds = time.monotonic() - begun
-        after = asyncio.run(state_of(port, pid))
         tally.problems += warm_up.problems
-        compare(tally, before, after)
+        after = before
+        try:
+            after = asyncio.run(state_of(port, pid))
+            compare(tally, before, after)
+        except (httpx.HTTPError, psutil.Error) as error:
+            tally.problem(f"the server has ended: {error!r}")
     return {
         "cpu": cpu_name(),
         "model": MODEL,
         "flags": FLAGS,
         "seed": seed,
-        "requests": number,
+        "requests": len(numbers),
+        "first": numbers.start,
         "seconds": round(seconds, 1),
         "kinds": dict(tally.kinds.most_common()),
         "statuses": dict(tally.statuses.most_common()),
@@ -284,13 +297,15 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--number", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true", help="print the table of the last run")
     options = parser.parse_args()
     if options.markdown:
         print(markdown(json.loads((RESULTS / "fuzz_server.json").read_text())))
         return 0
-    found = measure(options.number, options.seed)
+    numbers = range(options.first, options.first + options.number)
+    found = measure(numbers, options.seed)
     write_json("fuzz_server", found)
     print(markdown(found))
     for problem in found["problems"][:50]:
