@@ -106,7 +106,7 @@ def test_a_schema_may_be_a_dict() -> None:
         ("json_schema", {"$ref": "#"}, "nothing matches it"),
         ("json_schema", {"oneOf": [{"minimum": 1}, {"maximum": 9}]}, "oneOf"),
         ("json_schema", MANY, "max is 2000"),
-        ("json_schema", {"type": "integer", "multipleOf": 99999989}, "more than 1 s to compile"),
+        ("json_schema", {"type": "integer", "multipleOf": 99999989}, "to compile"),
         ("ebnf", 'root ::= "a', "not GBNF"),
         ("ebnf", 'main ::= "a"', "root"),
         ("ebnf", "root ::= missing", "missing"),
