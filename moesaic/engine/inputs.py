@@ -136,8 +136,9 @@ class GenerateInput:
             rows = rows if isinstance(rows, list) else []
             total = len(rows) * (1 if rows and isinstance(rows[0], int) else SAMPLE_SIZE)
             total += sum(len(row) for row in rows[:SAMPLE_SIZE] if isinstance(row, str | list))
-        given = self.sampling_params
-        asked = [_samples_asked(one) for one in (given if isinstance(given, list) else [given])]
+        given = self.sampling_params if isinstance(self.sampling_params, list) else []
+        total += SAMPLE_SIZE * len(given)
+        asked = map(_samples_asked, given[:SAMPLE_SIZE] or [self.sampling_params])
         return total + SAMPLE_SIZE * sum(n - 1 for n in asked if isinstance(n, int))
 
     def text_of(self, index: int) -> str | None:

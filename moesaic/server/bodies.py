@@ -19,8 +19,9 @@ from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
 MAX_DEPTH: Final = 64
-# Lists and objects, and values in them: Python's lock is held while they are made.
+# Lists and objects, texts, and values in them: Python's lock is held while they are made.
 MAX_CONTAINERS: Final = 1 << 14
+MAX_STRINGS: Final = 1 << 16
 MAX_VALUES: Final = 300_000
 # Larger bodies are read in a thread.
 LARGE_BODY: Final = 1 << 16
@@ -102,8 +103,9 @@ def is_moderate(text: str) -> bool:
     """Whether JSON that came within a text may be decoded too."""
     if len(text) <= LARGE_BODY:
         return True
-    outline = outline_of(text.encode())
-    return outline.containers <= MAX_CONTAINERS and outline.values <= MAX_VALUES
+    found = outline_of(text.encode())
+    most = Outline(MAX_DEPTH, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
+    return all(number <= limit for number, limit in zip(found, most, strict=True))
 
 
 def _decode(data: bytes, kind: type[Body]) -> Body:
@@ -112,6 +114,7 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
         raise Refusal(400, f"the body is nested more than {MAX_DEPTH} levels deep")
     for number, most, what in (
         (outline.containers, MAX_CONTAINERS, "lists and objects"),
+        (outline.strings, MAX_STRINGS, "texts"),
         (outline.values, MAX_VALUES, "values"),
     ):
         if number > most:
@@ -134,29 +137,32 @@ class Outline(NamedTuple):
 
     depth: int
     containers: int
+    strings: int
     values: int
 
 
 def outline_of(data: bytes) -> Outline:
     """What decoding would cost; where it is not JSON, of what comes before."""
-    containers, values = data.count(b"[") + data.count(b"{"), data.count(b",") + 1
-    if containers <= MAX_DEPTH and values <= MAX_VALUES:
-        return Outline(containers, containers, values)
-    level = depth = containers = in_string = 0
+    containers, strings = data.count(b"[") + data.count(b"{"), data.count(b'"') // 2
+    values = data.count(b",") + 1
+    if containers <= MAX_DEPTH and strings <= MAX_STRINGS and values <= MAX_VALUES:
+        return Outline(containers, containers, strings, values)
+    level = depth = containers = quotes = 0
     values, rest = 1, b""
     for start in range(0, len(data), PIECE):
         piece, rest = _without_escapes(rest + data[start : start + PIECE])
         codes = np.frombuffer(piece, np.uint8)
-        inside = (np.cumsum(codes == QUOTE, dtype=np.uint8) + np.uint8(in_string)) & 1
+        is_quote = codes == QUOTE
+        inside = (np.cumsum(is_quote, dtype=np.uint8) + np.uint8(quotes % 2)) & 1
         outside = np.where(inside, 0, codes)
         steps = STEPS[outside]
         levels = level + np.cumsum(steps, dtype=np.int32)
         depth = max(depth, int(levels.max(initial=0)))
         containers += int(np.count_nonzero(steps > 0))
         values += int(np.count_nonzero(outside == COMMA))
-        if len(codes):
-            level, in_string = int(levels[-1]), int(inside[-1])
-    return Outline(depth, containers, values)
+        quotes += int(np.count_nonzero(is_quote))
+        level += int(steps.sum())
+    return Outline(depth, containers, quotes // 2, values)
 
 
 def _without_escapes(piece: bytes) -> tuple[bytes, bytes]:
