@@ -108,6 +108,7 @@ class Engine:
             eos_ids=eos_ids or frozenset(facts.eos_ids),
             seeds=random.Random(self.args.random_seed),
             num_groups=self.mesh.num_groups,
+            longest_token=0 if self.tokenizer is None else self.tokenizer.longest_token,
             grammars=self._grammar_checker(eos_ids or frozenset(facts.eos_ids)),
         )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()

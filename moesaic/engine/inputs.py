@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ SAMPLE_SIZE = 64
 # Of one call that somebody waits for over HTTP; each is about 100 bytes in memory.
 MAX_LOGPROBS = 1 << 20
 SEED_BITS = 63
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class PromptTooLong(ValueError):
@@ -41,10 +44,36 @@ class Limits:
     """Where requests without a seed get theirs."""
     grammars: GrammarChecker
     num_groups: int = 1
+    longest_token: int = 0
+    """In characters; 0 without a tokenizer."""
 
     @property
     def max_sequence(self) -> int:
         return min(self.context_length, self.cache_tokens)
+
+    def check_chars(self, number: int) -> None:
+        """PromptTooLong for a text that cannot fit whatever its tokens are. Nobody should wait
+        until it is made into tokens."""
+        most = self.max_sequence * self.longest_token
+        if number > most:
+            raise PromptTooLong(
+                f"the text has {number} characters and {self.max_sequence} tokens fit, which are "
+                f"{most} characters at most: shorten it"
+            )
+
+    def check_tokens(self, number: int) -> None:
+        """PromptTooLong for so many of a prompt."""
+        if number >= self.context_length:
+            raise PromptTooLong(
+                f"the prompt has {number} tokens and the context holds {self.context_length}, one "
+                "of them for the answer: shorten the prompt, or raise --context-length if the "
+                "model allows it"
+            )
+        if number >= self.cache_tokens:
+            raise PromptTooLong(
+                f"the prompt has {number} tokens and the KV cache holds {self.cache_tokens}: "
+                "shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +122,24 @@ class GenerateInput:
     def is_single(self) -> bool:
         if self.prompt is not None:
             return isinstance(self.prompt, str)
-        ids = self._ids()
-        return not (ids and isinstance(ids[0], Sequence))
+        rows = self._rows()
+        return not (len(rows) and (isinstance(rows[0], Sequence) or getattr(rows[0], "ndim", 0)))
 
     @property
     def size(self) -> int:
-        """Characters or token ids, roughly: how long it takes to prepare."""
-        if isinstance(self.sampling_params, dict) and self.sampling_params.get("n", 1) != 1:
-            return MAX_SAMPLES
+        """Characters or token ids, roughly: how long it takes to prepare. Many prompts count as
+        long whatever they are, so that not all are looked at."""
         if isinstance(self.prompt, str):
-            return len(self.prompt)
-        rows = self.input_ids if self.prompt is None else self.prompt
-        if not isinstance(rows, list):
-            return 0
-        return sum(len(row) + SAMPLE_SIZE if isinstance(row, str | list) else 1 for row in rows)
+            total = len(self.prompt)
+        else:
+            rows = self.input_ids if self.prompt is None else self.prompt
+            rows = rows if isinstance(rows, list) else []
+            total = len(rows) * (1 if rows and isinstance(rows[0], int) else SAMPLE_SIZE)
+            total += sum(len(row) for row in rows[:SAMPLE_SIZE] if isinstance(row, str | list))
+        given = self.sampling_params if isinstance(self.sampling_params, list) else []
+        total += SAMPLE_SIZE * len(given)
+        asked = map(_samples_asked, given[:SAMPLE_SIZE] or [self.sampling_params])
+        return total + SAMPLE_SIZE * sum(n - 1 for n in asked if isinstance(n, int))
 
     def text_of(self, index: int) -> str | None:
         """The prompt of an answer, if it came as text; answers of one prompt follow each other."""
@@ -127,9 +160,7 @@ class GenerateInput:
 
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
         """One a sample: `n` of each prompt, next to each other."""
-        prompts = self._prompts(tokenizer)
-        if len(prompts) > MAX_SAMPLES:
-            raise ValueError(f"{len(prompts)} prompts at once: give at most {MAX_SAMPLES}")
+        prompts = self._prompts(tokenizer, limits)
         columns = zip(
             prompts,
             _spread("sampling_params", self.sampling_params, len(prompts)),
@@ -145,7 +176,7 @@ class GenerateInput:
         )
         found: list[RequestSpec] = []
         for number, (column, (rid, group)) in enumerate(zip(columns, names, strict=True)):
-            try:
+            with self._naming(number):
                 _check_group(group, limits.num_groups)
                 samples = _samples(*column, tokenizer, limits)
                 found += [
@@ -153,14 +184,12 @@ class GenerateInput:
                 ]
                 if len(found) > MAX_SAMPLES:
                     raise ValueError(f"more than {MAX_SAMPLES} answers at once: ask several times")
-            except ValueError as error:
-                where = "" if self.is_single else f"prompt {number}: "
-                error.args = (f"{where}{error}",)
-                raise
         return found
 
     def _rids(self, number: int) -> list[str | None]:
         rids: list[Any] = self.rid if isinstance(self.rid, list) else [self.rid]
+        if rids != [None] and len(rids) != number:
+            raise ValueError(f"rid must name each of the {number} prompts differently")
         if not all(rid is None or (isinstance(rid, str) and rid) for rid in rids):
             raise ValueError(
                 f"rid must be a text that is not empty, or a list, not {shown(self.rid)}"
@@ -169,23 +198,29 @@ class GenerateInput:
             raise ValueError(f"rid is too long: give at most {MAX_RID} characters")
         if rids == [None]:
             return [None] * number
-        if len(rids) != number or len(set(rids)) != number:
+        if len(set(rids)) != number:
             raise ValueError(f"rid must name each of the {number} prompts differently")
         return rids
 
-    def _ids(self) -> list[Any]:
-        """`input_ids` as lists, also if they came as arrays or tensors."""
-        rows = _plain(self.input_ids)
-        if not isinstance(rows, list | tuple):
-            raise ValueError(f"input_ids must be a list of token ids, not {shown(rows)}")
-        return [_plain(row) for row in rows]
+    def _rows(self) -> Any:
+        """`input_ids`, which may also be an array or a tensor."""
+        rows: Any = self.input_ids
+        if not isinstance(rows, list | tuple) and not getattr(rows, "ndim", 0):
+            raise ValueError(f"input_ids must be a list of token ids, not {shown(_plain(rows))}")
+        return rows
 
-    def _prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+    def _prompts(self, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+        """Numbers are checked first: what is far too much must not cost anything."""
         if (self.prompt is None) == (self.input_ids is None):
             raise ValueError("give either prompt or input_ids, and not both")
         if self.input_ids is not None:
-            rows = [self._ids()] if self.is_single else self._ids()
-            return [_token_ids(row) for row in rows]
+            rows = [self._rows()] if self.is_single else self._rows()
+            _check_number(rows)
+            for number, row in enumerate(rows):
+                if hasattr(row, "__len__"):
+                    with self._naming(number):
+                        limits.check_tokens(len(row))
+            return [_token_ids(_plain(row)) for row in rows]
         if tokenizer is None:
             raise ValueError(
                 "prompt needs a tokenizer and skip_tokenizer_init is set: give input_ids instead"
@@ -193,14 +228,32 @@ class GenerateInput:
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if not isinstance(texts, list | tuple):
             raise ValueError(f"prompt must be a text or a list of texts, not {shown(texts)}")
+        _check_number(texts)
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
                 raise ValueError(
                     f"prompt {number} must be a text that is not empty, not {shown(text)}"
                 )
-            if any("\ud800" <= char <= "\udfff" for char in text):
+            with self._naming(number):
+                limits.check_chars(len(text))
+            if SURROGATE.search(text):
                 raise ValueError(f"prompt {number} is not valid Unicode: it holds lone surrogates")
         return [tokenizer.encode(text) for text in texts]
+
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Errors say which of several prompts is at fault."""
+        try:
+            yield
+        except ValueError as error:
+            where = "" if self.is_single else f"prompt {number}: "
+            error.args = (f"{where}{error}",)
+            raise
+
+
+def _check_number(prompts: Sequence[Any]) -> None:
+    if len(prompts) > MAX_SAMPLES:
+        raise ValueError(f"{len(prompts)} prompts at once: give at most {MAX_SAMPLES}")
 
 
 def _check_group(group: Any, num_groups: int) -> None:
@@ -313,18 +366,8 @@ def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
 def _check_prompt(ids: list[int], limits: Limits) -> None:
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
+    limits.check_tokens(len(ids))
     check_token_ids(ids, limits.vocab_size)
-    if len(ids) >= limits.context_length:
-        raise PromptTooLong(
-            f"the prompt has {len(ids)} tokens and the context holds {limits.context_length}, one "
-            "of them for the answer: shorten the prompt, or raise --context-length if the model "
-            "allows it"
-        )
-    if len(ids) >= limits.cache_tokens:
-        raise PromptTooLong(
-            f"the prompt has {len(ids)} tokens and the KV cache holds {limits.cache_tokens}: "
-            "shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
-        )
 
 
 def _logprob_range(start: Any, top: Any, prompt_len: int, limits: Limits) -> tuple[int, int]:

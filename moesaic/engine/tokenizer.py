@@ -26,8 +26,12 @@ from tokenizers.processors import TemplateProcessing
 logger = logging.getLogger(__name__)
 
 BROKEN = "\ufffd"
+# So many are decoded without holding Python's lock.
+MANY_IDS = 2048
 MAX_RENDERED = 16 << 20
 MAX_RENDER_SECONDS = 10.0
+# Characters that a normaliser may join to one: no composed character has more.
+MAX_JOINED = 4
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -88,10 +92,21 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Pass `add_special_tokens=False` for a rendered chat, which has its special tokens."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a single text the backend would hold Python's lock all the while.
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < MANY_IDS:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of a text that one token can stand for. A byte-level token is written with one
+        character a byte, and so with no fewer than it stands for."""
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest * (1 if self.backend.normalizer is None else MAX_JOINED)
 
     def id_to_token(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)

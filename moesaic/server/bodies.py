@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -11,11 +13,20 @@ import numpy.typing as npt
 from starlette.requests import Request
 
 from moesaic.core.words import shown
+from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
 MAX_DEPTH: Final = 64
+# Lists and objects, texts, and values in them: Python's lock is held while they are made.
+MAX_CONTAINERS: Final = 1 << 14
+MAX_STRINGS: Final = 1 << 16
+MAX_VALUES: Final = 300_000
+# Larger bodies are read in a thread.
+LARGE_BODY: Final = 1 << 16
+# Looked at together: what holds Python's lock is short then.
+PIECE: Final = 1 << 16
 MAX_DIGITS: Final = 20
 # Where msgspec's messages name a field or a value that was sent.
 QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", re.DOTALL)
@@ -24,6 +35,7 @@ QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", 
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,9 +83,42 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body, or a Refusal. msgspec knows no NaN, no Infinity, no lone surrogates, and its
     messages say where and what was expected without repeating what was sent."""
+    return (await read_sized(request, kind))[0]
+
+
+async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
+    """The body and the number of its bytes, which says how long its handling may take."""
     data = await _read(request)
-    if depth(data) > MAX_DEPTH:
+    if len(data) > LARGE_BODY:
+        return await asyncio.to_thread(_decode, data, kind), len(data)
+    return _decode(data, kind), len(data)
+
+
+async def aside(size: int, make: Callable[[], Result]) -> Result:
+    """In a thread where it is made of much: the event loop must not be held up."""
+    return await asyncio.to_thread(make) if size > LONG_PROMPT else make()
+
+
+def is_moderate(text: str) -> bool:
+    """Whether JSON that came within a text may be decoded too."""
+    if len(text) <= LARGE_BODY:
+        return True
+    found = outline_of(text.encode())
+    most = Outline(MAX_DEPTH, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
+    return all(number <= limit for number, limit in zip(found, most, strict=True))
+
+
+def _decode(data: bytes, kind: type[Body]) -> Body:
+    outline = outline_of(data)
+    if outline.depth > MAX_DEPTH:
         raise Refusal(400, f"the body is nested more than {MAX_DEPTH} levels deep")
+    for number, most, what in (
+        (outline.containers, MAX_CONTAINERS, "lists and objects"),
+        (outline.strings, MAX_STRINGS, "texts"),
+        (outline.values, MAX_VALUES, "values"),
+    ):
+        if number > most:
+            raise Refusal(413, f"the body has {number} {what}: send at most {most} at once")
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
@@ -87,13 +132,46 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         raise Refusal(400, f"the body does not fit: {message}", where) from None
 
 
-def depth(data: bytes) -> int:
-    """How deep brackets are nested in JSON, in one pass; no more than that where it is not JSON."""
-    number = data.count(b"[") + data.count(b"{")
-    if number <= MAX_DEPTH:
-        return number
-    steps = STEPS[np.frombuffer(STRING.sub(b"", data), np.uint8)]
-    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+class Outline(NamedTuple):
+    """Of JSON, without what strings hold. `values`: no fewer than the commas."""
+
+    depth: int
+    containers: int
+    strings: int
+    values: int
+
+
+def outline_of(data: bytes) -> Outline:
+    """What decoding would cost; where it is not JSON, of what comes before."""
+    containers, strings = data.count(b"[") + data.count(b"{"), data.count(b'"') // 2
+    values = data.count(b",") + 1
+    if containers <= MAX_DEPTH and strings <= MAX_STRINGS and values <= MAX_VALUES:
+        return Outline(containers, containers, strings, values)
+    level = depth = containers = quotes = 0
+    values, rest = 1, b""
+    for start in range(0, len(data), PIECE):
+        piece, rest = _without_escapes(rest + data[start : start + PIECE])
+        codes = np.frombuffer(piece, np.uint8)
+        is_quote = codes == QUOTE
+        inside = (np.cumsum(is_quote, dtype=np.uint8) + np.uint8(quotes % 2)) & 1
+        outside = np.where(inside, 0, codes)
+        steps = STEPS[outside]
+        levels = level + np.cumsum(steps, dtype=np.int32)
+        depth = max(depth, int(levels.max(initial=0)))
+        containers += int(np.count_nonzero(steps > 0))
+        values += int(np.count_nonzero(outside == COMMA))
+        quotes += int(np.count_nonzero(is_quote))
+        level += int(steps.sum())
+    return Outline(depth, containers, quotes // 2, values)
+
+
+def _without_escapes(piece: bytes) -> tuple[bytes, bytes]:
+    """And the backslash at its end, if it escapes what follows."""
+    if b"\\" not in piece:
+        return piece, b""
+    piece = piece.replace(b"\\\\", b"")
+    rest = piece[-1:] if piece.endswith(b"\\") else b""
+    return piece[: len(piece) - len(rest)].replace(b'\\"', b""), rest
 
 
 def _steps() -> npt.NDArray[np.int8]:
@@ -103,9 +181,8 @@ def _steps() -> npt.NDArray[np.int8]:
     return steps
 
 
-# A string that has no end goes to the end of the body, so that no byte is looked at twice.
-STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?+(?:"|\Z)', re.DOTALL)
 STEPS: Final = _steps()
+QUOTE, COMMA = b'",'
 
 
 def _shorten(found: re.Match[str]) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moesaic.engine.inputs import MAX_SAMPLES, Limits
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
 from moesaic.server.routes import Access, Route
+
+# Of a request to /detokenize.
+MAX_IDS: Final = 1 << 17
 
 Result = TypeVar("Result")
 
@@ -41,7 +45,9 @@ async def tokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give either prompt or messages, and not both")
-    found = await _aside(context, lambda tokenizer: _ids(tokenizer, body))
+    if isinstance(body.prompt, list) and len(body.prompt) > MAX_SAMPLES:
+        raise Refusal(400, f"give at most {MAX_SAMPLES} texts at once", "prompt")
+    found = await _aside(context, lambda tokenizer: _ids(tokenizer, body, context.engine.limits))
     counts = [len(ids) for ids in found]
     single = not isinstance(body.prompt, list)
     return json_response(
@@ -57,6 +63,10 @@ async def detokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     single = not (body.tokens and isinstance(body.tokens[0], list))
     rows: list[Any] = [body.tokens] if single else body.tokens
+    number = sum(len(row) if isinstance(row, list) else 1 for row in rows[: MAX_SAMPLES + 1])
+    if number > MAX_IDS or len(rows) > MAX_SAMPLES:
+        text = f"give at most {MAX_IDS} token ids at once, in at most {MAX_SAMPLES} lists"
+        raise Refusal(400, text, "tokens")
     for row in rows:
         if not isinstance(row, list) or not all(isinstance(token, int) for token in row):
             raise Refusal(400, "tokens mixes token ids and lists of them", param="tokens")
@@ -70,12 +80,15 @@ async def detokenize(context: Context, request: Request) -> Response:
     return json_response({"text": texts[0] if single else texts})
 
 
-def _ids(tokenizer: Tokenizer, body: TokenizeBody) -> list[list[int]]:
+def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: Limits) -> list[list[int]]:
     if body.messages is not None:
         text = tokenizer.apply_chat_template(body.messages, body.add_generation_prompt, body.tools)
+        limits.check_chars(len(text))
         return [tokenizer.encode(text, bool(body.add_special_tokens))]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     assert texts is not None
+    for text in texts:
+        limits.check_chars(len(text))
     return [tokenizer.encode(text, body.add_special_tokens is not False) for text in texts]
 
 
@@ -87,7 +100,7 @@ async def _aside(context: Context, work: Callable[[Tokenizer], Result]) -> Resul
     try:
         return await asyncio.to_thread(work, tokenizer)
     except ValueError as error:
-        raise Refusal(400, str(error)) from None
+        raise context.refusal(error) from None
 
 
 ROUTES = (

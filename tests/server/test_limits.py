@@ -25,7 +25,7 @@ from moesaic.engine.engine import Engine
 from moesaic.server import app as server_app
 from moesaic.server.app import ROUTES, make_app
 from moesaic.server.auth import Keys
-from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, depth
+from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, outline_of
 from moesaic.server.context import Context
 from moesaic.server.guard import MAX_HEAD, guarded
 from moesaic.server.listen import bind
@@ -345,16 +345,16 @@ def test_connections_are_limited(hasty: Running) -> None:
     ],
 )
 def test_depth(text: str, expected: int) -> None:
-    found = depth(text.encode())
+    found = outline_of(text.encode()).depth
     assert found == expected or (found <= MAX_DEPTH and expected <= MAX_DEPTH)
 
 
 def test_depth_is_found_in_one_pass() -> None:
     """A quadratic scan of this would take minutes."""
     begun = time.process_time()
-    assert depth(b'"\\"' * (MAX_BODY // 3) + b"[" * 100) <= 100
-    assert depth(b'{"' + b'\\"' * (MAX_BODY // 2)) <= 1
-    assert depth(b"[]" * (MAX_BODY // 2)) == 1
+    assert outline_of(b'"\\"' * (MAX_BODY // 3) + b"[" * 100).depth <= 100
+    assert outline_of(b'{"' + b'\\"' * (MAX_BODY // 2)).depth <= 1
+    assert outline_of(b"[]" * (MAX_BODY // 2)).depth == 1
     assert time.process_time() - begun < 30
 
 

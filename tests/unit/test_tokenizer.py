@@ -1,6 +1,7 @@
 """The tokenizer against transformers, on folders made here."""
 
 import json
+import unicodedata
 
 import pytest
 import tokenizers
@@ -161,6 +162,51 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path, kind, config):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.special_tokens["eos_token"] == theirs.eos_token
     assert ours.eos_ids == {theirs.eos_token_id}
+
+
+def unigram():
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    special = ["<s>", "</s>", "<unk>"]
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator([*CORPUS, "각각 é"], trainer)
+    return backend
+
+
+def word_piece():
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece()
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=90, special_tokens=["<s>", "</s>", "<unk>"], show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace, unigram, word_piece])
+def test_many_at_once_give_what_one_gives(tmp_path, kind):
+    """`encode` and `decode` go by ways of the backend that do not hold Python's lock."""
+    backend = kind()
+    tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
+    for text in [*TEXTS, "".join(TEXTS) * 300]:
+        for special in (False, True):
+            ids = tokenizer.encode(text, special)
+            assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
+            assert tokenizer.decode(ids, special) == tokenizer.backend.decode(ids, special)
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, unigram])
+def test_no_token_stands_for_more_than_the_longest(tmp_path, kind):
+    tokenizer = Tokenizer.from_folder(write(tmp_path, kind()))
+    longest = max(tokenizer.backend.get_vocab(), key=len)
+    decomposed = unicodedata.normalize("NFD", "각é") * 50
+    for text in [*TEXTS[1:], longest * 50, decomposed, "<|im_end|>" * 50]:
+        assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text, False))
 
 
 def test_added_tokens_decoder(tmp_path):

@@ -13,12 +13,12 @@ from moesaic.engine.answers import Piece
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
-from moesaic.server.bodies import read_body
+from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import ChatBody
 from moesaic.server.openai.choices import Choice, Reading
-from moesaic.server.openai.prompts import make_chat, render, tools_of
+from moesaic.server.openai.prompts import check_size, make_chat, render, tools_of
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
@@ -43,9 +43,9 @@ class Order:
 
 
 async def chat_completions(context: Context, request: Request) -> Response:
-    body = await read_body(request, ChatBody)
+    body, size = await read_sized(request, ChatBody)
     setup = context.part(Setup)
-    order = await _order(setup, body)
+    order = await aside(size, lambda: _order(setup, body))
     answers = ChatAnswers(setup, body, order)
     with blaming("messages"):
         if body.stream:
@@ -106,7 +106,7 @@ class ChatAnswers:
         self._tally.reasoning = await asyncio.to_thread(count) if is_long else count()
 
 
-async def _order(setup: Setup, body: ChatBody) -> Order:
+def _order(setup: Setup, body: ChatBody) -> Order:
     setup.check_model(body.model)
     body.check_refused()
     top = _check_logprobs(body)
@@ -115,9 +115,10 @@ async def _order(setup: Setup, body: ChatBody) -> Order:
         text = "no format of tool calls is known for this model: set --tool-call-parser"
         raise Refusal(400, text, "tools")
     response = structured_output(body)
+    check_size(body, choice, response is not None)
     check_limits(body)
     chat = make_chat(body, with_tools=bool(tools))
-    prompt = await render(body, chat, setup.tokenizer)
+    prompt = render(chat, setup.tokenizer, setup.limits)
     thinking = setup.format.thinking(chat.kwargs)
     grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
     extra = dict[str, object](grammar)

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.engine.answers import Piece
-from moesaic.engine.inputs import GenerateInput
+from moesaic.engine.inputs import GenerateInput, PromptTooLong
 from moesaic.server import work
-from moesaic.server.bodies import read_body
+from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CompletionBody
@@ -44,9 +44,9 @@ MAX_CHOICES: Final = 4096
 
 
 async def completions(context: Context, request: Request) -> Response:
-    body = await read_body(request, CompletionBody)
+    body, size = await read_sized(request, CompletionBody)
     setup = context.part(Setup)
-    order = _order(setup, body)
+    order = await aside(size, lambda: _order(setup, body))
     answers = CompletionAnswers(setup, body, order)
     with blaming("prompt"):
         if body.stream:
@@ -149,11 +149,8 @@ def _order(setup: Setup, body: CompletionBody) -> Order:
     check_limits(body)
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(body, setup, limit, dict(structured_output(body) or {}))
-    texts, ids = _prompts(setup, body)
+    texts, ids = _prompts(setup, body, samples)
     number = len(texts if ids is None else ids)
-    if number * samples > MAX_CHOICES:
-        text = f"{number} prompts with {samples} answers each: ask for at most {MAX_CHOICES}"
-        raise Refusal(400, text, "prompt")
     name = new_id("cmpl", body.rid)
     call = GenerateInput(
         prompt=None if ids is not None else texts if number > 1 else texts[0],
@@ -169,7 +166,9 @@ def _order(setup: Setup, body: CompletionBody) -> Order:
     return Order(name, call, samples, texts if body.echo else None, vocabulary, shows_special)
 
 
-def _prompts(setup: Setup, body: CompletionBody) -> tuple[list[str], list[list[int]] | None]:
+def _prompts(
+    setup: Setup, body: CompletionBody, samples: int
+) -> tuple[list[str], list[list[int]] | None]:
     """Texts, and token ids if those were sent; then texts are there only if they are wanted."""
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not given:
@@ -178,9 +177,12 @@ def _prompts(setup: Setup, body: CompletionBody) -> tuple[list[str], list[list[i
     if len(kinds) > 1:
         text = "prompt mixes kinds: give a text, its token ids, or a list of either"
         raise Refusal(400, text, "prompt")
+    rows: list[Any] = [given] if kinds == {int} else given
+    if len(rows) * samples > MAX_CHOICES:
+        text = f"{len(rows)} prompts with {samples} answers each: ask for at most {MAX_CHOICES}"
+        raise Refusal(400, text, "prompt")
     if kinds == {str}:
-        return given, None
-    rows = [given] if kinds == {int} else given
+        return rows, None
     _check_ids(setup, rows)
     texts = [setup.tokenizer.decode(row, skip_special_tokens=False) for row in rows if body.echo]
     return texts, rows
@@ -190,6 +192,10 @@ def _check_ids(setup: Setup, rows: list[list[int]]) -> None:
     for row in rows:
         if not row:
             raise Refusal(400, "the prompt is empty: give at least one token", "prompt")
+        try:
+            setup.limits.check_tokens(len(row))
+        except PromptTooLong as error:
+            raise Refusal(400, str(error), "prompt", "context_length_exceeded") from None
         if not (min(row) >= 0 and max(row) < setup.vocab_size):
             text = f"token ids of this model are in [0, {setup.vocab_size})"
             raise Refusal(400, text, "prompt")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from moesaic.engine.engine import LONG_PROMPT
+from moesaic.core.sampling import MAX_GRAMMAR_BYTES
+from moesaic.engine.inputs import Limits, PromptTooLong
 from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer
+from moesaic.server.bodies import is_moderate
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
 from moesaic.server.parsers import NamedTool, Tool, ToolChoice
@@ -25,8 +27,8 @@ TEMPLATE_KWARGS: Final = frozenset(
 )
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 END_CHARS: Final = 256
-# Of each entry besides its text, so that many small ones count as long too.
-ENTRY_SIZE: Final = 32
+# As JSON. Where a grammar is made of them, they must be as small as that may be.
+MAX_TOOL_BYTES: Final = 1 << 18
 
 
 class Arguments(dict[str, Any]):
@@ -55,10 +57,18 @@ class Chat:
     kwargs: dict[str, Scalar]
     opening: str = ""
 
-    def prompt(self, tokenizer: Tokenizer) -> Prompt:
+    def prompt(self, tokenizer: Tokenizer, limits: Limits) -> Prompt:
+        limits.check_chars(self._chars)
         text = tokenizer.apply_chat_template(self.messages, True, self.tools, **self.kwargs)
         text += self.opening
+        limits.check_chars(len(text))
         return Prompt(tokenizer.encode(text, add_special_tokens=False), text[-END_CHARS:])
+
+    @property
+    def _chars(self) -> int:
+        """Of what no template leaves out: of an assistant's turns some drop the reasoning."""
+        others = (message for message in self.messages if message["role"] != "assistant")
+        return sum(len(message["content"] or "") for message in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +79,11 @@ class Prompt:
     end: str
 
 
-async def render(body: ChatBody, chat: Chat, tokenizer: Tokenizer) -> Prompt:
-    """A long chat is rendered in a thread, so that the event loop is not held up."""
+def render(chat: Chat, tokenizer: Tokenizer, limits: Limits) -> Prompt:
     try:
-        if _size(body) > LONG_PROMPT:
-            return await asyncio.to_thread(chat.prompt, tokenizer)
-        return chat.prompt(tokenizer)
+        return chat.prompt(tokenizer, limits)
+    except PromptTooLong as error:
+        raise Refusal(400, str(error), "messages", "context_length_exceeded") from None
     except ChatTemplateError as error:
         raise Refusal(400, str(error), "messages") from None
 
@@ -132,6 +141,15 @@ def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
     return (tools, choice) if choice != "none" and tools else ([], "none")
 
 
+def check_size(body: ChatBody, choice: ToolChoice, is_structured: bool) -> None:
+    """Before anything is made of the tools."""
+    strict = any(entry.function.strict for entry in body.tools or ())
+    is_grammar = strict or is_structured or choice not in ("none", "auto")
+    most = MAX_GRAMMAR_BYTES if is_grammar else MAX_TOOL_BYTES
+    if (size := len(msgspec.json.encode(body.tools))) > most:
+        raise Refusal(400, f"the tools have {size} bytes: give at most {most}", "tools")
+
+
 def _tool(function: Any) -> Tool:
     if not TOOL_NAME.fullmatch(function.name):
         text = f"the name of a tool must match {TOOL_NAME.pattern}"
@@ -170,24 +188,13 @@ def _text(message: MessageBody) -> str | None:
 
 def _call(call: CallBody) -> dict[str, Any]:
     text = call.function.arguments
-    try:
-        arguments: Any = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        arguments = text  # as the model wrote it
+    arguments: Any = text  # as the model wrote it
+    if is_moderate(text):
+        with suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+            arguments = msgspec.json.decode(text or "{}")
     if isinstance(arguments, dict):
         arguments = Arguments(text, arguments)
     else:
         arguments = text
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
-
-
-def _size(body: ChatBody) -> int:
-    """Characters, roughly: how long it takes to render."""
-    total = ENTRY_SIZE * len(body.messages) + LONG_PROMPT * bool(body.tools)
-    for message in body.messages:
-        content = message.content or ""
-        texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
-        texts += [call.function.arguments for call in message.tool_calls or ()]
-        total += sum(map(len, texts)) + len(message.reasoning_content or "")
-    return total

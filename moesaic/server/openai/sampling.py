@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.core.sampling import BadParameter, SamplingParams
+from moesaic.core.sampling import MAX_GRAMMAR_BYTES, BadParameter, SamplingParams
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.setup import Setup
@@ -79,7 +79,11 @@ def structured_output(body: CommonBody) -> dict[str, str] | None:
         raise Refusal(400, f"{' and '.join(chosen)} exclude each other: give one", [*chosen][1])
     for name, value in chosen.items():
         kind = "json_schema" if name == "response_format" else name
-        return {kind: value if isinstance(value, str) else msgspec.json.encode(value).decode()}
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
+            raise Refusal(400, f"{kind} is not possible: {fix}", name)
+        return {kind: text}
     return None
 
 

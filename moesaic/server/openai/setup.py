@@ -30,8 +30,9 @@ class Setup:
         model_type = str(RawConfig.read(folder).data.get("model_type", ""))
         self.model = args.served_model_name or args.model_path
         self.created = int(time.time())
-        self.max_model_len = context.engine.limits.max_sequence
-        self.vocab_size = context.engine.limits.vocab_size
+        self.limits = context.engine.limits
+        self.max_model_len = self.limits.max_sequence
+        self.vocab_size = self.limits.vocab_size
         self.cache_report = args.enable_cache_report
         self.defaults = _defaults(folder / "generation_config.json")
         self._tokenizer = context.engine.tokenizer
