@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -94,8 +95,10 @@ class Events(StreamingResponse):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # What starlette does here with a group of tasks and its scopes, at a third of the cost.
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await while_connected(Request(scope, receive), self.stream_response(send))
         finally:
             await self._source.aclose()
 
