@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import resource
@@ -113,6 +114,10 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # A search through all that was imported holds every thread for half a second, and a hundred
+        # clients that come at once start one. What is there by now stays: it need not be searched.
+        gc.collect()
+        gc.freeze()
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         logger.info("The server is fired up and ready to roll!")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece
+from moesaic.engine.answers import Piece, weight
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
@@ -30,7 +31,7 @@ from moesaic.server.openai.setup import Setup
 from moesaic.server.openai.shapes import ChatCompletion, Head
 from moesaic.server.openai.streams import Chunks, blaming, check_failure, events, new_id
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, json_response
+from moesaic.server.replies import Events, Writer, json_response, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ async def chat_completions(context: Context, request: Request) -> Response:
         found = await work.whole(context, request, order.call)
     for piece in found:
         check_failure(context, piece)
-    return json_response(await answers.whole(found))
+    return json_response(await answers.whole(found, context.part(Writer)))
 
 
 class ChatAnswers:
@@ -67,19 +68,25 @@ class ChatAnswers:
         self._chunks = Chunks(self._head, body, self._tally)
         self._choices: dict[int, Choice] = {}
 
-    def take(self, piece: Piece) -> bytes:
+    def take(self, piece: Piece, size: int) -> bytes:
         self._tally.note(piece)
         chunks = self._choice(piece.index).chunks(piece)
-        return b"".join([self._chunks.chunk(chunk) for chunk in chunks])
+        return b"".join([self._chunks.chunk(chunk, size) for chunk in chunks])
 
     async def end(self) -> bytes:
         await self._count_reasoning()
         return self._chunks.last()
 
-    async def whole(self, pieces: list[Piece]) -> ChatCompletion:
+    async def whole(self, pieces: list[Piece], writer: Writer) -> ChatCompletion:
         for piece in pieces:
             self._tally.note(piece)
-        choices = [self._choice(piece.index).whole(piece) for piece in pieces]
+        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
+
+        def build() -> list[Any]:
+            choices = (self._choice(piece.index).whole(piece) for piece in pieces)
+            return [prepared(choice, total) for choice in choices]
+
+        choices = await writer.write(total, build)
         await self._count_reasoning()
         return ChatCompletion(
             id=self._head.id,

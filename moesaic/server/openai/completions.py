@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece
+from moesaic.engine.answers import Piece, weight
 from moesaic.engine.inputs import GenerateInput, PromptTooLong
 from moesaic.server import work
 from moesaic.server.bodies import aside, read_sized
@@ -35,7 +35,7 @@ from moesaic.server.openai.streams import (
     new_id,
 )
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, json_response
+from moesaic.server.replies import Events, Writer, json_response, prepared
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -55,7 +55,7 @@ async def completions(context: Context, request: Request) -> Response:
         found = await work.whole(context, request, order.call)
     for piece in found:
         check_failure(context, piece)
-    return json_response(answers.whole(found))
+    return json_response(await answers.whole(found, context.part(Writer)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +112,28 @@ class CompletionAnswers:
         self._chunks = Chunks(self._head, body, self._tally)
         self._choices: dict[int, Choice] = {}
 
-    def take(self, piece: Piece) -> bytes:
+    def take(self, piece: Piece, size: int) -> bytes:
         self._tally.note(piece)
         choice = self._choice(piece.index).take(piece)
-        return b"" if choice is None else self._chunks.chunk(choice)
+        return b"" if choice is None else self._chunks.chunk(choice, size)
 
     async def end(self) -> bytes:
         return self._chunks.last()
 
-    def whole(self, pieces: list[Piece]) -> Completion:
+    async def whole(self, pieces: list[Piece], writer: Writer) -> Completion:
         for piece in pieces:
             self._tally.note(piece)
-        found = (self._choice(piece.index).take(piece) for piece in pieces)
+        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
+
+        def build() -> list[Any]:
+            found = (self._choice(piece.index).take(piece) for piece in pieces)
+            return [prepared(choice, total) for choice in found if choice is not None]
+
         return Completion(
             id=self._head.id,
             created=self._head.created,
             model=self._head.model,
-            choices=[choice for choice in found if choice is not None],
+            choices=await writer.write(total, build),
             usage=self._tally.usage(),
         )
 

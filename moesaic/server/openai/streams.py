@@ -5,17 +5,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
 
-from moesaic.engine.answers import Piece
+from moesaic.engine.answers import Piece, weight
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import DONE, event
+from moesaic.server.replies import DONE, Writer, event, prepared
 
 MAX_RID: Final = 256
 
@@ -33,9 +34,9 @@ class Chunks:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
 
-    def chunk(self, choice: msgspec.Struct) -> bytes:
+    def chunk(self, choice: msgspec.Struct, size: int) -> bytes:
         end = _usage_end(self.tally.usage()) if self._always else self._end
-        return self._start + _encoder.encode(choice) + end
+        return self._start + _encoder.encode(prepared(choice, size)) + end
 
     def last(self) -> bytes:
         """The chunk without choices, if it was asked for."""
@@ -49,8 +50,8 @@ def _usage_end(usage: Usage) -> bytes:
 class Growing(Protocol):
     """The answers to one request while they grow."""
 
-    def take(self, piece: Piece) -> bytes:
-        """The chunks for what is new."""
+    def take(self, piece: Piece, size: int) -> bytes:
+        """The chunks for what is new, which is so large."""
         ...
 
     async def end(self) -> bytes:
@@ -61,10 +62,14 @@ class Growing(Protocol):
 async def events(
     context: Context, pieces: AsyncGenerator[Piece, None], answers: Growing
 ) -> AsyncGenerator[bytes, None]:
+    writer, shown = context.part(Writer), dict[int, int]()
     try:
         async for piece in pieces:
             check_failure(context, piece)
-            if data := answers.take(piece):
+            number = piece.progress.num_output
+            size = weight(piece.request, shown.get(piece.index, 0), number)
+            shown[piece.index] = number
+            if data := await writer.write(size, partial(answers.take, piece, size)):
                 yield data
         if data := await answers.end():
             yield data
