@@ -65,7 +65,10 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    rid: str
+    """As SGLang sends it: an id, or all."""
+
+    rid: str = ""
+    abort_all: bool = False
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from moesaic.server import work
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import DONE, Events, event, json_response
+from moesaic.server.replies import Events, event, json_response
 from moesaic.server.routes import Access, Route
 
 
@@ -21,9 +22,9 @@ async def generate(context: Context, request: Request) -> Response:
     body = await read_body(request, GenerateBody)
     shape = _Shape(context, body)
     if not body.stream:
-        pieces = await work.whole(context, request, shape.call)
-        return json_response(shape.whole(pieces))
-    return Events(_events(await work.stream(context, request, shape.call), shape))
+        return json_response(shape.whole(await work.whole(context, request, shape.call)))
+    pieces = await work.stream(context, request, shape.call, apart=not shape.single)
+    return Events(_events(pieces, shape))
 
 
 class _Shape:
@@ -33,37 +34,32 @@ class _Shape:
         self.call = body.call()
         self._context = context
         self._texts = context.engine.tokenizer if body.return_text_in_logprobs else None
-        self._single = self.call.is_single and body.samples == 1
+        self.single = self.call.is_single and body.samples == 1
 
     def whole(self, pieces: list[Piece]) -> Any:
         if self._context.trouble and any(piece.request.failed for piece in pieces):
             raise Refusal(503, self._context.trouble, headers=LEAVING)
         outputs = [self.output(piece) for piece in pieces]
-        return outputs[0] if self._single else outputs
+        return outputs[0] if self.single else outputs
 
     def output(self, piece: Piece) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
-        if self._single and piece.progress.finished and piece.request.failed:
+        if self.single and piece.progress.finished and piece.request.failed:
             raise self._context.refusal(RuntimeError(piece.request.failure))
         return answer(piece.request, piece.progress, self._texts)
 
     def part(self, piece: Piece) -> dict[str, Any]:
         """In a stream of several it is said which one grows."""
         output = self.output(piece)
-        return output if self._single else {**output, "index": piece.index}
+        return output if self.single else {**output, "index": piece.index}
 
 
 async def _events(
     pieces: AsyncGenerator[Piece, None], shape: _Shape
 ) -> AsyncGenerator[bytes, None]:
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
             yield event(shape.part(piece))
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
 
 
 ROUTES = (

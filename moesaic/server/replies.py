@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from moesaic.server.errors import INTERNAL, Refusal
+
+logger = logging.getLogger(__name__)
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -26,18 +32,32 @@ def event(value: Any) -> bytes:
 
 
 class Events(StreamingResponse):
-    """Server-sent events, encoded already. The source is closed when the client leaves, too, which
-    aborts what it stands for."""
+    """Server-sent events, encoded already, and [DONE]. The source is closed when the client leaves,
+    too, which aborts what it stands for."""
 
     def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(source, media_type="text/event-stream")
-        self._source = source
+        self._source = _to_the_end(source)
+        super().__init__(self._source, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+
+
+async def _to_the_end(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The status is sent already, so an error is an event: no stream is merely cut."""
+    try:
+        async with aclosing(source):
+            async for data in source:
+                yield data
+    except Refusal as refusal:
+        yield event(refusal.body())
+    except Exception:
+        logger.exception("a stream failed")
+        yield event(Refusal(500, INTERNAL).body())
+    yield DONE
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

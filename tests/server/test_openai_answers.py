@@ -246,6 +246,7 @@ def reading(**changes: Any) -> Reading:
         "split_reasoning": True,
         "stream_reasoning": True,
         "parallel_calls": True,
+        "shows_reasoning": True,
         "vocabulary": None,
     }
     return Reading(**fields | changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Final, Protocol
 
 import msgspec
@@ -15,7 +15,6 @@ from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import DONE, event
 
 MAX_RID: Final = 256
 
@@ -61,18 +60,13 @@ class Growing(Protocol):
 async def events(
     context: Context, pieces: AsyncGenerator[Piece, None], answers: Growing
 ) -> AsyncGenerator[bytes, None]:
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
             check_failure(context, piece)
             if data := answers.take(piece):
                 yield data
         if data := await answers.end():
             yield data
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
 
 
 def check_failure(context: Context, piece: Piece) -> None:
@@ -81,13 +75,18 @@ def check_failure(context: Context, piece: Piece) -> None:
 
 
 def finish_reason(piece: Piece) -> str:
-    """stop, length, or abort if a client asked for that."""
+    """stop or length. OpenAI has no word for an answer that somebody ended; length says that it is
+    not whole, and clients that know only OpenAI's words can read it."""
     assert piece.finish_reason is not None
-    return piece.finish_reason.type
+    reason = piece.finish_reason.type
+    return "length" if reason == "abort" else reason
 
 
-def new_id(prefix: str, rid: str | None) -> str:
+def new_id(prefix: str, body: CommonBody) -> str:
     """Of the answer, and of its requests in the engine."""
+    rid = body.request_id if body.rid is None else body.rid
+    if body.request_id not in (None, rid):
+        raise Refusal(400, "rid and request_id differ: give one of them", "request_id")
     if rid is None:
         return f"{prefix}-{uuid.uuid4().hex}"
     if not 0 < len(rid) <= MAX_RID:
