@@ -277,9 +277,9 @@ def test_calls_of_gpt_oss_are_never_left_out(
     parameters = {**PERSON, "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     body = {"messages": USER, "tools": [tool], "tool_choice": choice, "n": 40, "max_tokens": 300}
-    raw = harmony[1].post(CHAT, json={**body, "seed": 3}).json()
+    raw = harmony[1].post(CHAT, json={**body, "seed": 2}).json()
     reasons = [one["finish_reason"] for one in raw["choices"]]
-    assert set(reasons) <= {"tool_calls", "length"} and reasons.count("tool_calls") > 4
+    assert set(reasons) == {"tool_calls", "length"} and reasons.count("tool_calls") > 30
     for one in raw["choices"]:
         if one["finish_reason"] == "tool_calls":
             (call,) = one["message"]["tool_calls"]
@@ -300,3 +300,16 @@ def test_no_answer_ends_within_its_grammar(engine: Engine) -> None:
         assert answer(f'start: "a" <[{eos}]>', seed)["output_ids"][-1] == eos
     with pytest.raises(RuntimeError, match="wants a token within it that ends answers"):
         answer(f'start: "a" <[{eos}]> "b"', 0)
+
+
+def test_what_a_message_repeats(http: httpx.Client) -> None:
+    """Plain short words at most."""
+    secret = "sec-ret 42"
+    for body in (
+        {"messages": [{"role": secret, "content": "x"}]},
+        {"messages": USER, "logit_bias": {secret: 1}},
+        {"messages": USER, "tool_choice": secret},
+        {"messages": USER, "rid": "x", secret: 1},
+    ):
+        answer = http.post(CHAT, json=body)
+        assert answer.status_code == 400 and secret not in answer.text
