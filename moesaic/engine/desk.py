@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from moesaic.core.request import FinishReason
+from moesaic.core.request import ABORTED, FinishReason
 from moesaic.core.words import shown
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.jobs import Job
@@ -107,7 +107,7 @@ class Desk:
         with self._lock:
             held = self._held.pop(rid, None)
         if held is not None:
-            held.finish(FinishReason("abort", message="aborted by the caller"))
+            held.finish(FinishReason("abort", message=ABORTED))
         else:
             self._tell(partial(_abort, rid=rid))
 

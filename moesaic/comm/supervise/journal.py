@@ -57,7 +57,7 @@ class Journal:
 
     def end_all(self, message: str) -> list[Output]:
         """The last answers to all open requests, which are forgotten."""
-        finish = Finish("abort", message=message, failed=True)
+        finish = Finish("abort", message=message)
         deltas = [Delta(rid, [], finish=finish) for rid in self.entries]
         for rid in list(self.entries):
             self._drop(rid)

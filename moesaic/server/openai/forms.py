@@ -76,13 +76,13 @@ async def check_forms(context: Context, *forms: Form) -> None:
 
 
 def _forms(body: CommonBody) -> Iterator[Form]:
+    for field, kind in FIELDS.items():
+        if (value := getattr(body, field)) is not None:
+            yield Form(field, _grammar(field, kind, value))
     if body.response_format is not None:
         schema = _schema(body.response_format)
         if schema is not None:
             yield Form("response_format", _grammar("response_format", "json_schema", schema))
-    for field, kind in FIELDS.items():
-        if (value := getattr(body, field)) is not None:
-            yield Form(field, _grammar(field, kind, value))
     if body.structured_outputs is not None:
         yield from _structured(body.structured_outputs)
 

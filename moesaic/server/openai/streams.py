@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from moesaic.core.request import ABORTED
 from moesaic.engine.answers import Piece
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
@@ -70,7 +71,10 @@ async def events(
 
 
 def check_failure(context: Context, piece: Piece) -> None:
-    if piece.progress.finished and piece.request.failed:
+    reason = piece.finish_reason
+    if reason is None or reason.type != "abort":
+        return
+    if reason.failed or reason.message != ABORTED:
         raise context.refusal(RuntimeError(piece.request.failure))
 
 
