@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from moesaic.core.request import FinishReason
+from moesaic.core.request import ABORTED, FinishReason
 from moesaic.core.words import shown
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.jobs import Job
@@ -91,10 +91,23 @@ class Desk:
         return len(chosen)
 
     def abort(self, rid: str) -> None:
+        """And those that have their names from it: further samples, or prompts of one call."""
+        with self._lock:
+            chosen = [name for name in self._in_flight if _belongs(name, rid)]
+        for name in chosen:
+            self._abort(name)
+
+    def abort_all(self) -> None:
+        with self._lock:
+            chosen = [*self._in_flight]
+        for name in chosen:
+            self._abort(name)
+
+    def _abort(self, rid: str) -> None:
         with self._lock:
             held = self._held.pop(rid, None)
         if held is not None:
-            held.finish(FinishReason("abort", message="aborted by the caller"))
+            held.finish(FinishReason("abort", message=ABORTED))
         else:
             self._tell(partial(_abort, rid=rid))
 
@@ -146,6 +159,14 @@ def _take_in(core: Core, jobs: Sequence[Job]) -> None:
             core.jobs.pop(job.request.rid, None)
             message = f"it could not be taken in: {error!r}"
             job.finish(FinishReason("abort", message=message, failed=True))
+
+
+def _belongs(name: str, rid: str) -> bool:
+    """rid, rid-1 or rid-0-1."""
+    if name == rid:
+        return True
+    rest = name.removeprefix(f"{rid}-")
+    return rest != name and all(number.isdigit() for number in rest.split("-"))
 
 
 def _abort(core: Core, rid: str) -> None:

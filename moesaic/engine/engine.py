@@ -26,6 +26,7 @@ import torch
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
+from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
 from moesaic.core.words import shown
 from moesaic.engine.answers import Answers, Piece, Signal
@@ -236,10 +237,20 @@ class Engine:
                 yield Piece(number, progress, jobs[number].request)
 
     def abort(self, rid: str) -> None:
-        """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
+        """Ends a request by the id in its `meta_info`, and with the first of several samples the
+        others (ID-1, ID-2, …); nothing happens if it is done already."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
         self._desk.abort(rid)
+
+    def abort_all(self) -> None:
+        """Ends whatever is in flight."""
+        self._desk.abort_all()
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """ValueError for a form that no answer can be held to; it may take a second."""
+        SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
+        self._limits.grammars.check(grammar)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from moesaic.core.sampling import Grammar
+from moesaic.core.sampling import BadParameter, Grammar
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.grammar import check_depth, is_installed
 from moesaic.engine.grammar_child import LENGTH_BYTES, ROOM, SECONDS, Setup, write
@@ -48,7 +48,7 @@ class GrammarChecker:
     def check(self, grammar: Grammar) -> None:
         """ValueError if the engine cannot serve it, QueueFull if it cannot be tried now."""
         if why := self._unavailable() or self._verdict(grammar):
-            raise ValueError(f"{grammar.kind} is not possible: {why}")
+            raise BadParameter(grammar.kind, f"{grammar.kind} is not possible: {why}")
 
     def close(self) -> None:
         with self._child_lock:

@@ -27,7 +27,7 @@ from moesaic.core.messages import (
     Reply,
     Submit,
 )
-from moesaic.core.request import FinishReason
+from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.asking import NoAnswer, Question
 from moesaic.engine.core import ModelFacts
 from moesaic.engine.holdings import log_ranks, service_info
@@ -96,7 +96,7 @@ class RemoteCore:
 
     def abort(self, rid: str) -> None:
         if (job := self.jobs.get(rid)) is not None:
-            self._give_up(job, FinishReason("abort", message="aborted by the caller"))
+            self._give_up(job, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._give_up

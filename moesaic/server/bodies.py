@@ -77,7 +77,10 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    rid: str
+    """As SGLang sends it: an id, or all."""
+
+    rid: str = ""
+    abort_all: bool = False
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -94,9 +97,9 @@ async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
     return _decode(data, kind), len(data)
 
 
-async def aside(size: int, make: Callable[[], Result]) -> Result:
-    """In a thread where it is made of much: the event loop must not be held up."""
-    return await asyncio.to_thread(make) if size > LONG_PROMPT else make()
+async def aside(size: int, make: Callable[[], Result], slow: bool = False) -> Result:
+    """In a thread where it is made of much, or is slow: the event loop must not be held up."""
+    return await asyncio.to_thread(make) if slow or size > LONG_PROMPT else make()
 
 
 def is_moderate(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from moesaic.server import work
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import DONE, Events, Writer, event, json_response, prepared
+from moesaic.server.replies import Events, Writer, event, json_response, prepared
 from moesaic.server.routes import Access, Route
 
 
@@ -23,7 +24,8 @@ async def generate(context: Context, request: Request) -> Response:
     if not body.stream:
         pieces = await work.whole(context, request, shape.call)
         return json_response(await shape.whole(pieces))
-    return Events(_events(await work.stream(context, request, shape.call), shape))
+    parts = await work.stream(context, request, shape.call, apart=not shape.single)
+    return Events(_events(parts, shape))
 
 
 class _Shape:
@@ -33,7 +35,7 @@ class _Shape:
         self.call = body.call()
         self._context, self._writer = context, context.part(Writer)
         self._form = Form(context.engine.tokenizer if body.return_text_in_logprobs else None)
-        self._single = self.call.is_single and body.samples == 1
+        self.single = self.call.is_single and body.samples == 1
 
     async def whole(self, pieces: list[Piece]) -> Any:
         if self._context.trouble and any(piece.request.failed for piece in pieces):
@@ -44,7 +46,7 @@ class _Shape:
             return [prepared(self._output(piece), total) for piece in pieces]
 
         outputs = await self._writer.write(total, build)
-        return outputs[0] if self._single else outputs
+        return outputs[0] if self.single else outputs
 
     async def part(self, piece: Piece) -> bytes:
         """Of a stream; where there are several it is said which one grows."""
@@ -52,14 +54,14 @@ class _Shape:
 
         def build() -> bytes:
             output = self._output(piece)
-            value = output if self._single else {**output, "index": piece.index}
+            value = output if self.single else {**output, "index": piece.index}
             return event(prepared(value, total))
 
         return await self._writer.write(total, build)
 
     def _output(self, piece: Piece) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
-        if self._single and piece.progress.finished and piece.request.failed:
+        if self.single and piece.progress.finished and piece.request.failed:
             raise self._context.refusal(RuntimeError(piece.request.failure))
         return self._form.answer(piece.request, piece.progress)
 
@@ -67,14 +69,9 @@ class _Shape:
 async def _events(
     pieces: AsyncGenerator[Piece, None], shape: _Shape
 ) -> AsyncGenerator[bytes, None]:
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
             yield await shape.part(piece)
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
 
 
 ROUTES = (

@@ -70,8 +70,21 @@ async def flush_cache(context: Context, _: Request) -> Response:
     return json_response({"freed_pages": await context.ask(context.engine.flush_cache)})
 
 
+async def get_flush_cache(context: Context, request: Request) -> Response:
+    """Browsers send GET for any page that has a link to it, and say so."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Refusal(403, "pages of other sites may not do this: send POST, with the key")
+    return await flush_cache(context, request)
+
+
 async def abort_request(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortBody)
+    if body.abort_all:
+        context.keys.admit(Access.ADMIN, request)  # they are other people's, too
+        await context.ask(context.engine.abort_all)
+        return json_response({"status": "ok"})
+    if not body.rid:
+        raise Refusal(400, "give the rid of a request, or abort_all", "rid")
     await context.ask(lambda: context.engine.abort(body.rid))
     return json_response({"status": "ok"})
 
@@ -88,6 +101,7 @@ ROUTES = (
     Route("GET", "/version", version, Access.OPEN, "The version of the server"),
     Route("GET", "/ping", health, Access.OPEN, "The same as /health"),
     Route("POST", "/flush_cache", flush_cache, Access.ADMIN, "Empties the prefix cache"),
+    Route("GET", "/flush_cache", get_flush_cache, Access.ADMIN, "The same, as SGLang has it"),
     Route(
         "POST", "/abort_request", abort_request, Access.USER, "Ends a request by its id", AbortBody
     ),

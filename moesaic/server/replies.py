@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from moesaic.server.errors import INTERNAL, Refusal
+
+logger = logging.getLogger(__name__)
 
 DONE: Final = b"data: [DONE]\n\n"
 # What the event loop does itself, in microseconds.
@@ -87,12 +92,12 @@ def _runs(items: list[Any]) -> Iterator[bytes]:
 
 
 class Events(StreamingResponse):
-    """Server-sent events, encoded already. The source is closed when the client leaves, too, which
-    aborts what it stands for."""
+    """Server-sent events, encoded already, and [DONE]. The source is closed when the client leaves,
+    too, which aborts what it stands for."""
 
     def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(source, media_type="text/event-stream")
-        self._source = source
+        self._source = _to_the_end(source)
+        super().__init__(self._source, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # What starlette does here with a group of tasks and its scopes, at a third of the cost.
@@ -101,6 +106,20 @@ class Events(StreamingResponse):
                 await while_connected(Request(scope, receive), self.stream_response(send))
         finally:
             await self._source.aclose()
+
+
+async def _to_the_end(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The status is sent already, so an error is an event: no stream is merely cut."""
+    try:
+        async with aclosing(source):
+            async for data in source:
+                yield data
+    except Refusal as refusal:
+        yield event(refusal.body())
+    except Exception:
+        logger.exception("a stream failed")
+        yield event(Refusal(500, INTERNAL).body())
+    yield DONE
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -17,13 +17,16 @@ from moesaic.server.routes import CLIENT
 
 
 async def stream(
-    context: Context, request: Request, call: GenerateInput
+    context: Context, request: Request, call: GenerateInput, apart: bool = False
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all answers, the first of which is there already: until then the engine may
-    refuse, and the status of the response can still say so. Errors are Refusals."""
+    refuse or fail, and the status of the response can still say so. Errors are Refusals. `apart`: a
+    failed answer leaves the others whole, and is told as one of them."""
     pieces = _pieces(context, call, True, _gate(context, request))
     try:
         first = await while_connected(request, anext(pieces))
+        if first.progress.finished and first.request.failed and not apart:
+            raise context.refusal(RuntimeError(first.request.failure))
     except BaseException:
         await pieces.aclose()
         raise

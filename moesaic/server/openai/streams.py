@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Final, Protocol
 
 import msgspec
 
+from moesaic.core.request import ABORTED
 from moesaic.engine.answers import Piece, weight
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import DONE, Writer, event, prepared
+from moesaic.server.replies import Writer, prepared
 
 MAX_RID: Final = 256
 
@@ -63,7 +64,7 @@ async def events(
     context: Context, pieces: AsyncGenerator[Piece, None], answers: Growing
 ) -> AsyncGenerator[bytes, None]:
     writer, shown = context.part(Writer), dict[int, int]()
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
             check_failure(context, piece)
             number = piece.progress.num_output
@@ -73,26 +74,29 @@ async def events(
                 yield data
         if data := await answers.end():
             yield data
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
 
 
 def check_failure(context: Context, piece: Piece) -> None:
-    if piece.progress.finished and piece.request.failed:
+    reason = piece.finish_reason
+    if reason is None or reason.type != "abort":
+        return
+    if reason.failed or reason.message != ABORTED:
         raise context.refusal(RuntimeError(piece.request.failure))
 
 
 def finish_reason(piece: Piece) -> str:
-    """stop, length, or abort if a client asked for that."""
+    """stop or length. OpenAI has no word for an answer that somebody ended; length says that it is
+    not whole, and clients that know only OpenAI's words can read it."""
     assert piece.finish_reason is not None
-    return piece.finish_reason.type
+    reason = piece.finish_reason.type
+    return "length" if reason == "abort" else reason
 
 
-def new_id(prefix: str, rid: str | None) -> str:
+def new_id(prefix: str, body: CommonBody) -> str:
     """Of the answer, and of its requests in the engine."""
+    rid = body.request_id if body.rid is None else body.rid
+    if body.request_id not in (None, rid):
+        raise Refusal(400, "rid and request_id differ: give one of them", "request_id")
     if rid is None:
         return f"{prefix}-{uuid.uuid4().hex}"
     if not 0 < len(rid) <= MAX_RID:
