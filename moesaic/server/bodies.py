@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final, TypeVar, cast
 
@@ -19,6 +20,8 @@ MAX_DEPTH: Final = 64
 MAX_DIGITS: Final = 20
 # Where msgspec's messages name a field or a value that was sent.
 QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", re.DOTALL)
+
+LONE: Final = "the body has a lone surrogate: \\ud800 to \\udfff come in pairs, or not at all"
 
 # How msgspec names the field at fault.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
@@ -72,6 +75,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body, or a Refusal. msgspec knows no NaN, no Infinity, no lone surrogates, and its
     messages say where and what was expected without repeating what was sent."""
     data = await _read(request)
+    if not data.strip():
+        raise Refusal(400, "the body is empty: send JSON")
     if depth(data) > MAX_DEPTH:
         raise Refusal(400, f"the body is nested more than {MAX_DEPTH} levels deep")
     try:
@@ -81,10 +86,23 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     except UnicodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
+        if not isinstance(error, msgspec.ValidationError) and _has_lone_surrogate(data, str(error)):
+            raise Refusal(400, LONE) from None
         message = QUOTED.sub(_shorten, str(error))
         field = _FIELD.search(message)
         where = field and (field[1] or field[2])
         raise Refusal(400, f"the body does not fit: {message}", where) from None
+
+
+def _has_lone_surrogate(data: bytes, message: str) -> bool:
+    """Of what is no JSON to msgspec, which takes half a pair near the end for a missing end."""
+    if "truncated" not in message:
+        return "surrogate" in message
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
 
 
 def depth(data: bytes) -> int:

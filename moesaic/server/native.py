@@ -44,7 +44,7 @@ class _Shape:
     def output(self, piece: Piece) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
         if self._single and piece.progress.finished and piece.request.failed:
-            raise self._context.refusal(RuntimeError(piece.request.failure))
+            raise self._context.failed(piece.request)
         return answer(piece.request, piece.progress, self._texts)
 
     def part(self, piece: Piece) -> dict[str, Any]:

@@ -77,7 +77,7 @@ async def events(
 
 def check_failure(context: Context, piece: Piece) -> None:
     if piece.progress.finished and piece.request.failed:
-        raise context.refusal(RuntimeError(piece.request.failure))
+        raise context.failed(piece.request)
 
 
 def finish_reason(piece: Piece) -> str:
