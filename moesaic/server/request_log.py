@@ -43,7 +43,11 @@ def log_request(args: ServerArgs, piece: Piece, prompt: str | None) -> None:
 
 def _plain(text: str) -> str:
     """JSON without what a terminal or a reader of lines would obey."""
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _text(text: str, level: int) -> str:

@@ -48,10 +48,14 @@ class Running:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
-    def serve(self, seconds: float = 60.0, connections: int = 100) -> Iterator[Running]:
+    def serve(
+        self, seconds: float = 60.0, connections: int = 100, write_seconds: float = 60.0
+    ) -> Iterator[Running]:
         listener = bind("127.0.0.1", 0)
+        if write_seconds < 60:  # the system is not to hold answers that nobody reads
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = int(listener.getsockname()[1])
-        http = guarded(seconds, connections)
+        http = guarded(seconds, connections, write_seconds)
         config = uvicorn.Config(
             self.app, http=http, ws="none", log_config=None, log_level="warning"
         )
@@ -102,6 +106,11 @@ def hasty(engine: Engine) -> Iterator[Running]:
     """Has little patience and few connections."""
     with Running(engine).serve(SLOW_SECONDS, connections=10) as running:
         yield running
+
+
+def post_head(body: bytes) -> bytes:
+    lines = "POST /generate HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 def talk(port: int, data: bytes, seconds: float = 60) -> bytes:
@@ -257,7 +266,7 @@ def test_a_header_without_an_end_is_cut_off(running: Running) -> None:
 
 def test_a_long_body_before_another_request_is_no_long_head(running: Running) -> None:
     body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode() + b" " * 50_000
-    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = post_head(body)
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
         connection.sendall(head + body + b"GET /health HTTP/1.1\r\nHost: ")
         assert status_of(hear(connection)) == 200
@@ -308,7 +317,7 @@ def test_a_long_answer_outlasts_the_time_for_its_request(hasty: Running) -> None
     """The limit is on what clients send, not on what they wait for."""
     go_on = threading.Event()
     body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = post_head(body)
     hasty.engine._tell(lambda core: go_on.wait(60))
     with ThreadPoolExecutor() as pool:
         said = pool.submit(talk, hasty.port, head + body + b"\r\n")
@@ -407,7 +416,7 @@ def test_disconnects_at_any_byte_leave_nothing(running: Running) -> None:
         stream = rng.random() < 0.5
         text = [f"{number} {k}" for k in range(rng.choice((1, 1, 3, 30)))]
         body = json.dumps({"text": text, "sampling_params": LONG, "stream": stream}).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = post_head(body)
         data = (head + body) * rng.choice((1, 1, 1, 2))
         with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
             connection.sendall(data[: rng.choice((rng.randrange(len(data)), len(data)))])
@@ -431,7 +440,7 @@ def test_a_client_that_does_not_read_holds_no_place(running: Running) -> None:
     wait_until(running.idle)
     body = {"text": ["x"] * 9, "sampling_params": LONG | {"max_new_tokens": 400}, "stream": True}
     data = json.dumps(body | {"return_logprob": True}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    head = post_head(data)
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(head + data)
