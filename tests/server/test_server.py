@@ -413,7 +413,9 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     with process() as (server, url), httpx.Client(base_url=url, timeout=60) as client:
         body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 200}, "stream": True}
