@@ -494,7 +494,7 @@ def test_fuzz(running: Running) -> None:
     assert tally.problems == []
     assert sum(tally.kinds.values()) == 3000 and tally.good >= 4
     assert tally.statuses["400"] > 1500 and set(tally.statuses) <= {
-        *("200", "400", "404", "405", "408", "409", "413", "431", "left waiting", "closed")
+        *("200", "400", "403", "404", "405", "408", "409", "413", "431", "left waiting", "closed")
     }
     wait_until(running.idle)
     wait_until(lambda: not running.server.server_state.connections)

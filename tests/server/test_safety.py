@@ -140,7 +140,7 @@ def hear_all(connection: socket.socket, said: bytes) -> bytes:
 def test_grammars_that_wait_take_nobody_elses_threads(running: Running) -> None:
     """40 of them are more than the default pool has threads; prompts of others are tokenised there,
     and grammars that are known do not wait."""
-    checker, long = running.engine.limits.grammars, "a " * 1100
+    checker, long = running.engine.limits.grammars, ["a" * 600] * 4
     params = {"temperature": 0, "max_new_tokens": 4}
     known = {"text": "x", "sampling_params": params | {"regex": "[ab]+"}}
     with running.client() as client, ThreadPoolExecutor(50) as pool:
