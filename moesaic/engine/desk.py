@@ -26,7 +26,7 @@ class Core(Protocol):
     jobs: dict[str, Job]
 
     def add(self, job: Job) -> None: ...
-    def abort(self, rid: str) -> None: ...
+    def abort(self, rid: str, job: Job | None = None) -> None: ...
 
 
 class Desk:
@@ -112,14 +112,15 @@ class Desk:
             self._tell(partial(_abort, rid=rid))
 
     def leave(self, jobs: Iterable[Job]) -> None:
-        """Nobody waits for these any more."""
+        """Nobody waits for these any more. One that is over, with its end unread, has no name: that
+        may be another's by now."""
         for job in jobs:
             rid = job.request.rid
             with self._lock, suppress(RuntimeError):
-                if self._held.pop(rid, None) is None:
-                    self._tell(partial(_abort, rid=rid))
-                else:
+                if self._unhold(job):
                     self._in_flight.discard(rid)
+                else:
+                    self._tell(partial(_abort, rid=rid, job=job))
 
     def ended(self, rid: str) -> None:
         with self._lock:
@@ -135,9 +136,16 @@ class Desk:
         with self._lock:
             while jobs and len(chosen) < number:
                 job = jobs.popleft()
-                if self._held.pop(job.request.rid, None) is not None:
+                if self._unhold(job):
                     chosen.append(job)
         return chosen
+
+    def _unhold(self, job: Job) -> bool:
+        """Whether it was held."""
+        held = self._held.get(job.request.rid) is job
+        if held:
+            del self._held[job.request.rid]
+        return held
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
@@ -169,5 +177,5 @@ def _belongs(name: str, rid: str) -> bool:
     return rest != name and all(number.isdigit() for number in rest.split("-"))
 
 
-def _abort(core: Core, rid: str) -> None:
-    core.abort(rid)
+def _abort(core: Core, rid: str, job: Job | None = None) -> None:
+    core.abort(rid, job)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from moesaic.engine.desk import Desk
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.gate import Gate, NoGate
-from moesaic.engine.grammar_check import GrammarChecker
+from moesaic.engine.grammar_check import THREADS, GrammarChecker
 from moesaic.engine.grammar_child import Setup
 from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import (
@@ -119,6 +119,8 @@ class Engine:
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
+        # Grammars may take long to check: not in threads that others need.
+        self._checks = ThreadPoolExecutor(THREADS, "moesaic-grammars")
         self.spans = self._core.front
         self._desk = Desk(
             self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
@@ -288,6 +290,11 @@ class Engine:
         return str(self._profiler.stop())
 
     @property
+    def profiled_steps(self) -> int:
+        """Steps in the trace that was written last, on all copies of the model together."""
+        return self._profiler.steps
+
+    @property
     def context_length(self) -> int:
         """Tokens of the longest sequence, prompt and answer."""
         return self._limits.context_length
@@ -321,6 +328,7 @@ class Engine:
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._checks.shutdown(wait=False)
         self._limits.grammars.close()
 
     def _prepare(
@@ -337,10 +345,12 @@ class Engine:
         ]
 
     async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
-        mailbox = Mailbox(self._post(asyncio.get_running_loop()))
-        if call.size > LONG_PROMPT or call.has_grammar:
-            return await asyncio.to_thread(self._prepare, call, mailbox.put, stream), mailbox
-        return self._prepare(call, mailbox.put, stream), mailbox
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox(self._post(loop))
+        work = partial(self._prepare, call, mailbox.put, stream)
+        if call.has_grammar and not self._closed:
+            return await loop.run_in_executor(self._checks, work), mailbox
+        return (await asyncio.to_thread(work) if call.size > LONG_PROMPT else work()), mailbox
 
     def _post(self, loop: asyncio.AbstractEventLoop) -> Post:
         with self._lock:

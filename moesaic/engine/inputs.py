@@ -197,6 +197,11 @@ class GenerateInput:
             )
         if any(rid is not None and len(rid) > MAX_RID for rid in rids):
             raise ValueError(f"rid is too long: give at most {MAX_RID} characters")
+        if not all(rid is None or rid.isprintable() for rid in rids):
+            # They are in lines of the log, which nobody else is to write.
+            raise ValueError(
+                "rid must have printable characters alone: no line breaks, no controls"
+            )
         if rids == [None]:
             return [None] * number
         if len(set(rids)) != number:

@@ -62,7 +62,7 @@ class _Shape:
     def _output(self, piece: Piece) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
         if self.single and piece.progress.finished and piece.request.failed:
-            raise self._context.refusal(RuntimeError(piece.request.failure))
+            raise self._context.failed(piece.request)
         return self._form.answer(piece.request, piece.progress)
 
 

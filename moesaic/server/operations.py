@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Final
 
 from starlette.requests import Request
@@ -19,6 +20,8 @@ from moesaic.server.routes import Access, Route
 
 # How long one token may take until the engine counts as ill.
 PROBE_SECONDS: Final = 20.0
+# How long what it found is told to others who ask.
+FRESH_SECONDS: Final = 1.0
 
 
 async def health(context: Context, _: Request) -> Response:
@@ -27,22 +30,50 @@ async def health(context: Context, _: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+class Probe:
+    """One token through every serving group, and so through every rank. Everybody may ask for it,
+    and it waits for nobody: so those who ask at about the same time get the same one's result."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._under_way: asyncio.Task[Refusal | None] | None = None
+        self._ended = 0.0
+
+    async def result(self) -> Refusal | None:
+        """Nothing, if all is well."""
+        task = self._under_way
+        if task is None or (task.done() and time.monotonic() - self._ended > FRESH_SECONDS):
+            task = self._under_way = asyncio.create_task(self._run())
+        return await asyncio.shield(task)  # whoever leaves, others wait for it
+
+    async def _run(self) -> Refusal | None:
+        try:
+            return await self._ask()
+        except Refusal as refusal:
+            return refusal
+        finally:
+            self._ended = time.monotonic()
+
+    async def _ask(self) -> Refusal | None:
+        context, groups = self._context, list(range(self._context.engine.mesh.num_groups))
+        call = GenerateInput(
+            input_ids=[[0] for _ in groups],
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            data_parallel_rank=groups,
+        )
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                pieces = await work.probe(context, call)
+        except TimeoutError:
+            return Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s")
+        failed = [piece.request for piece in pieces if piece.request.failed]
+        return context.failed(failed[0]) if failed else None
+
+
 async def health_generate(context: Context, request: Request) -> Response:
-    """One token through every serving group, and so through every rank."""
-    groups = list(range(context.engine.mesh.num_groups))
-    call = GenerateInput(
-        input_ids=[[0] for _ in groups],
-        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
-        data_parallel_rank=groups,
-    )
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            pieces = await work.whole(context, request, call, queued=False)
-    except TimeoutError:
-        raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
-    for piece in pieces:
-        if piece.request.failed:
-            raise context.refusal(RuntimeError(piece.request.failure))
+    await health(context, request)
+    if (refusal := await context.part(Probe).result()) is not None:
+        raise refusal
     return json_response({"status": "ok"})
 
 

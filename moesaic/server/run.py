@@ -107,6 +107,12 @@ class Server(uvicorn.Server):
             end.cancel()
             with suppress(asyncio.CancelledError):
                 await end
+            if (
+                self.force_exit
+            ):  # which uvicorn leaves to be cancelled, and that is logged as an error
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_SECONDS):
+                        await self.lifespan.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -148,8 +154,12 @@ class Server(uvicorn.Server):
 
     @property
     def _is_busy(self) -> bool:
-        open_requests = self._admission.running + self._admission.waiting
-        return bool(open_requests and not self._engine.fault and not self.force_exit)
+        door = self._admission
+        return bool(
+            (door.arriving or door.waiting or door.running)
+            and not self._engine.fault
+            and not self.force_exit
+        )
 
 
 def _connections(most_open: int) -> int:

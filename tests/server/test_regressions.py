@@ -136,7 +136,7 @@ SERVED: dict[str, tuple[str, Any]] = {
 def client() -> Iterator[httpx.Client]:
     with (
         Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning") as engine,
-        TestClient(make_app(engine)) as client,
+        TestClient(make_app(engine), base_url="http://localhost") as client,
     ):
         yield client
 

@@ -81,7 +81,7 @@ def check_failure(context: Context, piece: Piece) -> None:
     if reason is None or reason.type != "abort":
         return
     if reason.failed or reason.message != ABORTED:
-        raise context.refusal(RuntimeError(piece.request.failure))
+        raise context.failed(piece.request)
 
 
 def finish_reason(piece: Piece) -> str:
