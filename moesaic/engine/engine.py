@@ -120,7 +120,8 @@ class Engine:
         self._arrivals = count()
         self._closed = False
         # Grammars may take long to check: not in threads that others need.
-        self._checks = ThreadPoolExecutor(THREADS, "moesaic-grammars")
+        self.checks = ThreadPoolExecutor(THREADS, "moesaic-grammars")
+        """Threads that wait for grammars to be checked, and need not be in anybody's way."""
         self.spans = self._core.front
         self._desk = Desk(
             self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
@@ -328,7 +329,7 @@ class Engine:
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._checks.shutdown(wait=False)
+        self.checks.shutdown(wait=False)
         self._limits.grammars.close()
 
     def _prepare(
@@ -349,7 +350,7 @@ class Engine:
         mailbox = Mailbox(self._post(loop))
         work = partial(self._prepare, call, mailbox.put, stream)
         if call.has_grammar and not self._closed:
-            return await loop.run_in_executor(self._checks, work), mailbox
+            return await loop.run_in_executor(self.checks, work), mailbox
         return (await asyncio.to_thread(work) if call.size > LONG_PROMPT else work()), mailbox
 
     def _post(self, loop: asyncio.AbstractEventLoop) -> Post:

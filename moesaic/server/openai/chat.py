@@ -49,8 +49,8 @@ class Order:
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
     setup = context.part(Setup)
-    formed = is_formed(body) or bool(body.tools)
-    order = await aside(size, lambda: _order(context, body), formed)
+    pool = context.engine.checks if body.tools or is_formed(body) else None
+    order = await aside(size, lambda: _order(context, body), pool)
     answers = ChatAnswers(setup, body, order)
     with blaming("messages"):
         if body.stream:

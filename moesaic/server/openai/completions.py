@@ -47,7 +47,8 @@ MAX_CHOICES: Final = 4096
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
     setup = context.part(Setup)
-    order = await aside(size, lambda: _order(context, body), is_formed(body))
+    pool = context.engine.checks if is_formed(body) else None
+    order = await aside(size, lambda: _order(context, body), pool)
     answers = CompletionAnswers(setup, body, order)
     with blaming("prompt"):
         if body.stream:
