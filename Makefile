@@ -31,7 +31,8 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 tests/unit tests/kernels $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed tests/e2e tests/server $(PYTEST_ARGS)
 
 test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)

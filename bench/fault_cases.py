@@ -354,9 +354,9 @@ def pause(victim: Victim, seconds: int) -> Pause:
         with _faulty_ranks(), run.marked(**{PAUSE: str(seconds)}):
             engine = Engine(**COMMON, **LAYOUTS[victim.layout])
         with engine:
-            undisturbed = Calls(engine, REQUESTS, 8, 40)
+            undisturbed = Calls(engine, REQUESTS, 8, 400)
             undisturbed.join()
-            calls = Calls(engine, REQUESTS, 8, 40)
+            calls = Calls(engine, REQUESTS, 8, 400)
             wait_for(calls.all_have(2), "tokens", run)
             struck = Struck(time.monotonic(), time.time())
             os.kill(run.pid(victim.process), FAULTS["stuck"])

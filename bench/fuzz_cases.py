@@ -179,7 +179,7 @@ VALUES_ONLY = tuple(dump(value) for value in VALUES)
 
 
 def request_of(method: str, path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *headers]
     if body or method == "POST":
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode("utf-8", "surrogatepass") + b"\r\n\r\n" + body
@@ -276,7 +276,7 @@ def http_case(routes: Sequence[Route], rng: random.Random) -> Case:
 
 
 def _lines(path: str, body: bytes, *headers: str) -> bytes:
-    head = [f"POST {path} HTTP/1.1", "Host: x", *headers]
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", *headers]
     return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
 
 

@@ -11,6 +11,10 @@ from moesaic.core.sampling import SamplingParams
 TopLogprobs = list[tuple[float, int]]
 
 
+# The message of an abort that was asked for; others come from a service that ends.
+ABORTED = "aborted by the caller"
+
+
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """Why a request ended: `stop` (with what matched), `length` or `abort` (with a message)."""

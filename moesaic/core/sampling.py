@@ -185,9 +185,9 @@ class SamplingParams:
         kind = given[0]
         _set(self, kind, _grammar_text(kind, getattr(self, kind)))
         if self.ignore_eos:
-            _refuse("ignore_eos", True, f"with {kind} the answer ends where the grammar does")
+            _refuse("ignore_eos", True, "a structured answer ends where the grammar does")
         if self.min_new_tokens > 0:
-            fix = f"with {kind} the answer ends where the grammar does: say its least size there"
+            fix = "a structured answer ends where the grammar does: say its least size there"
             _refuse("min_new_tokens", self.min_new_tokens, fix)
 
 
@@ -262,18 +262,19 @@ def _grammar_text(kind: str, value: Any) -> str:
         try:
             value = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{kind} is not possible: it cannot be written as JSON") from error
+            fix = "it cannot be written as JSON"
+            raise BadParameter(kind, f"{kind} is not possible: {fix}") from error
     if not isinstance(value, str) or not value:
         what = "a JSON schema as text or dict" if kind == "json_schema" else "a text"
-        raise ValueError(f"{kind} is not possible: give {what} that is not empty")
+        raise BadParameter(kind, f"{kind} is not possible: give {what} that is not empty")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
         fix = "it holds half of a character (a lone surrogate)"
-        raise ValueError(f"{kind} is not possible: {fix}") from None
+        raise BadParameter(kind, f"{kind} is not possible: {fix}") from None
     if size > MAX_GRAMMAR_BYTES:
         fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
-        raise ValueError(f"{kind} is not possible: {fix}")
+        raise BadParameter(kind, f"{kind} is not possible: {fix}")
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.jobs import Job, Progress
@@ -11,6 +11,9 @@ from moesaic.engine.tokenizer import Tokenizer
 
 Signal = tuple[int, Progress]
 Entry = tuple[float | None, int, str | None]
+# Logprobs that the growing answers of one stream may repeat before they are told only at the end;
+# each is about 40 bytes of JSON.
+MAX_REPEATED: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,9 @@ class Answers:
     """The jobs of one call, and which of them are still open."""
 
     def __init__(self, jobs: list[Job], single: bool, texts: Tokenizer | None) -> None:
-        self.jobs, self.single, self.texts = jobs, single, texts
+        self.jobs, self.single = jobs, single
         self.pending = set(range(len(jobs)))
+        self._form = Form(texts)
         self._final: dict[int, dict[str, Any]] = {}
         self._shown = [-1] * len(jobs)
 
@@ -54,7 +58,7 @@ class Answers:
         elif progress.num_output == self._shown[number]:
             return None
         self._shown[number] = progress.num_output
-        output = answer(request, progress, self.texts)
+        output = self._form.answer(request, progress)
         if progress.finished:
             self._final[number] = output
         return output if self.single else {**output, "index": number}
@@ -64,25 +68,62 @@ class Answers:
         return outputs[0] if self.single else outputs
 
 
-def answer(request: Request, progress: Progress, texts: Tokenizer | None) -> dict[str, Any]:
-    number = progress.num_output
-    reason = request.finish_reason if progress.finished else None
-    meta: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": None if reason is None else reason.to_dict(),
-        "prompt_tokens": request.prompt_len,
-        "completion_tokens": number,
-        "cached_tokens": request.cached_tokens,
-        "total_retractions": request.retractions,
-    }
-    if request.finished is not None and progress.finished:
-        meta["e2e_latency"] = request.finished - request.created
-        if request.first_token is not None:
-            meta["ttft"] = request.first_token - request.created
-    if request.return_logprob:
-        meta |= _logprobs(request, number, texts)
-    output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
-    return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
+class Form:
+    """Of the answers of one call. Every one of a stream has all that there is so far, which grows
+    with the square of its length; so logprobs are told while they are few, and at the end."""
+
+    def __init__(self, texts: Tokenizer | None) -> None:
+        self._texts = texts
+        self._repeated = 0
+
+    def answer(self, request: Request, progress: Progress) -> dict[str, Any]:
+        number = progress.num_output
+        reason = request.finish_reason if progress.finished else None
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": None if reason is None else reason.to_dict(),
+            "prompt_tokens": request.prompt_len,
+            "completion_tokens": number,
+            "cached_tokens": request.cached_tokens,
+            "total_retractions": request.retractions,
+        }
+        if request.finished is not None and progress.finished:
+            meta["e2e_latency"] = request.finished - request.created
+            if request.first_token is not None:
+                meta["ttft"] = request.first_token - request.created
+        if request.return_logprob and self._tells(request, progress):
+            meta |= _logprobs(request, number, self._texts)
+        output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
+        return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
+
+    def weight(self, request: Request, progress: Progress) -> int:
+        """Of the answer that would be next."""
+        if self._fits(request, progress):
+            return weight(request, 0, progress.num_output)
+        return progress.num_output // 8
+
+    def _tells(self, request: Request, progress: Progress) -> bool:
+        fits = self._fits(request, progress)
+        if not progress.finished:
+            self._repeated += num_logprobs(request, 0, progress.num_output)
+        return fits
+
+    def _fits(self, request: Request, progress: Progress) -> bool:
+        number = num_logprobs(request, 0, progress.num_output)
+        return progress.finished or self._repeated + number <= MAX_REPEATED
+
+
+def num_logprobs(request: Request, start: int, stop: int) -> int:
+    """To tell of the tokens of the answer from `start` on, and of the prompt before the first."""
+    if not request.return_logprob:
+        return 0
+    inputs = 0 if start else request.prompt_len - request.logprob_start
+    return (inputs + stop - start) * (request.top_logprobs_num + 1)
+
+
+def weight(request: Request, start: int, stop: int) -> int:
+    """About how many microseconds it takes to build and encode an answer, or the rest of one."""
+    return 8 + (stop - start) // 8 + num_logprobs(request, start, stop)
 
 
 def _logprobs(request: Request, number: int, texts: Tokenizer | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moesaic.config import ServerArgs
-from moesaic.core.request import FinishReason, Request
+from moesaic.core.request import ABORTED, FinishReason, Request
 from moesaic.engine.asking import RankAnswers, Told
 from moesaic.engine.holdings import holdings, providers, service_info
 from moesaic.engine.jobs import Job
@@ -113,9 +113,11 @@ class EngineCore:
         self.jobs[job.request.rid] = job
         self.scheduler.add(job.request)
 
-    def abort(self, rid: str) -> None:
-        if (job := self.jobs.get(rid)) is not None:
-            self._finish(job, FinishReason("abort", message="aborted by the caller"))
+    def abort(self, rid: str, job: Job | None = None) -> None:
+        """Whatever has that name, or with `job` only that one."""
+        found = self.jobs.get(rid)
+        if found is not None and job in (None, found):
+            self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         self._under_way.clear()

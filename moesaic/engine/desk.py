@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from moesaic.core.request import FinishReason
+from moesaic.core.request import ABORTED, FinishReason
 from moesaic.core.words import shown
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.jobs import Job
@@ -26,7 +26,7 @@ class Core(Protocol):
     jobs: dict[str, Job]
 
     def add(self, job: Job) -> None: ...
-    def abort(self, rid: str) -> None: ...
+    def abort(self, rid: str, job: Job | None = None) -> None: ...
 
 
 class Desk:
@@ -91,22 +91,36 @@ class Desk:
         return len(chosen)
 
     def abort(self, rid: str) -> None:
+        """And those that have their names from it: further samples, or prompts of one call."""
+        with self._lock:
+            chosen = [name for name in self._in_flight if _belongs(name, rid)]
+        for name in chosen:
+            self._abort(name)
+
+    def abort_all(self) -> None:
+        with self._lock:
+            chosen = [*self._in_flight]
+        for name in chosen:
+            self._abort(name)
+
+    def _abort(self, rid: str) -> None:
         with self._lock:
             held = self._held.pop(rid, None)
         if held is not None:
-            held.finish(FinishReason("abort", message="aborted by the caller"))
+            held.finish(FinishReason("abort", message=ABORTED))
         else:
             self._tell(partial(_abort, rid=rid))
 
     def leave(self, jobs: Iterable[Job]) -> None:
-        """Nobody waits for these any more."""
+        """Nobody waits for these any more. One that is over, with its end unread, has no name: that
+        may be another's by now."""
         for job in jobs:
             rid = job.request.rid
             with self._lock, suppress(RuntimeError):
-                if self._held.pop(rid, None) is None:
-                    self._tell(partial(_abort, rid=rid))
-                else:
+                if self._unhold(job):
                     self._in_flight.discard(rid)
+                else:
+                    self._tell(partial(_abort, rid=rid, job=job))
 
     def ended(self, rid: str) -> None:
         with self._lock:
@@ -122,9 +136,16 @@ class Desk:
         with self._lock:
             while jobs and len(chosen) < number:
                 job = jobs.popleft()
-                if self._held.pop(job.request.rid, None) is not None:
+                if self._unhold(job):
                     chosen.append(job)
         return chosen
+
+    def _unhold(self, job: Job) -> bool:
+        """Whether it was held."""
+        held = self._held.get(job.request.rid) is job
+        if held:
+            del self._held[job.request.rid]
+        return held
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
@@ -148,5 +169,13 @@ def _take_in(core: Core, jobs: Sequence[Job]) -> None:
             job.finish(FinishReason("abort", message=message, failed=True))
 
 
-def _abort(core: Core, rid: str) -> None:
-    core.abort(rid)
+def _belongs(name: str, rid: str) -> bool:
+    """rid, rid-1 or rid-0-1."""
+    if name == rid:
+        return True
+    rest = name.removeprefix(f"{rid}-")
+    return rest != name and all(number.isdigit() for number in rest.split("-"))
+
+
+def _abort(core: Core, rid: str, job: Job | None = None) -> None:
+    core.abort(rid, job)

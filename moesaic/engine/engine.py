@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ import torch
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
+from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
 from moesaic.core.words import shown
 from moesaic.engine.answers import Answers, Piece, Signal
@@ -35,7 +36,7 @@ from moesaic.engine.desk import Desk
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.gate import Gate, NoGate
-from moesaic.engine.grammar_check import GrammarChecker
+from moesaic.engine.grammar_check import THREADS, GrammarChecker
 from moesaic.engine.grammar_child import Setup
 from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import (
@@ -118,6 +119,8 @@ class Engine:
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
+        # Grammars may take long to check: not in threads that others need.
+        self._checks = ThreadPoolExecutor(THREADS, "moesaic-grammars")
         self.spans = self._core.front
         self._desk = Desk(
             self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
@@ -236,10 +239,20 @@ class Engine:
                 yield Piece(number, progress, jobs[number].request)
 
     def abort(self, rid: str) -> None:
-        """Ends a request by the id in its `meta_info`; nothing happens if it is done already."""
+        """Ends a request by the id in its `meta_info`, and with the first of several samples the
+        others (ID-1, ID-2, …); nothing happens if it is done already."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
         self._desk.abort(rid)
+
+    def abort_all(self) -> None:
+        """Ends whatever is in flight."""
+        self._desk.abort_all()
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """ValueError for a form that no answer can be held to; it may take a second."""
+        SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
+        self._limits.grammars.check(grammar)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""
@@ -277,6 +290,11 @@ class Engine:
         return str(self._profiler.stop())
 
     @property
+    def profiled_steps(self) -> int:
+        """Steps in the trace that was written last, on all copies of the model together."""
+        return self._profiler.steps
+
+    @property
     def context_length(self) -> int:
         """Tokens of the longest sequence, prompt and answer."""
         return self._limits.context_length
@@ -310,6 +328,7 @@ class Engine:
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._checks.shutdown(wait=False)
         self._limits.grammars.close()
 
     def _prepare(
@@ -326,10 +345,12 @@ class Engine:
         ]
 
     async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
-        mailbox = Mailbox(self._post(asyncio.get_running_loop()))
-        if call.size > LONG_PROMPT or call.has_grammar:
-            return await asyncio.to_thread(self._prepare, call, mailbox.put, stream), mailbox
-        return self._prepare(call, mailbox.put, stream), mailbox
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox(self._post(loop))
+        work = partial(self._prepare, call, mailbox.put, stream)
+        if call.has_grammar and not self._closed:
+            return await loop.run_in_executor(self._checks, work), mailbox
+        return (await asyncio.to_thread(work) if call.size > LONG_PROMPT else work()), mailbox
 
     def _post(self, loop: asyncio.AbstractEventLoop) -> Post:
         with self._lock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import tokenizers
 
 from moesaic.core.sampling import Grammar
+from moesaic.core.words import LONGEST_WORD
 from moesaic.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
 # A state takes one or two kB. Time and memory of compiling are bounded by grammar_check.
 MAX_LEXER_STATES: Final = 50_000
 SHOWN: Final = 240
+QUOTES: Final = "\"'`,.:;()[]{}"
 VOID: Final = "<|moesaic:no-end|>"
 
 
@@ -87,6 +90,11 @@ def _bracket_depth(text: str) -> int:
 def _from_json_schema(text: str) -> str:
     from llguidance import LLMatcher
 
+    match json.loads(text):
+        case True:
+            text = "{}"
+        case False:
+            raise ValueError("nothing matches it")
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
 
 
@@ -94,6 +102,8 @@ def _from_regex(text: str) -> str:
     """The whole answer must match, so anchors at its ends say nothing new; llguidance has none."""
     from llguidance import LLMatcher
 
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("its last backslash has nothing behind it")
     text = text.removeprefix("^")
     body = text.removesuffix("$")
     backslashes = len(body) - len(body.rstrip("\\"))
@@ -107,7 +117,9 @@ def _from_ebnf(text: str) -> str:
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
     except Exception as error:  # of several types, Exception itself among them
-        raise ValueError(f"it is not GBNF: {error}") from error
+        # Behind the line's number it shows the line.
+        why = re.sub(r"(at line \d+), .*", r"\1", str(error), flags=re.DOTALL)
+        raise ValueError(f"it is not GBNF: {why}") from error
 
 
 def _from_lark(text: str) -> str:
@@ -167,9 +179,17 @@ class Compiler:
         return matcher
 
 
+def _unquoted(word: str, text: str) -> str:
+    """A word of a message; of what was sent only plain names are repeated."""
+    core = word.strip(QUOTES)
+    plain = (core + "a").replace("_", "").replace("$", "").isalnum() and len(core) <= LONGEST_WORD
+    return word if plain or core not in text else word.replace(core, "…")
+
+
 def shown(message: str, grammar: Grammar) -> str:
     """A message of llguidance without the grammar in it, and without its drawings."""
     lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
     told = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
     told = told.rpartition("… error: ")[2]  # of the regex crate, which shows the regex before it
+    told = " ".join(_unquoted(word, grammar.text) for word in told.split())
     return told if len(told) <= SHOWN else told[:SHOWN] + "…"

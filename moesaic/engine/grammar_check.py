@@ -21,14 +21,16 @@ from typing import Final
 
 import msgspec
 
-from moesaic.core.sampling import Grammar
+from moesaic.core.sampling import BadParameter, Grammar
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.grammar import check_depth, is_installed
 from moesaic.engine.grammar_child import LENGTH_BYTES, ROOM, SECONDS, Setup, write
 
 REMEMBERED: Final = 4096
-# Each takes a second at worst, and a thread of the caller's while it waits.
-MAX_WAITING: Final = 4
+# They are tried one after another, each for a second at worst, and take a thread while they wait.
+MAX_WAITING: Final = 32
+# There are always some left for grammars that are known.
+THREADS: Final = MAX_WAITING + 4
 START_SECONDS: Final = 120.0
 ANSWER_SECONDS: Final = 30.0
 
@@ -48,7 +50,7 @@ class GrammarChecker:
     def check(self, grammar: Grammar) -> None:
         """ValueError if the engine cannot serve it, QueueFull if it cannot be tried now."""
         if why := self._unavailable() or self._verdict(grammar):
-            raise ValueError(f"{grammar.kind} is not possible: {why}")
+            raise BadParameter(grammar.kind, f"{grammar.kind} is not possible: {why}")
 
     def close(self) -> None:
         with self._child_lock:
@@ -87,7 +89,10 @@ class GrammarChecker:
     def _enter(self) -> None:
         with self._lock:
             if self._waiting >= MAX_WAITING:
-                raise QueueFull(f"{self._waiting} new grammars are being checked: try again later")
+                raise QueueFull(
+                    f"{self._waiting} grammars that were not seen before wait to be checked, which "
+                    "is all that may, and this one is new too: try again later"
+                )
             self._waiting += 1
 
     def _recall(self, key: bytes) -> str | None:

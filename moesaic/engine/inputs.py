@@ -14,6 +14,7 @@ from typing import Any
 from moesaic.core.request import Request
 from moesaic.core.sampling import GRAMMARS, SamplingParams
 from moesaic.core.words import shown
+from moesaic.engine.answers import num_logprobs
 from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.tokenizer import Tokenizer
 
@@ -196,6 +197,11 @@ class GenerateInput:
             )
         if any(rid is not None and len(rid) > MAX_RID for rid in rids):
             raise ValueError(f"rid is too long: give at most {MAX_RID} characters")
+        if not all(rid is None or rid.isprintable() for rid in rids):
+            # They are in lines of the log, which nobody else is to write.
+            raise ValueError(
+                "rid must have printable characters alone: no line breaks, no controls"
+            )
         if rids == [None]:
             return [None] * number
         if len(set(rids)) != number:
@@ -386,14 +392,11 @@ def _logprob_range(start: Any, top: Any, prompt_len: int, limits: Limits) -> tup
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
-    """ValueError where the alternatives that are asked for would fill the memory."""
-    entries = sum(
-        (request.prompt_len - request.logprob_start + request.max_new_tokens)
-        * request.top_logprobs_num
-        for request in requests
-    )
+    """ValueError where the logprobs that are asked for would fill the memory."""
+    entries = sum(num_logprobs(request, 0, request.max_new_tokens) for request in requests)
     if entries > MAX_LOGPROBS:
         raise ValueError(
-            f"this could give {entries} alternatives (tokens times top_logprobs_num), more than "
-            f"{MAX_LOGPROBS}: lower max_new_tokens, top_logprobs_num or the number of prompts"
+            f"this could give {entries} logprobs (tokens times one more than the alternatives at "
+            f"each), more than {MAX_LOGPROBS}: lower the number of tokens, of alternatives or of "
+            "prompts"
         )

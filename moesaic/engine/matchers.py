@@ -150,8 +150,26 @@ class Matchers:
         if live.matcher.is_error():
             why = shown(live.matcher.get_error(), live.grammar)
             return Allowed(broken=f"its grammar failed: {why}")
+        forbidden = self._forbid_early_end(live.matcher, mask_B)
         if (void := self._compiler.void) is not None:
             mask_B[void // 8] &= ~(1 << void % 8) & 0xFF
             if not mask_B.any():
                 return Allowed(ended=True)
+        if forbidden and not mask_B.any():
+            return Allowed(broken="its grammar wants a token within it that ends answers")
         return Allowed(mask_B)
+
+    def _forbid_early_end(self, matcher: LLMatcher, mask_B: Tensor) -> bool:
+        """A grammar may name a token that ends answers; only where that completes it. Whether there
+        was one."""
+        assert self._compiler is not None
+        found = False
+        for token in self._compiler.eos_ids:
+            bit = 1 << token % 8
+            if not int(mask_B[token // 8]) & bit or matcher.is_accepting():
+                continue
+            then = matcher.deep_copy()
+            if not (then.consume_token(token) and then.is_accepting()):
+                mask_B[token // 8] &= ~bit & 0xFF
+                found = True
+        return found

@@ -38,6 +38,8 @@ class Profiler:
         self._lock = threading.Lock()
         self._recording: Recording | None = None
         self._path: Path | None = None
+        self.steps = 0
+        """In the last trace, of all copies of the model together."""
         self._closed = threading.Event()
 
     def start(self, output_dir: str | Path | None, num_steps: int | None) -> None:
@@ -83,6 +85,7 @@ class Profiler:
         """Whatever happens, a new one may begin."""
         self._recording = None
         self._path = recording.write()
+        self.steps = recording.num_steps
 
 
 class ProfileRunning(ValueError):
@@ -96,6 +99,8 @@ class Recording:
         """Of each rank, the shortest round trip, and by how much its clock was ahead then."""
         self._steps: int | None = None
         self._ranks: set[int] = set()
+        self.num_steps = 0
+        """Written."""
 
     def start(self, num_steps: int | None) -> None:
         told = self._tell("record")
@@ -119,6 +124,7 @@ class Recording:
         missing = sorted(self._ranks - set(told))
         data = self._read(told)
         steps = self._common_steps(told, data)
+        self.num_steps = sum(len(found) for found in steps.values())
         tracks = [self._front(steps, data)]
         for rank, spans in sorted(data.items()):
             kept = [span for span in spans if span.step in steps[self._replica(rank)]]

@@ -27,7 +27,7 @@ from moesaic.core.messages import (
     Reply,
     Submit,
 )
-from moesaic.core.request import FinishReason
+from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.asking import NoAnswer, Question
 from moesaic.engine.core import ModelFacts
 from moesaic.engine.holdings import log_ranks, service_info
@@ -94,9 +94,11 @@ class RemoteCore:
         if self.fault:
             self._finish(job, FinishReason("abort", message=self.fault, failed=True))
 
-    def abort(self, rid: str) -> None:
-        if (job := self.jobs.get(rid)) is not None:
-            self._give_up(job, FinishReason("abort", message="aborted by the caller"))
+    def abort(self, rid: str, job: Job | None = None) -> None:
+        """Whatever has that name, or with `job` only that one."""
+        found = self.jobs.get(rid)
+        if found is not None and job in (None, found):
+            self._give_up(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._give_up

@@ -68,6 +68,7 @@ class Tokenizer:
         self.templates = dict(templates)
         self.folder = folder
         self._compiled: dict[str, Template] = {}
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
@@ -114,6 +115,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text this token adds after other text: its leading space is there, a piece of a
         character is U+FFFD."""
+        if (text := self._token_texts.get(token_id)) is None:
+            text = self._token_texts[token_id] = self._text_after_another(token_id)
+        return text
+
+    def _text_after_another(self, token_id: int) -> str:
         anchor = self._anchor
         before = self.decode(anchor, skip_special_tokens=False)
         both = self.decode([*anchor, token_id], skip_special_tokens=False)

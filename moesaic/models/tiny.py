@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "tiny:"
 SMALLEST_VOCAB = 258
 EOS, TURN = "<|end|>", "<|turn|>"
+# What else ends answers: in gpt-oss <|end|> is a marker within them.
+OTHER_EOS = {"gpt_oss": "<|return|>"}
 # Tools, calls and reasoning are written as Qwen3's template writes them.
 _TOOLS = (
     "{% if tools %}" + TURN + "tools\n"
@@ -129,7 +131,7 @@ def make_tiny_checkpoint(
     tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _save_tokenizer(folder)
+    _save_tokenizer(folder, OTHER_EOS.get(family, EOS))
     return folder
 
 
@@ -164,16 +166,16 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return noise * (0.1 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, eos: str) -> None:
     """One token a byte, and the two special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: number for number, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS, TURN])
+    tokenizer.add_special_tokens([eos, TURN])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    config = {"eos_token": eos, "chat_template": CHAT_TEMPLATE.replace(EOS, eos)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 

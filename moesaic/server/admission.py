@@ -38,13 +38,15 @@ class Full(QueueFull):
 
 
 class Admission:
-    """`waiting` and `running` are requests now; `refused_total` and `admitted_total` since the
-    start. `on_wait` hears how many seconds each call waited for its first request to begin."""
+    """`waiting` and `running` are requests now, `arriving` calls that are still being made into
+    requests; `refused_total` and `admitted_total` since the start. `on_wait` hears how many seconds
+    each call waited for its first request to begin."""
 
     def __init__(self, max_running: int, max_queued: int | None = None) -> None:
         self.slots = max_running + max(1, max_running // LEAD_SHARE)
         self.most_open = max_running + (MAX_QUEUED if max_queued is None else max_queued)
-        self.waiting = self.running = 0
+        self.waiting = self.running = self.arriving = 0
+        self._max_running = max_running
         self.refused_total = self.admitted_total = 0
         self.on_wait: Callable[[float], None] = lambda seconds: None
         self._lines: dict[Hashable, _Line] = {}
@@ -152,15 +154,18 @@ class Admission:
             newest.refuse(self._full())
 
     def _full(self) -> Full:
+        running = min(self.running, self._max_running)  # the others are at hand, and wait there
+        waiting = self.running - running + self.waiting
         return Full(
-            f"{self.running} requests are running and {self.waiting} are waiting, which is all "
+            f"{running} requests are running and {waiting} are waiting, which is all "
             "that --max-running-requests and --max-queued-requests allow: try again later",
             self.retry_after(),
         )
 
 
 class Ticket:
-    """A call on its way in: a Gate of the engine. `wanted`: requests that wait; `held`: slots that
+    """A call on its way in: a Gate of the engine. It counts as arriving until it enters or leaves,
+    so whoever makes one has it leave at the end. `wanted`: requests that wait; `held`: slots that
     those which have begun take up."""
 
     def __init__(self, admission: Admission, client: Hashable) -> None:
@@ -169,8 +174,11 @@ class Ticket:
         self._entered = time.monotonic()
         self._start: Start = lambda number: number
         self._begun: asyncio.Future[None] | None = None
+        self._arriving = True
+        admission.arriving += 1
 
     async def enter(self, number: int, start: Start) -> None:
+        self._arrive()
         self.wanted, self._start = number, start
         self._begun = asyncio.get_running_loop().create_future()
         try:
@@ -217,7 +225,12 @@ class Ticket:
         if self._begun is not None and not self._begun.done():
             self._begun.set_exception(error)
 
+    def _arrive(self) -> None:
+        self._admission.arriving -= self._arriving
+        self._arriving = False
+
     def leave(self) -> None:
+        self._arrive()
         if self._admission.holds(self):
             self._admission.unqueue(self)
         self.wanted = 0

@@ -22,7 +22,7 @@ from moesaic.server import (
     tokens,
 )
 from moesaic.server.context import Context
-from moesaic.server.errors import Refusal
+from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.figures import ROUTE, CountResponses
 from moesaic.server.routes import CLIENT, Route
 
@@ -87,7 +87,7 @@ async def _http(_: Request, error: Exception) -> Response:
 
 async def _internal(request: Request, error: Exception) -> Response:
     logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
-    return Refusal(500, "an error of the server, which its log has").response()
+    return Refusal(500, INTERNAL).response()
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,15 +19,18 @@ from moesaic.server.routes import Access
 
 API_KEY: Final = "MOESAIC_API_KEY"
 ADMIN_API_KEY: Final = "MOESAIC_ADMIN_API_KEY"
+NAMED_PORT: Final = re.compile(r":\d*$")
 CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keys:
-    """`api` and `admin`: digests, or nothing where there is no such key."""
+    """`api` and `admin`: digests, or nothing where there is no such key. `local`: only this machine
+    can reach the server."""
 
     api: bytes = b""
     admin: bytes = b""
+    local: bool = False
 
     @classmethod
     def of(cls, args: ServerArgs, environment: Mapping[str, str] = os.environ) -> Keys:
@@ -33,7 +38,8 @@ class Keys:
         api = args.api_key if args.api_key is not None else environment.get(API_KEY)
         admin = args.admin_api_key
         admin = admin if admin is not None else environment.get(ADMIN_API_KEY)
-        return cls(_digest_of("--api-key", api), _digest_of("--admin-api-key", admin))
+        digests = _digest_of("--api-key", api), _digest_of("--admin-api-key", admin)
+        return cls(*digests, local=_is_loopback(args.host))
 
     def __bool__(self) -> bool:
         return bool(self.api or self.admin)
@@ -43,7 +49,10 @@ class Keys:
         not call this."""
         wanted = self._wanted(access)
         if not wanted:
-            _refuse_foreign_pages(access, request)
+            if access is not Access.OPEN:
+                _refuse_foreign_pages(request)
+                if self.local:
+                    _refuse_foreign_names(request)
             return b""
         given = _bearer(request)
         if any(hmac.compare_digest(given, key) for key in wanted):
@@ -85,11 +94,36 @@ def _bearer(request: Request) -> bytes:
     return sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
 
 
-def _refuse_foreign_pages(access: Access, request: Request) -> None:
+def _refuse_foreign_pages(request: Request) -> None:
     """Without a key, any page that a browser shows could send requests to a server on the same
     machine. Browsers say where such a page is from."""
     origin = request.headers.get("origin")
-    if access is Access.OPEN or origin is None:
-        return
-    if origin.partition("://")[2] != request.headers.get("host"):
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
         raise Refusal(403, "requests from pages of other sites need a key: start with --api-key")
+
+
+def _refuse_foreign_names(request: Request) -> None:
+    """A page's own site may change its address to this machine's; its requests then are its own to
+    the browser, which says by what name it came. An address cannot be changed so."""
+    host = request.headers.get("host")
+    if host is None or NAMED_PORT.sub("", host).lower() == "localhost" or _address(host):
+        return
+    raise Refusal(
+        403,
+        "the Host header has a name that is not this machine's own: ask for localhost or an IP "
+        "address, or start with --api-key",
+        code="foreign_host",
+    )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Of a host, with a port or without."""
+    try:
+        return ipaddress.ip_address(NAMED_PORT.sub("", host).removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host if ":" not in host else f"[{host}]")
+    return host.lower() == "localhost" or (address is not None and address.is_loopback)

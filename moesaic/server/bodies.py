@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -30,6 +31,8 @@ PIECE: Final = 1 << 16
 MAX_DIGITS: Final = 20
 # Where msgspec's messages name a field or a value that was sent.
 QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", re.DOTALL)
+
+LONE: Final = "the body has a lone surrogate: \\ud800 to \\udfff come in pairs, or not at all"
 
 # How msgspec names the field at fault.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
@@ -77,7 +80,10 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    rid: str
+    """As SGLang sends it: an id, or all."""
+
+    rid: str = ""
+    abort_all: bool = False
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -94,9 +100,9 @@ async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
     return _decode(data, kind), len(data)
 
 
-async def aside(size: int, make: Callable[[], Result]) -> Result:
-    """In a thread where it is made of much: the event loop must not be held up."""
-    return await asyncio.to_thread(make) if size > LONG_PROMPT else make()
+async def aside(size: int, make: Callable[[], Result], slow: bool = False) -> Result:
+    """In a thread where it is made of much, or is slow: the event loop must not be held up."""
+    return await asyncio.to_thread(make) if slow or size > LONG_PROMPT else make()
 
 
 def is_moderate(text: str) -> bool:
@@ -109,6 +115,8 @@ def is_moderate(text: str) -> bool:
 
 
 def _decode(data: bytes, kind: type[Body]) -> Body:
+    if not data.strip():
+        raise Refusal(400, "the body is empty: send JSON")
     outline = outline_of(data)
     if outline.depth > MAX_DEPTH:
         raise Refusal(400, f"the body is nested more than {MAX_DEPTH} levels deep")
@@ -126,6 +134,8 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
     except UnicodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
+        if not isinstance(error, msgspec.ValidationError) and _has_lone_surrogate(data, str(error)):
+            raise Refusal(400, LONE) from None
         message = QUOTED.sub(_shorten, str(error))
         field = _FIELD.search(message)
         where = field and (field[1] or field[2])
@@ -172,6 +182,17 @@ def _without_escapes(piece: bytes) -> tuple[bytes, bytes]:
     piece = piece.replace(b"\\\\", b"")
     rest = piece[-1:] if piece.endswith(b"\\") else b""
     return piece[: len(piece) - len(rest)].replace(b'\\"', b""), rest
+
+
+def _has_lone_surrogate(data: bytes, message: str) -> bool:
+    """Of what is no JSON to msgspec, which takes half a pair near the end for a missing end."""
+    if "truncated" not in message:
+        return "surrogate" in message
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
 
 
 def _steps() -> npt.NDArray[np.int8]:

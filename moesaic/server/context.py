@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from moesaic.config import ServerArgs
+from moesaic.core.request import Request
 from moesaic.core.sampling import BadParameter
 from moesaic.engine.asking import NoAnswer
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.engine.inputs import PromptTooLong
 from moesaic.server.admission import Admission, Full
 from moesaic.server.auth import Keys
-from moesaic.server.errors import Refusal
+from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.figures import Figures
+
+logger = logging.getLogger(__name__)
 
 STOPPING: Final = "the server is stopping"
 # Another server may answer at once, or this one when it has started again.
@@ -76,4 +80,11 @@ class Context:
                 return Refusal(400, str(error))
         if self.trouble:
             return Refusal(503, self.trouble, headers=LEAVING)
-        return Refusal(500, str(error))
+        logger.error("the engine failed", exc_info=error)
+        return Refusal(500, INTERNAL)
+
+    def failed(self, request: Request) -> Refusal:
+        """What to tell of a request that failed, which says why itself."""
+        if self.trouble:
+            return Refusal(503, self.trouble, headers=LEAVING)
+        return Refusal(500, request.failure)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 # A message may quote what was sent, which may be megabytes.
 LONGEST_MESSAGE: Final = 500
+INTERNAL: Final = "an error of the server, which its log has"
 TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",

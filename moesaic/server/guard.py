@@ -1,7 +1,8 @@
 """The connection itself: limits on its head, its pace and its number, before any handler is asked.
 
 uvicorn's protocol does the rest. It has no limit on the size of a head, nor on the time in which
-one comes, and tells only the newest of pipelined requests that the client has left.
+one comes or an answer is read, and tells only the newest of pipelined requests that the client has
+left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from moesaic.server.errors import Refusal
 MAX_HEAD: Final = 16 << 10
 # From its first byte to its last; a connection without any request has as long.
 REQUEST_SECONDS: Final = 30.0
+# In which a client must take something of what waits for it.
+WRITE_SECONDS: Final = 60.0
+LOOKS: Final = 8
 # What is thrown away of a body that was refused, so that the client reads why instead of an error.
 MAX_DISCARDED: Final = 16 << 20
 MAX_PIPELINED: Final = 64
@@ -33,9 +37,10 @@ UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """`request_seconds` and `max_connections` are set by `guarded`."""
+    """`request_seconds`, `write_seconds` and `max_connections` are set by `guarded`."""
 
     request_seconds = REQUEST_SECONDS
+    write_seconds = WRITE_SECONDS
     max_connections = 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +50,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._deaf = False
+        self._look: asyncio.TimerHandle | None = None
+        self._unsent = self._looks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +62,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
+        if self._look is not None:
+            self._look.cancel()
         self._unset_keepalive_if_required()
         running = self._running
         super().connection_lost(exc)
@@ -122,6 +131,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = self._begun = False
         self._expect_nothing()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._looks = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader()
+
     def send_400_response(self, msg: str) -> None:
         self._end(Refusal(400, msg))
 
@@ -155,13 +176,40 @@ class GuardedProtocol(HttpToolsProtocol):
         if free and not self.transport.is_closing():
             self.transport.write(_raw(refusal.response()))
         self.transport.close()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        """From when something may be left unread until it is not. A transport that is closed keeps
+        what it has for ever, too."""
+        if self._look is None:
+            self._unsent, self._looks = self.transport.get_write_buffer_size(), 0
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._look = None
+        if self._unsent:
+            self._look = self.loop.call_later(self.write_seconds / LOOKS, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        self._looks = 0 if self._unsent < before else self._looks + 1
+        if self._looks < LOOKS:
+            self._look_again()
+        else:
+            self.transport.abort()
 
 
 def guarded(
-    request_seconds: float = REQUEST_SECONDS, max_connections: int = 1024
+    request_seconds: float = REQUEST_SECONDS,
+    max_connections: int = 1024,
+    write_seconds: float = WRITE_SECONDS,
 ) -> type[GuardedProtocol]:
     """The protocol with these limits."""
-    limits = {"request_seconds": request_seconds, "max_connections": max_connections}
+    limits = {
+        "request_seconds": request_seconds,
+        "max_connections": max_connections,
+        "write_seconds": write_seconds,
+    }
     return type("GuardedProtocol", (GuardedProtocol,), limits)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece, answer
+from moesaic.engine.answers import Form, Piece, weight
 from moesaic.server import work
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import DONE, Events, event, json_response
+from moesaic.server.replies import Events, Writer, event, json_response, prepared
 from moesaic.server.routes import Access, Route
 
 
@@ -22,8 +23,9 @@ async def generate(context: Context, request: Request) -> Response:
     shape = _Shape(context, body)
     if not body.stream:
         pieces = await work.whole(context, request, shape.call)
-        return json_response(shape.whole(pieces))
-    return Events(_events(await work.stream(context, request, shape.call), shape))
+        return json_response(await shape.whole(pieces))
+    parts = await work.stream(context, request, shape.call, apart=not shape.single)
+    return Events(_events(parts, shape))
 
 
 class _Shape:
@@ -31,39 +33,45 @@ class _Shape:
 
     def __init__(self, context: Context, body: GenerateBody) -> None:
         self.call = body.call()
-        self._context = context
-        self._texts = context.engine.tokenizer if body.return_text_in_logprobs else None
-        self._single = self.call.is_single and body.samples == 1
+        self._context, self._writer = context, context.part(Writer)
+        self._form = Form(context.engine.tokenizer if body.return_text_in_logprobs else None)
+        self.single = self.call.is_single and body.samples == 1
 
-    def whole(self, pieces: list[Piece]) -> Any:
+    async def whole(self, pieces: list[Piece]) -> Any:
         if self._context.trouble and any(piece.request.failed for piece in pieces):
             raise Refusal(503, self._context.trouble, headers=LEAVING)
-        outputs = [self.output(piece) for piece in pieces]
-        return outputs[0] if self._single else outputs
+        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
 
-    def output(self, piece: Piece) -> dict[str, Any]:
+        def build() -> list[Any]:
+            return [prepared(self._output(piece), total) for piece in pieces]
+
+        outputs = await self._writer.write(total, build)
+        return outputs[0] if self.single else outputs
+
+    async def part(self, piece: Piece) -> bytes:
+        """Of a stream; where there are several it is said which one grows."""
+        total = self._form.weight(piece.request, piece.progress)
+
+        def build() -> bytes:
+            output = self._output(piece)
+            value = output if self.single else {**output, "index": piece.index}
+            return event(prepared(value, total))
+
+        return await self._writer.write(total, build)
+
+    def _output(self, piece: Piece) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
-        if self._single and piece.progress.finished and piece.request.failed:
-            raise self._context.refusal(RuntimeError(piece.request.failure))
-        return answer(piece.request, piece.progress, self._texts)
-
-    def part(self, piece: Piece) -> dict[str, Any]:
-        """In a stream of several it is said which one grows."""
-        output = self.output(piece)
-        return output if self._single else {**output, "index": piece.index}
+        if self.single and piece.progress.finished and piece.request.failed:
+            raise self._context.failed(piece.request)
+        return self._form.answer(piece.request, piece.progress)
 
 
 async def _events(
     pieces: AsyncGenerator[Piece, None], shape: _Shape
 ) -> AsyncGenerator[bytes, None]:
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
-            yield event(shape.part(piece))
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
+            yield await shape.part(piece)
 
 
 ROUTES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Final
 
 from starlette.requests import Request
@@ -19,6 +20,8 @@ from moesaic.server.routes import Access, Route
 
 # How long one token may take until the engine counts as ill.
 PROBE_SECONDS: Final = 20.0
+# How long what it found is told to others who ask.
+FRESH_SECONDS: Final = 1.0
 
 
 async def health(context: Context, _: Request) -> Response:
@@ -27,22 +30,50 @@ async def health(context: Context, _: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+class Probe:
+    """One token through every serving group, and so through every rank. Everybody may ask for it,
+    and it waits for nobody: so those who ask at about the same time get the same one's result."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._under_way: asyncio.Task[Refusal | None] | None = None
+        self._ended = 0.0
+
+    async def result(self) -> Refusal | None:
+        """Nothing, if all is well."""
+        task = self._under_way
+        if task is None or (task.done() and time.monotonic() - self._ended > FRESH_SECONDS):
+            task = self._under_way = asyncio.create_task(self._run())
+        return await asyncio.shield(task)  # whoever leaves, others wait for it
+
+    async def _run(self) -> Refusal | None:
+        try:
+            return await self._ask()
+        except Refusal as refusal:
+            return refusal
+        finally:
+            self._ended = time.monotonic()
+
+    async def _ask(self) -> Refusal | None:
+        context, groups = self._context, list(range(self._context.engine.mesh.num_groups))
+        call = GenerateInput(
+            input_ids=[[0] for _ in groups],
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            data_parallel_rank=groups,
+        )
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                pieces = await work.probe(context, call)
+        except TimeoutError:
+            return Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s")
+        failed = [piece.request for piece in pieces if piece.request.failed]
+        return context.failed(failed[0]) if failed else None
+
+
 async def health_generate(context: Context, request: Request) -> Response:
-    """One token through every serving group, and so through every rank."""
-    groups = list(range(context.engine.mesh.num_groups))
-    call = GenerateInput(
-        input_ids=[[0] for _ in groups],
-        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
-        data_parallel_rank=groups,
-    )
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            pieces = await work.whole(context, request, call, queued=False)
-    except TimeoutError:
-        raise Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s") from None
-    for piece in pieces:
-        if piece.request.failed:
-            raise context.refusal(RuntimeError(piece.request.failure))
+    await health(context, request)
+    if (refusal := await context.part(Probe).result()) is not None:
+        raise refusal
     return json_response({"status": "ok"})
 
 
@@ -70,8 +101,21 @@ async def flush_cache(context: Context, _: Request) -> Response:
     return json_response({"freed_pages": await context.ask(context.engine.flush_cache)})
 
 
+async def get_flush_cache(context: Context, request: Request) -> Response:
+    """Browsers send GET for any page that has a link to it, and say so."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Refusal(403, "pages of other sites may not do this: send POST, with the key")
+    return await flush_cache(context, request)
+
+
 async def abort_request(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortBody)
+    if body.abort_all:
+        context.keys.admit(Access.ADMIN, request)  # they are other people's, too
+        await context.ask(context.engine.abort_all)
+        return json_response({"status": "ok"})
+    if not body.rid:
+        raise Refusal(400, "give the rid of a request, or abort_all", "rid")
     await context.ask(lambda: context.engine.abort(body.rid))
     return json_response({"status": "ok"})
 
@@ -88,6 +132,7 @@ ROUTES = (
     Route("GET", "/version", version, Access.OPEN, "The version of the server"),
     Route("GET", "/ping", health, Access.OPEN, "The same as /health"),
     Route("POST", "/flush_cache", flush_cache, Access.ADMIN, "Empties the prefix cache"),
+    Route("GET", "/flush_cache", get_flush_cache, Access.ADMIN, "The same, as SGLang has it"),
     Route(
         "POST", "/abort_request", abort_request, Access.USER, "Ends a request by its id", AbortBody
     ),

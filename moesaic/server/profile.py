@@ -25,6 +25,7 @@ FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
 ACTIVITIES: Final = frozenset(("CPU", "GPU"))
 LONGEST_FOLDER: Final = 255
 MOST_STEPS: Final = 100_000
+NOTHING_RAN: Final = "no step ran from start to stop, so the trace has none: send requests between"
 
 Result = TypeVar("Result")
 
@@ -75,7 +76,10 @@ async def start_profile(context: Context, request: Request) -> Response:
 
 
 async def stop_profile(context: Context, _: Request) -> Response:
-    return json_response({"path": await _do(context, context.engine.stop_profile)})
+    path = await _do(context, context.engine.stop_profile)
+    steps = context.engine.profiled_steps
+    warning = {} if steps else {"warning": NOTHING_RAN}
+    return json_response({"path": path, "steps": steps, **warning})
 
 
 def folder_for(asked: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Final
 
@@ -33,11 +34,20 @@ def log_request(args: ServerArgs, piece: Piece, prompt: str | None) -> None:
     if request.first_token is not None:
         words.append(f"ttft {request.first_token - request.created:.3f} s")
     if level >= 1:
-        words.append(f"sampling {msgspec.json.encode(request.params).decode()}")
+        words.append(f"sampling {_plain(msgspec.json.encode(request.params).decode())}")
     if level >= 2:
         given = prompt if prompt is not None else repr(request.prompt_ids)
         words.append(f"prompt {_text(given, level)}, answer {_text(piece.text, level)}")
     logger.info("%s", ", ".join(words))
+
+
+def _plain(text: str) -> str:
+    """JSON without what a terminal or a reader of lines would obey."""
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _text(text: str, level: int) -> str:

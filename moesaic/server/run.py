@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import resource
@@ -106,6 +107,12 @@ class Server(uvicorn.Server):
             end.cancel()
             with suppress(asyncio.CancelledError):
                 await end
+            if (
+                self.force_exit
+            ):  # which uvicorn leaves to be cancelled, and that is logged as an error
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_SECONDS):
+                        await self.lifespan.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -113,6 +120,10 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # A search through all that was imported holds every thread for half a second, and a hundred
+        # clients that come at once start one. What is there by now stays: it need not be searched.
+        gc.collect()
+        gc.freeze()
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         logger.info("The server is fired up and ready to roll!")
@@ -143,8 +154,12 @@ class Server(uvicorn.Server):
 
     @property
     def _is_busy(self) -> bool:
-        open_requests = self._admission.running + self._admission.waiting
-        return bool(open_requests and not self._engine.fault and not self.force_exit)
+        door = self._admission
+        return bool(
+            (door.arriving or door.waiting or door.running)
+            and not self._engine.fault
+            and not self.force_exit
+        )
 
 
 def _connections(most_open: int) -> int:

@@ -17,44 +17,48 @@ from moesaic.server.routes import CLIENT
 
 
 async def stream(
-    context: Context, request: Request, call: GenerateInput
+    context: Context, request: Request, call: GenerateInput, apart: bool = False
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all answers, the first of which is there already: until then the engine may
-    refuse, and the status of the response can still say so. Errors are Refusals."""
-    pieces = _pieces(context, call, True, _gate(context, request))
+    refuse or fail, and the status of the response can still say so. Errors are Refusals. `apart`: a
+    failed answer leaves the others whole, and is told as one of them."""
+    pieces = _pieces(context, call, True, _client(request))
     try:
         first = await while_connected(request, anext(pieces))
+        if first.progress.finished and first.request.failed and not apart:
+            raise context.failed(first.request)
     except BaseException:
         await pieces.aclose()
         raise
     return _with_first(first, pieces)
 
 
-async def whole(
-    context: Context, request: Request, call: GenerateInput, queued: bool = True
-) -> list[Piece]:
-    """The last piece of each answer, in the order of the prompts. Errors are Refusals. Not
-    `queued`: before all that waits, for probes."""
-    gate = _gate(context, request) if queued else NoGate()
-    return await while_connected(request, _all(context, call, gate))
+async def whole(context: Context, request: Request, call: GenerateInput) -> list[Piece]:
+    """The last piece of each answer, in the order of the prompts. Errors are Refusals."""
+    return await while_connected(request, _all(context, call, _client(request)))
 
 
-async def _all(context: Context, call: GenerateInput, gate: Gate) -> list[Piece]:
-    found = {piece.index: piece async for piece in _pieces(context, call, False, gate)}
+async def probe(context: Context, call: GenerateInput) -> list[Piece]:
+    """The same before all that waits, and for no client in particular."""
+    return await _all(context, call, None)
+
+
+async def _all(context: Context, call: GenerateInput, client: Hashable | None) -> list[Piece]:
+    found = {piece.index: piece async for piece in _pieces(context, call, False, client)}
     return [found[index] for index in sorted(found)]
 
 
-def _gate(context: Context, request: Request) -> Gate:
-    """Requests that carry no key share a line with others of the same address."""
-    client: Hashable = request.scope.get(CLIENT)
-    return context.admission.ticket(client or (request.client and request.client.host))
+def _client(request: Request) -> Hashable:
+    """Whose line it is: many may have one key, and an address may be that of many."""
+    return request.scope.get(CLIENT), request.client and request.client.host
 
 
 async def _pieces(
-    context: Context, call: GenerateInput, stream: bool, gate: Gate
+    context: Context, call: GenerateInput, stream: bool, client: Hashable | None
 ) -> AsyncGenerator[Piece, None]:
     if context.trouble:
         raise Refusal(503, context.trouble, headers=LEAVING)
+    gate: Gate = NoGate() if client is None else context.admission.ticket(client)
     pieces = context.engine.follow(call, stream, gate)
     try:
         async for piece in pieces:
@@ -65,6 +69,7 @@ async def _pieces(
         raise context.refusal(error) from error
     finally:
         await pieces.aclose()
+        gate.leave()  # it may not have come to it
 
 
 async def _with_first(

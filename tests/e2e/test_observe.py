@@ -220,7 +220,7 @@ def test_profiles_over_http(
 
     async def talk() -> None:
         transport = httpx.ASGITransport(app=make_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await converse(client, tmp_path)
 
     asyncio.run(talk())
@@ -248,7 +248,9 @@ async def converse(client: httpx.AsyncClient, root: Path) -> None:
     assert (await post("/start_profile")).status_code == 409
     generated = {"input_ids": [5, 6, 7], "sampling_params": {**GREEDY, "max_new_tokens": 4}}
     assert (await post("/generate", generated)).status_code == 200
-    path = Path((await post("/stop_profile")).json()["path"])
+    stopped = (await post("/stop_profile")).json()
+    assert stopped.keys() == {"path", "steps"} and stopped["steps"] >= 4
+    path = Path(stopped["path"])
     assert path.parent == root / "mine"
     trace = trace_format.read(path)
     assert all(len(trace.of(rank + 1, "step")) == 4 for rank in range(4))

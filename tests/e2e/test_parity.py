@@ -146,7 +146,13 @@ def test_family(checkpoint: Callable[[Case], Checkpoint], case: Case, radix: boo
         assert total(answers, "total_retractions") > 0
 
 
-@pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if number % 2 else (), id=case.name)
+        for number, case in enumerate(ODD_CASES)
+    ],
+)
 def test_odd_shape(checkpoint: Callable[[Case], Checkpoint], case: Case) -> None:
     folder, oracle = checkpoint(case)
     prompts = make_prompts(oracle.model.config.vocab_size, lengths=ODD_LENGTHS)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,22 @@ def test_every_rank_tells_what_it_did(engine: Engine, tmp_path: Path) -> None:
         for layer, was, now in zip(new.layers, old.expert_tokens, new.expert_tokens, strict=True):
             routed[layer] = routed.get(layer, 0) + sum(now) - sum(was)
     assert routed == dict.fromkeys(range(4), 2 * (prompted + generated - 6))
+
+
+def test_a_name_is_free_when_its_request_is_over(engine: Engine) -> None:
+    """Who leaves without reading the end of one harms nobody that has its name by then."""
+    short, go_on = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}, threading.Event()
+    first = engine.generate(input_ids=[1, 2], sampling_params=short, stream=True, rid="same")
+    next(first)
+    while len(engine._desk):
+        time.sleep(0.01)
+    engine._tell(lambda core: go_on.wait(30))
+    with ThreadPoolExecutor() as pool:
+        asked = {"input_ids": [3, 4], "sampling_params": short, "rid": "same"}
+        second = pool.submit(engine.generate, **asked)
+        while not len(engine._desk):
+            time.sleep(0.01)
+        first.close()
+        go_on.set()
+        meta = second.result(60)["meta_info"]
+    assert meta["finish_reason"]["type"] == "length" and meta["completion_tokens"] == 3

@@ -120,7 +120,7 @@ def test_abort(http: httpx.Client, engine: Engine, path: str) -> None:
             assert http.post("/abort_request", json={"rid": first["id"]}).status_code == 200
         *_, last, done = lines
     assert done == "data: [DONE]"
-    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     wait_until_idle(engine)
 
 
@@ -246,6 +246,7 @@ def reading(**changes: Any) -> Reading:
         "split_reasoning": True,
         "stream_reasoning": True,
         "parallel_calls": True,
+        "shows_reasoning": True,
         "vocabulary": None,
     }
     return Reading(**fields | changes)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,13 @@ KEY = "correct-horse-battery"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def later() -> list[str]:
+    """What the server logs once it is ready."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(later: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """On 4 expert-parallel ranks, with a key; its end is the last test."""
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -38,7 +45,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         log = iter(process.stdout.readline, "")
         assert KEY not in "".join(_until_ready(log))
-        threading.Thread(target=lambda: list(log), daemon=True).start()
+        threading.Thread(target=lambda: later.extend(log), daemon=True).start()
         yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -119,7 +126,9 @@ def test_schemathesis(
     assert sent > 200
 
 
-def test_a_signal_drains_and_leaves_nothing(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_signal_drains_and_leaves_nothing(
+    server: tuple[subprocess.Popen[str], str], later: list[str]
+) -> None:
     process, url = server
     children = psutil.Process(process.pid).children(recursive=True)
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -142,6 +151,17 @@ def test_a_signal_drains_and_leaves_nothing(server: tuple[subprocess.Popen[str],
     assert process.wait(timeout=60) == 0
     assert psutil.wait_procs(children, timeout=30)[1] == []
     assert not [name for name in shared_memory() if "moesaic" in name]
+    log = _whole(later)
+    assert "SIGTERM again" in log and "Traceback" not in log and "CancelledError" not in log
+
+
+def _whole(later: list[str]) -> str:
+    """The last line comes from a thread."""
+    for _ in range(600):
+        if any("has stopped" in line for line in later):
+            break
+        time.sleep(0.1)
+    return "".join(later)
 
 
 def _until_refused(client: httpx.Client) -> httpx.Response:

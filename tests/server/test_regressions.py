@@ -24,7 +24,7 @@ def sampling(**params: Any) -> dict[str, Any]:
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": CHAT, "max_tokens": 2, **fields}
+    return {"model": "default", "messages": CHAT, "max_tokens": 2, **fields}
 
 
 def tool(parameters: Any) -> list[dict[str, Any]]:
@@ -83,10 +83,14 @@ REFUSED: dict[str, tuple[str, Any]] = {
     ),
     "lora path outside": ("/generate", {"text": "x", "lora_path": "../../etc/passwd"}),
     "custom logit processor": ("/generate", {"text": "x", "custom_logit_processor": "gASV"}),
+    "custom logit processor, chat": (
+        "/v1/chat/completions",
+        chat(custom_logit_processor="gASV"),
+    ),
     "CVE-2025-48942 json_schema": ("/generate", sampling(json_schema={"type": "nonsense"})),
     "CVE-2025-48943 regex": ("/generate", sampling(regex="[")),
     "sglang 17313 regex": ("/generate", sampling(regex="(?<name")),
-    "sglang 19270 ebnf": ("/generate", sampling(ebnf="root ::= ")),
+    "sglang 19270 ebnf": ("/generate", sampling(ebnf="root ::= (")),
     "CVE-2025-48943 guided regex, chat": ("/v1/chat/completions", chat(regex="[")),
     "CVE-2025-48942 schema, chat": ("/v1/chat/completions", chat(response_format=SCHEMA)),
     "CVE-2025-48944 tool type": (
@@ -123,6 +127,7 @@ SERVED: dict[str, tuple[str, Any]] = {
     ),
     "control characters": ("/generate", {**sampling(), "text": "\x00\x01\x7f"}),
     "keys that come twice": ("/generate", '{"text": "y", "text": "x"}'),
+    "sglang 19270 ebnf of nothing": ("/generate", sampling(ebnf="root ::= ")),
     "null everywhere": ("/generate", {"text": "x", "sampling_params": None, "rid": None}),
 }
 
@@ -131,7 +136,7 @@ SERVED: dict[str, tuple[str, Any]] = {
 def client() -> Iterator[httpx.Client]:
     with (
         Engine(model_path="tiny:qwen3_moe", num_threads=1, log_level="warning") as engine,
-        TestClient(make_app(engine)) as client,
+        TestClient(make_app(engine), base_url="http://localhost") as client,
     ):
         yield client
 
@@ -160,4 +165,4 @@ def test_is_served(client: httpx.Client, name: str) -> None:
 
 def test_no_route_takes_code_or_tensors() -> None:
     fields = {name for route in ROUTES for name in getattr(route.body, "__struct_fields__", ())}
-    assert not fields & {"prompt_embeds", "custom_logit_processor", "chat_template"}
+    assert not fields & {"prompt_embeds", "chat_template", "serialized_named_tensors"}

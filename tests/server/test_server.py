@@ -314,7 +314,8 @@ def test_abort_request(client: httpx.Client, engine: Engine) -> None:
 def test_a_client_that_leaves_stops_its_request(url: str, engine: Engine, stream: bool) -> None:
     """With stream, after the first piece; without, while it waits."""
     body = json.dumps({"text": "Hello", "sampling_params": LONG, "stream": stream}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    lines = "POST /generate HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"
+    head = "\r\n".join((*lines, "", "")).encode()
     steps = engine.get_server_info()["steps"]
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
         connection.sendall(head + body)
@@ -412,7 +413,9 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_server_in_order(number: signal.Signals) -> None:
     with process() as (server, url), httpx.Client(base_url=url, timeout=60) as client:
         body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 200}, "stream": True}

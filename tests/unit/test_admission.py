@@ -196,3 +196,31 @@ def test_no_slot_is_lost_whatever_is_cancelled(seed: int) -> None:
         assert admission.admitted_total == served[0] > 100
 
     asyncio.run(main())
+
+
+def test_a_refusal_counts_what_runs_and_what_waits() -> None:
+    """Slots are more than can run."""
+
+    async def main() -> None:
+        admission = Admission(max_running=4, max_queued=2)
+        calls = [Call(admission, "a") for _ in range(7)]
+        await settle()
+        assert admission.running == admission.slots == 5 and admission.waiting == 1
+        assert str(calls[-1].error).startswith("4 requests are running and 2 are waiting, ")
+
+    asyncio.run(main())
+
+
+def test_calls_count_as_arriving_until_they_enter_or_leave() -> None:
+    async def main() -> None:
+        admission = Admission(max_running=1)
+        call, other = Call(admission, "a"), admission.ticket("b")
+        assert admission.arriving == 2
+        await settle()
+        assert (admission.arriving, admission.running) == (1, 1)
+        for ticket in (other, other, call.ticket):
+            ticket.leave()
+            assert admission.arriving == 0
+        assert admission.running == 0
+
+    asyncio.run(main())

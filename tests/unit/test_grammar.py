@@ -152,6 +152,7 @@ def test_verdicts_are_bounded_and_only_so_many_wait(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_check, "REMEMBERED", 3)
+    monkeypatch.setattr(grammar_check, "MAX_WAITING", 4)
     for number in range(6):
         checker.check(grammar("regex", f"a{number}"))
     assert len(checker._verdicts) == 3

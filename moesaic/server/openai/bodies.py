@@ -1,5 +1,5 @@
-"""What clients of the OpenAI API send, with SGLang's further fields. A field that is null counts as
-left out, as many clients send it so."""
+"""What clients of the OpenAI API send, with SGLang's and vLLM's further fields. A field that is
+null counts as left out, as many clients send it so."""
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
 class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What chats and completions have in common. The fields at the end are taken and change
     nothing, or are refused (REFUSED)."""
@@ -75,6 +85,13 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
     rid: str | None = None
+
+    request_id: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     user: Any = None
     metadata: Any = None
@@ -162,6 +179,8 @@ class ChatBody(CommonBody, kw_only=True):
     stream_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Scalar] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    include_reasoning: bool | None = None
 
     prediction: Any = None
 

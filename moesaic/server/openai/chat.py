@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece
+from moesaic.core.sampling import Grammar
+from moesaic.engine.answers import Piece, weight
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.inputs import GenerateInput
 from moesaic.server import work
@@ -18,19 +21,20 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import ChatBody
 from moesaic.server.openai.choices import Choice, Reading
+from moesaic.server.openai.forms import Form, check_form, is_formed, wanted_form
 from moesaic.server.openai.prompts import check_size, make_chat, render, tools_of
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
     check_range,
     sampling_params,
-    structured_output,
 )
 from moesaic.server.openai.setup import Setup
 from moesaic.server.openai.shapes import ChatCompletion, Head
 from moesaic.server.openai.streams import Chunks, blaming, check_failure, events, new_id
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, json_response
+from moesaic.server.parsers import Tool
+from moesaic.server.replies import Events, Writer, json_response, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Order:
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
     setup = context.part(Setup)
-    order = await aside(size, lambda: _order(setup, body))
+    formed = is_formed(body) or bool(body.tools)
+    order = await aside(size, lambda: _order(context, body), formed)
     answers = ChatAnswers(setup, body, order)
     with blaming("messages"):
         if body.stream:
@@ -54,7 +59,7 @@ async def chat_completions(context: Context, request: Request) -> Response:
         found = await work.whole(context, request, order.call)
     for piece in found:
         check_failure(context, piece)
-    return json_response(await answers.whole(found))
+    return json_response(await answers.whole(found, context.part(Writer)))
 
 
 class ChatAnswers:
@@ -67,19 +72,25 @@ class ChatAnswers:
         self._chunks = Chunks(self._head, body, self._tally)
         self._choices: dict[int, Choice] = {}
 
-    def take(self, piece: Piece) -> bytes:
+    def take(self, piece: Piece, size: int) -> bytes:
         self._tally.note(piece)
         chunks = self._choice(piece.index).chunks(piece)
-        return b"".join([self._chunks.chunk(chunk) for chunk in chunks])
+        return b"".join([self._chunks.chunk(chunk, size) for chunk in chunks])
 
     async def end(self) -> bytes:
         await self._count_reasoning()
         return self._chunks.last()
 
-    async def whole(self, pieces: list[Piece]) -> ChatCompletion:
+    async def whole(self, pieces: list[Piece], writer: Writer) -> ChatCompletion:
         for piece in pieces:
             self._tally.note(piece)
-        choices = [self._choice(piece.index).whole(piece) for piece in pieces]
+        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
+
+        def build() -> list[Any]:
+            choices = (self._choice(piece.index).whole(piece) for piece in pieces)
+            return [prepared(choice, total) for choice in choices]
+
+        choices = await writer.write(total, build)
         await self._count_reasoning()
         return ChatCompletion(
             id=self._head.id,
@@ -95,18 +106,23 @@ class ChatAnswers:
         return self._choices[index]
 
     async def _count_reasoning(self) -> None:
-        texts = ["".join(choice.reasoning) for choice in self._choices.values() if choice.reasoning]
+        texts = {i: "".join(one.reasoning) for i, one in self._choices.items() if one.reasoning}
         if not texts:
             return
 
         def count() -> int:
-            return sum(len(self._tokenizer.encode(text, False)) for text in texts)
+            """A text may be cut into more tokens than the model has made it of."""
+            return sum(
+                min(len(self._tokenizer.encode(text, False)), self._tally.made(index))
+                for index, text in texts.items()
+            )
 
-        is_long = sum(map(len, texts)) > LONG_PROMPT
+        is_long = sum(map(len, texts.values())) > LONG_PROMPT
         self._tally.reasoning = await asyncio.to_thread(count) if is_long else count()
 
 
-def _order(setup: Setup, body: ChatBody) -> Order:
+def _order(context: Context, body: ChatBody) -> Order:
+    setup = context.part(Setup)
     setup.check_model(body.model)
     body.check_refused()
     top = _check_logprobs(body)
@@ -114,13 +130,22 @@ def _order(setup: Setup, body: ChatBody) -> Order:
     if tools and setup.format.tools is None:
         text = "no format of tool calls is known for this model: set --tool-call-parser"
         raise Refusal(400, text, "tools")
-    response = structured_output(body)
-    check_size(body, choice, response is not None)
     check_limits(body)
+    form = wanted_form(body)
+    check_size(body, choice, form is not None)
+    if form is not None:
+        check_form(context, form)
     chat = make_chat(body, with_tools=bool(tools))
     prompt = render(chat, setup.tokenizer, setup.limits)
     thinking = setup.format.thinking(chat.kwargs)
-    grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
+    response = None if form is None else form.params
+    try:
+        grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
+    except ValueError as error:
+        raise Refusal(400, str(error), _at_fault(form, tools)) from None
+    if grammar and grammar != response:
+        ((kind, text),) = grammar.items()
+        check_form(context, Form(_at_fault(form, tools), Grammar(kind, text)))
     extra = dict[str, object](grammar)
     if tools or setup.format.reasoning is not None:
         skips = body.skip_special_tokens is not False
@@ -134,9 +159,10 @@ def _order(setup: Setup, body: ChatBody) -> Order:
         body.separate_reasoning is not False,
         body.stream_reasoning is not False,
         body.parallel_tool_calls is not False,
+        body.include_reasoning is not False,
         setup.vocabulary if body.logprobs else None,
     )
-    name = new_id("chatcmpl", body.rid)
+    name = new_id("chatcmpl", body)
     call = GenerateInput(
         input_ids=prompt.tokens,
         sampling_params=params,
@@ -145,6 +171,11 @@ def _order(setup: Setup, body: ChatBody) -> Order:
         rid=name,
     )
     return Order(name, call, reading)
+
+
+def _at_fault(form: Form | None, tools: Sequence[Tool]) -> str:
+    """The field that spoils a grammar: the form was good by itself."""
+    return "tools" if tools or form is None else form.field
 
 
 def _check_logprobs(body: ChatBody) -> int:

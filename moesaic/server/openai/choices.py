@@ -42,6 +42,7 @@ class Reading:
     split_reasoning: bool
     stream_reasoning: bool
     parallel_calls: bool
+    shows_reasoning: bool
     vocabulary: Vocabulary | None
 
     def parser(self) -> ChatParser:
@@ -85,7 +86,7 @@ class Choice:
                     calls[index].function.arguments += text
         content = "".join(contents)
         message = Message(content=None if calls and not content else content)
-        if self.reasoning:
+        if self.reasoning and self._reading.shows_reasoning:
             message.reasoning_content = "".join(self.reasoning)
         if calls:
             message.tool_calls = [*calls.values()]
@@ -106,6 +107,8 @@ class Choice:
         for part in kept:
             if isinstance(part, Reasoning):
                 self.reasoning.append(part.text)
+        if not self._reading.shows_reasoning:
+            return [part for part in kept if not isinstance(part, Reasoning)]
         if self._reading.stream_reasoning:
             return kept
         return self._in_one(kept, piece.progress.finished)

@@ -9,20 +9,21 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece
+from moesaic.engine.answers import Piece, weight
 from moesaic.engine.inputs import GenerateInput, PromptTooLong
 from moesaic.server import work
 from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CompletionBody
+from moesaic.server.openai.forms import check_form, is_formed, wanted_form
 from moesaic.server.openai.logprobs import CompletionScores, Vocabulary
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
+    check_best_of,
     check_limits,
     check_range,
     sampling_params,
-    structured_output,
 )
 from moesaic.server.openai.setup import Setup
 from moesaic.server.openai.shapes import Completion, CompletionChoice, CompletionLogprobs, Head
@@ -35,7 +36,7 @@ from moesaic.server.openai.streams import (
     new_id,
 )
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, json_response
+from moesaic.server.replies import Events, Writer, json_response, prepared
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -46,7 +47,7 @@ MAX_CHOICES: Final = 4096
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
     setup = context.part(Setup)
-    order = await aside(size, lambda: _order(setup, body))
+    order = await aside(size, lambda: _order(context, body), is_formed(body))
     answers = CompletionAnswers(setup, body, order)
     with blaming("prompt"):
         if body.stream:
@@ -55,7 +56,7 @@ async def completions(context: Context, request: Request) -> Response:
         found = await work.whole(context, request, order.call)
     for piece in found:
         check_failure(context, piece)
-    return json_response(answers.whole(found))
+    return json_response(await answers.whole(found, context.part(Writer)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +113,28 @@ class CompletionAnswers:
         self._chunks = Chunks(self._head, body, self._tally)
         self._choices: dict[int, Choice] = {}
 
-    def take(self, piece: Piece) -> bytes:
+    def take(self, piece: Piece, size: int) -> bytes:
         self._tally.note(piece)
         choice = self._choice(piece.index).take(piece)
-        return b"" if choice is None else self._chunks.chunk(choice)
+        return b"" if choice is None else self._chunks.chunk(choice, size)
 
     async def end(self) -> bytes:
         return self._chunks.last()
 
-    def whole(self, pieces: list[Piece]) -> Completion:
+    async def whole(self, pieces: list[Piece], writer: Writer) -> Completion:
         for piece in pieces:
             self._tally.note(piece)
-        found = (self._choice(piece.index).take(piece) for piece in pieces)
+        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
+
+        def build() -> list[Any]:
+            found = (self._choice(piece.index).take(piece) for piece in pieces)
+            return [prepared(choice, total) for choice in found if choice is not None]
+
         return Completion(
             id=self._head.id,
             created=self._head.created,
             model=self._head.model,
-            choices=[choice for choice in found if choice is not None],
+            choices=await writer.write(total, build),
             usage=self._tally.usage(),
         )
 
@@ -138,20 +144,23 @@ class CompletionAnswers:
         return self._choices[index]
 
 
-def _order(setup: Setup, body: CompletionBody) -> Order:
+def _order(context: Context, body: CompletionBody) -> Order:
+    setup = context.part(Setup)
     setup.check_model(body.model)
     body.check_refused()
     samples = body.n or 1
     if body.best_of is not None:
-        check_range("best_of", body.best_of, 1, samples)
+        check_best_of(body.best_of, samples)
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     check_limits(body)
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_params(body, setup, limit, dict(structured_output(body) or {}))
+    if (form := wanted_form(body)) is not None:
+        check_form(context, form)
+    params = sampling_params(body, setup, limit, {} if form is None else dict(form.params))
     texts, ids = _prompts(setup, body, samples)
     number = len(texts if ids is None else ids)
-    name = new_id("cmpl", body.rid)
+    name = new_id("cmpl", body)
     call = GenerateInput(
         prompt=None if ids is not None else texts if number > 1 else texts[0],
         input_ids=ids if ids is None or number > 1 else ids[0],

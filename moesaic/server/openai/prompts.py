@@ -56,10 +56,11 @@ class Chat:
     tools: list[dict[str, Any]] | None
     kwargs: dict[str, Scalar]
     opening: str = ""
+    asks: bool = True  # with the beginning of an answer after the messages
 
     def prompt(self, tokenizer: Tokenizer, limits: Limits) -> Prompt:
         limits.check_chars(self._chars)
-        text = tokenizer.apply_chat_template(self.messages, True, self.tools, **self.kwargs)
+        text = tokenizer.apply_chat_template(self.messages, self.asks, self.tools, **self.kwargs)
         text += self.opening
         limits.check_chars(len(text))
         return Prompt(tokenizer.encode(text, add_special_tokens=False), text[-END_CHARS:])
@@ -92,7 +93,12 @@ def make_chat(body: ChatBody, with_tools: bool) -> Chat:
     if not 0 < len(body.messages) <= MAX_MESSAGES:
         raise Refusal(400, f"send between 1 and {MAX_MESSAGES} messages", "messages")
     messages, opening = body.messages, ""
+    asks = body.add_generation_prompt is not False
     if body.continue_final_message:
+        if body.add_generation_prompt:
+            text = "the last message is continued, or a new one begun: give one of the two"
+            raise Refusal(400, text, "add_generation_prompt")
+        asks = True  # the answer has begun, with what the message says
         if messages[-1].role != "assistant":
             text = "continue_final_message needs an assistant's message at the end"
             raise Refusal(400, text, "messages")
@@ -104,7 +110,8 @@ def make_chat(body: ChatBody, with_tools: bool) -> Chat:
         for tool in tools:
             given = tool["function"].items()
             tool["function"] = {key: value for key, value in given if value is not None}
-    return Chat([_message(message) for message in messages], tools, template_kwargs(body), opening)
+    kwargs = template_kwargs(body)
+    return Chat([_message(message) for message in messages], tools, kwargs, opening, asks)
 
 
 def template_kwargs(body: ChatBody) -> dict[str, Scalar]:

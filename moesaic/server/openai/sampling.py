@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
-
-from moesaic.core.sampling import MAX_GRAMMAR_BYTES, BadParameter, SamplingParams
+from moesaic.core.sampling import BadParameter, SamplingParams
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.setup import Setup
@@ -36,7 +34,6 @@ SAME: Final = (
     "n",
 )
 RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-STRUCTURED: Final = ("response_format", "json_schema", "regex", "ebnf")
 
 
 def sampling_params(
@@ -61,32 +58,6 @@ def sampling_params(
         raise Refusal(400, str(error)) from None
 
 
-def structured_output(body: CommonBody) -> dict[str, str] | None:
-    """The form that the answer must have, as a sampling parameter."""
-    wanted = {name: getattr(body, name) for name in STRUCTURED}
-    chosen = {name: value for name, value in wanted.items() if value is not None}
-    if (form := body.response_format) is not None:
-        del chosen["response_format"]
-        if form.type == "json_object":
-            chosen["response_format"] = {"type": "object"}
-        elif form.type == "json_schema":
-            if form.json_schema is None:
-                text = "response_format of type json_schema needs json_schema with a schema"
-                raise Refusal(400, text, "response_format")
-            schema = form.json_schema.schema
-            chosen["response_format"] = {"type": "object"} if schema is None else schema
-    if len(chosen) > 1:
-        raise Refusal(400, f"{' and '.join(chosen)} exclude each other: give one", [*chosen][1])
-    for name, value in chosen.items():
-        kind = "json_schema" if name == "response_format" else name
-        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-            fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
-            raise Refusal(400, f"{kind} is not possible: {fix}", name)
-        return {kind: text}
-    return None
-
-
 def check_limits(body: CommonBody) -> None:
     if body.n is not None:
         check_range("n", body.n, 1, MAX_N)
@@ -100,6 +71,12 @@ def check_limits(body: CommonBody) -> None:
         raise Refusal(400, f"at most {MAX_BIASES} tokens can have a bias", "logit_bias")
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options are for streams: set stream", "stream_options")
+
+
+def check_best_of(value: int, n: int) -> None:
+    if not 1 <= value <= n:
+        text = f"best_of may not be above n, which is {n}: answers are not made to be thrown away"
+        raise Refusal(400, text if value > n else "best_of must be 1 or more", "best_of")
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:

@@ -24,13 +24,13 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int]

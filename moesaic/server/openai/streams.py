@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
 
-from moesaic.engine.answers import Piece
+from moesaic.core.request import ABORTED
+from moesaic.engine.answers import Piece, weight
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import DONE, event
+from moesaic.server.replies import Writer, prepared
 
 MAX_RID: Final = 256
 
@@ -33,9 +35,9 @@ class Chunks:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
 
-    def chunk(self, choice: msgspec.Struct) -> bytes:
+    def chunk(self, choice: msgspec.Struct, size: int) -> bytes:
         end = _usage_end(self.tally.usage()) if self._always else self._end
-        return self._start + _encoder.encode(choice) + end
+        return self._start + _encoder.encode(prepared(choice, size)) + end
 
     def last(self) -> bytes:
         """The chunk without choices, if it was asked for."""
@@ -49,8 +51,8 @@ def _usage_end(usage: Usage) -> bytes:
 class Growing(Protocol):
     """The answers to one request while they grow."""
 
-    def take(self, piece: Piece) -> bytes:
-        """The chunks for what is new."""
+    def take(self, piece: Piece, size: int) -> bytes:
+        """The chunks for what is new, which is so large."""
         ...
 
     async def end(self) -> bytes:
@@ -61,33 +63,40 @@ class Growing(Protocol):
 async def events(
     context: Context, pieces: AsyncGenerator[Piece, None], answers: Growing
 ) -> AsyncGenerator[bytes, None]:
-    try:
+    writer, shown = context.part(Writer), dict[int, int]()
+    async with aclosing(pieces):
         async for piece in pieces:
             check_failure(context, piece)
-            if data := answers.take(piece):
+            number = piece.progress.num_output
+            size = weight(piece.request, shown.get(piece.index, 0), number)
+            shown[piece.index] = number
+            if data := await writer.write(size, partial(answers.take, piece, size)):
                 yield data
         if data := await answers.end():
             yield data
-    except Refusal as refusal:
-        yield event(refusal.body())
-    finally:
-        await pieces.aclose()
-    yield DONE
 
 
 def check_failure(context: Context, piece: Piece) -> None:
-    if piece.progress.finished and piece.request.failed:
-        raise context.refusal(RuntimeError(piece.request.failure))
+    reason = piece.finish_reason
+    if reason is None or reason.type != "abort":
+        return
+    if reason.failed or reason.message != ABORTED:
+        raise context.failed(piece.request)
 
 
 def finish_reason(piece: Piece) -> str:
-    """stop, length, or abort if a client asked for that."""
+    """stop or length. OpenAI has no word for an answer that somebody ended; length says that it is
+    not whole, and clients that know only OpenAI's words can read it."""
     assert piece.finish_reason is not None
-    return piece.finish_reason.type
+    reason = piece.finish_reason.type
+    return "length" if reason == "abort" else reason
 
 
-def new_id(prefix: str, rid: str | None) -> str:
+def new_id(prefix: str, body: CommonBody) -> str:
     """Of the answer, and of its requests in the engine."""
+    rid = body.request_id if body.rid is None else body.rid
+    if body.request_id not in (None, rid):
+        raise Refusal(400, "rid and request_id differ: give one of them", "request_id")
     if rid is None:
         return f"{prefix}-{uuid.uuid4().hex}"
     if not 0 < len(rid) <= MAX_RID:

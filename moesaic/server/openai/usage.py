@@ -25,6 +25,10 @@ class Tally:
         if sample == 0 or prompt not in self._prompts:
             self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
 
+    def made(self, index: int) -> int:
+        """Tokens of one answer."""
+        return self._outputs.get(index, 0)
+
     def usage(self) -> Usage:
         prompt = sum(length for length, _ in self._prompts.values())
         usage = Usage(prompt, self._completion, prompt + self._completion)

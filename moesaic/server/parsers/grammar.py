@@ -210,6 +210,7 @@ def _answer_rule(response: Mapping[str, str]) -> str:
             schema = json.loads(text)
         except (ValueError, RecursionError):
             raise ValueError("json_schema is not the text of a JSON schema") from None
+        schema = {} if schema is True else schema
         return f"%json {_json(schema)}" if isinstance(schema, dict) else f"%json {text}"
     if kind == "regex":
         return f"/{_escaped_pattern(text)}/"
