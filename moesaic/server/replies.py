@@ -100,7 +100,7 @@ class Events(StreamingResponse):
         super().__init__(self._source, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # What starlette does here with a group of tasks and its scopes, at a third of the cost.
+        # starlette would use a group of tasks with scopes here, which costs more than the tasks.
         try:
             with suppress(ClientDisconnect):
                 await while_connected(Request(scope, receive), self.stream_response(send))

@@ -178,12 +178,6 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
         {"prompt": [[number] * 500 for number in range(16)], "echo": True, "logprobs": 20}
         | {"max_tokens": 1},
     ),
-    "generate": (
-        "/generate",
-        {"input_ids": [[number] * 1000 for number in range(40)], "return_logprob": True}
-        | {"sampling_params": {"max_new_tokens": 1}, "return_text_in_logprobs": True}
-        | {"logprob_start_len": 0},
-    ),
 }
 
 
