@@ -210,7 +210,7 @@ def test_model_info_and_version(client: httpx.Client, engine: Engine) -> None:
 
 
 BAD_BODIES = {
-    "": "truncated",
+    "": "the body is empty",
     "{": "truncated",
     "[1]": "Expected `object`",
     '{"text": "x"} y': "trailing",
@@ -222,7 +222,7 @@ BAD_BODIES = {
     '{"text": "x", "sampling_params": {"temprature": 1}}': "did you mean 'temperature'",
     '{"text": "x", "sampling_params": {"n": 100000}}': "ask several times",
     '{"text": "x", "sampling_params": 5}': "$.sampling_params",
-    '{"text": "\\ud800"}': "does not fit",
+    '{"text": "\\ud800"}': "a lone surrogate",
     '{"text": ""}': "must be a text that is not empty",
     '{"text": "x", "input_ids": [1]}': "and not both",
     "{}": "give either text or input_ids",
