@@ -162,7 +162,7 @@ class Rank:
                 self._heed(message)
 
     def _lead(self) -> None:
-        """Steps until there is nothing to do on any rank of the stage."""
+        """Steps until no rank of the stage has anything to do."""
         going_on = True
         while going_on:
             self._look()

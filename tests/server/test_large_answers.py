@@ -185,7 +185,9 @@ async def lag_of(engine: Engine, path: str, body: dict[str, Any]) -> tuple[float
     """Of the event loop while it answers, and the size of the answer."""
     watch = LagWatch()
     transport = httpx.ASGITransport(make_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=600) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=600
+    ) as client:
         task = asyncio.create_task(watch.run())
         response = await client.post(path, json=body)
         await asyncio.sleep(0.05)

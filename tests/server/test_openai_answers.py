@@ -187,7 +187,7 @@ def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None
     sent = {"messages": messages, "tools": [tool], "reasoning_effort": "none"}
     body = msgspec.convert(sent, ChatBody)
     assert engine.tokenizer is not None
-    tokens = make_chat(body, with_tools=True).prompt(engine.tokenizer).tokens
+    tokens = make_chat(body, with_tools=True).prompt(engine.tokenizer, engine.limits).tokens
     oracle = AutoTokenizer.from_pretrained(folder)
     # What the template makes of arguments as a text, and as an object.
     objects = json.dumps(json.loads(text), ensure_ascii=False)

@@ -276,14 +276,14 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
 
 
 def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
-    body = {"text": "Hello", "sampling_params": LONG, "rid": "taken", "stream": True}
-    with client.stream("POST", "/generate", json=body) as response:
-        next(pieces_of(response))
-        with held(engine):
-            second = client.post("/generate", json=body)
+    body = {"text": "Hello", "sampling_params": GREEDY, "rid": "taken"}
+    with ThreadPoolExecutor() as pool, held(engine):
+        first = pool.submit(client.post, "/generate", json=body)
+        wait_until(lambda: len(engine._desk) == 1)
+        second = client.post("/generate", json=body | {"stream": True})
         assert second.status_code == 400
         assert "taken" in second.json()["error"]["message"]
-    wait_until_idle(engine)
+    assert first.result().status_code == 200
 
 
 def test_flush_cache(client: httpx.Client, engine: Engine) -> None:
