@@ -1,0 +1,128 @@
+"""The requests of a serving group, on the rank that plans for it."""
+
+from __future__ import annotations
+
+import logging
+
+from moesaic.comm.rank_link import RankLink
+from moesaic.config import ServerArgs
+from moesaic.core import messages
+from moesaic.core.request import FinishReason, Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.core import EngineCore
+from moesaic.engine.jobs import Job, Progress
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+NOTHING = StepPlan([], [])
+
+
+class Leader:
+    """The requests of a serving group, and what is told of them."""
+
+    def __init__(self, link: RankLink, args: ServerArgs, runner: ModelRunner) -> None:
+        self.link = link
+        self.group = link.mesh.group_of(link.place)
+        self.core = EngineCore(args, runner, self.group)
+        self._told: dict[str, _Told] = {}
+        self._news: list[messages.Delta] = []
+
+    def heed(self, message: messages.AnyMessage) -> None:
+        if isinstance(message, messages.Submit):
+            for new in message.requests:
+                self._take(new)
+            self.report()
+        elif isinstance(message, messages.Abort):
+            self.core.abort(message.rid)
+            self.report()
+        elif isinstance(message, messages.Ask):
+            value = self.core.kv.flush() if message.what == "flush_cache" else self.core.figures()
+            self.link.send(messages.Reply(message.number, self.group, value))
+
+    def plan(self, parts: int) -> StepPlan:
+        """An error that no request is to blame for ends those of this group, and nothing else."""
+        try:
+            return self.core.plan(parts)
+        except Exception as error:
+            logger.exception("no step can be planned; all %d requests end", len(self.core.jobs))
+            self.core.fail_all(f"the engine failed: {error!r}")
+            self.report()
+            return NOTHING
+
+    def retreat(self, error: str = "", alone: bool = False) -> int:
+        """From all steps under way, with an `error` because one of them failed: how many sets of
+        requests are to be tried by themselves."""
+        suspects = self.core.retreat()
+        if error:
+            self.core.accuse(suspects, error, alone=alone)
+        self.report()
+        return self.core.num_suspects
+
+    def report(self) -> None:
+        """What was learned in this step, to the supervisor."""
+        if self._news:
+            self.link.send(messages.Output(self._news))
+            self._news = []
+
+    def _take(self, new: messages.NewRequest) -> None:
+        """A request that cannot be taken in harms nobody else."""
+        try:
+            self._add(new)
+        except Exception as error:
+            logger.exception("a request was refused")
+            finish = messages.Finish("abort", message=f"refused: {error!r}", failed=True)
+            self._news.append(messages.Delta(new.rid, [], finish=finish))
+
+    def _add(self, new: messages.NewRequest) -> None:
+        request = Request(
+            rid=new.rid,
+            prompt_ids=new.prompt_ids,
+            params=SamplingParams.from_dict(new.params),
+            seed=new.seed,
+            max_new_tokens=new.max_new_tokens,
+            arrival=new.arrival,
+            eos_ids=frozenset(new.eos_ids),
+            return_logprob=new.return_logprob,
+            logprob_start=new.logprob_start,
+            top_logprobs_num=new.top_logprobs_num,
+            token_ids=[*new.prompt_ids, *new.emitted],
+        )
+        told = self._told[new.rid] = _Told(request, num_output=len(new.emitted))
+        self.core.add(Job(request, None, lambda progress: self._note(told, progress), 1))
+
+    def _note(self, told: _Told, progress: Progress) -> None:
+        self._news.append(told.delta())
+        if progress.finished:
+            del self._told[progress.rid]
+
+
+class _Told:
+    """How much of a request the supervisor knows."""
+
+    def __init__(self, request: Request, num_output: int) -> None:
+        self._request, self._num_output, self._num_scored = request, num_output, 0
+
+    def delta(self) -> messages.Delta:
+        request, seen, scored = self._request, self._num_output, self._num_scored
+        reason = request.finish_reason
+        self._num_output, self._num_scored = request.num_output, len(request.input_logprobs)
+        return messages.Delta(
+            rid=request.rid,
+            token_ids=request.token_ids[request.prompt_len + seen :],
+            logprobs=request.output_logprobs[seen:],
+            top_logprobs=request.output_top_logprobs[seen:],
+            input_logprobs=request.input_logprobs[scored:],
+            input_top_logprobs=request.input_top_logprobs[scored:],
+            cached_tokens=request.cached_tokens,
+            retractions=request.retractions,
+            finish=None if reason is None else _finish(reason),
+            queue_seconds=request.queue_seconds,
+        )
+
+
+def _finish(reason: FinishReason) -> messages.Finish:
+    return messages.Finish(
+        reason.type, reason.matched, reason.length, reason.message, reason.failed
+    )
