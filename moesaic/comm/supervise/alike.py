@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from moesaic import __version__
 from moesaic.comm.supervise.spec import ServiceSpec
 from moesaic.config.args import ServerArgs
+from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import specs
 
-# Nodes may differ in these; where they meet, they have met.
+# Nodes may differ in these: where they meet, they have met, and the HTTP server is node 0's alone.
 OWN_FLAGS: Final = frozenset(
     {
+        *(field.name for field in fields(ServeArgs)),
         "node_rank",
         "dist_init_addr",
-        "host",
-        "port",
         "log_level",
         "model_path",
         "tokenizer_path",
