@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import count
 from typing import Final
 
@@ -39,8 +39,7 @@ class Full(QueueFull):
 
 class Admission:
     """`waiting` and `running` are requests now, `arriving` calls that are still being made into
-    requests; `refused_total` and `admitted_total` since the start. `on_wait` hears how many seconds
-    each call waited for its first request to begin."""
+    requests; `refused_total` and `admitted_total` since the start."""
 
     def __init__(self, max_running: int, max_queued: int | None = None) -> None:
         self.slots = max_running + max(1, max_running // LEAD_SHARE)
@@ -48,7 +47,6 @@ class Admission:
         self.waiting = self.running = self.arriving = 0
         self._max_running = max_running
         self.refused_total = self.admitted_total = 0
-        self.on_wait: Callable[[float], None] = lambda seconds: None
         self._lines: dict[Hashable, _Line] = {}
         self._turns: list[tuple[int, int, _Line]] = []
         self._turn = 0
@@ -171,7 +169,6 @@ class Ticket:
     def __init__(self, admission: Admission, client: Hashable) -> None:
         self.client, self.wanted, self.held = client, 0, 0
         self._admission = admission
-        self._entered = time.monotonic()
         self._start: Start = lambda number: number
         self._begun: asyncio.Future[None] | None = None
         self._arriving = True
@@ -199,7 +196,6 @@ class Ticket:
             return
         admission.admitted_total += started
         if self._begun is not None and not self._begun.done():
-            admission.on_wait(time.monotonic() - self._entered)
             self._begun.set_result(None)
         if started < number:
             self.finished(number - started)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from moesaic.engine.core import Job
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import StepPlan
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
+from tests.e2e.names import check_that_a_name_is_free
 from tests.e2e.poison_rank import POISONS, Poison
 
 POISON = 5
@@ -327,19 +325,4 @@ def test_tiny_models_by_name() -> None:
 
 
 def test_a_name_is_free_when_its_request_is_over(engine: Engine) -> None:
-    """Who leaves without reading the end of one harms nobody that has its name by then."""
-    short, go_on = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}, threading.Event()
-    first = engine.generate(input_ids=[1, 2], sampling_params=short, stream=True, rid="same")
-    next(first)
-    while len(engine._desk):
-        time.sleep(0.01)
-    engine._tell(lambda core: go_on.wait(30))
-    with ThreadPoolExecutor() as pool:
-        asked = {"input_ids": [3, 4], "sampling_params": short, "rid": "same"}
-        second = pool.submit(engine.generate, **asked)
-        while not len(engine._desk):
-            time.sleep(0.01)
-        first.close()
-        go_on.set()
-        meta = second.result(60)["meta_info"]
-    assert meta["finish_reason"]["type"] == "length" and meta["completion_tokens"] == 3
+    check_that_a_name_is_free(engine)

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moesaic.engine.desk import _take_in
 from moesaic.engine.jobs import Job
 from tests import trace_format
 from tests.e2e.grid import model_path, prompts
+from tests.e2e.names import check_that_a_name_is_free
 
 MESHES = {
     "attention groups": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
@@ -232,19 +232,4 @@ def test_every_rank_tells_what_it_did(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_a_name_is_free_when_its_request_is_over(engine: Engine) -> None:
-    """Who leaves without reading the end of one harms nobody that has its name by then."""
-    short, go_on = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}, threading.Event()
-    first = engine.generate(input_ids=[1, 2], sampling_params=short, stream=True, rid="same")
-    next(first)
-    while len(engine._desk):
-        time.sleep(0.01)
-    engine._tell(lambda core: go_on.wait(30))
-    with ThreadPoolExecutor() as pool:
-        asked = {"input_ids": [3, 4], "sampling_params": short, "rid": "same"}
-        second = pool.submit(engine.generate, **asked)
-        while not len(engine._desk):
-            time.sleep(0.01)
-        first.close()
-        go_on.set()
-        meta = second.result(60)["meta_info"]
-    assert meta["finish_reason"]["type"] == "length" and meta["completion_tokens"] == 3
+    check_that_a_name_is_free(engine)

@@ -15,7 +15,6 @@ from moesaic.core.sampling import Grammar
 from moesaic.engine.answers import Piece, weight
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.inputs import GenerateInput
-from moesaic.server import work
 from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
@@ -31,10 +30,10 @@ from moesaic.server.openai.sampling import (
 )
 from moesaic.server.openai.setup import Setup
 from moesaic.server.openai.shapes import ChatCompletion, Head
-from moesaic.server.openai.streams import Chunks, blaming, check_failure, events, new_id
+from moesaic.server.openai.streams import Chunks, blaming, new_id, reply
 from moesaic.server.openai.usage import Tally
 from moesaic.server.parsers import Tool
-from moesaic.server.replies import Events, Writer, json_response, prepared
+from moesaic.server.replies import Writer, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,7 @@ async def chat_completions(context: Context, request: Request) -> Response:
     order = await aside(size, lambda: _order(context, body), pool)
     answers = ChatAnswers(setup, body, order)
     with blaming("messages"):
-        if body.stream:
-            pieces = await work.stream(context, request, order.call)
-            return Events(events(context, pieces, answers))
-        found = await work.whole(context, request, order.call)
-    for piece in found:
-        check_failure(context, piece)
-    return json_response(await answers.whole(found, context.part(Writer)))
+        return await reply(context, request, order.call, answers, bool(body.stream))
 
 
 class ChatAnswers:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from moesaic.engine.answers import Piece, weight
 from moesaic.engine.inputs import GenerateInput, PromptTooLong
-from moesaic.server import work
 from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
@@ -30,13 +29,12 @@ from moesaic.server.openai.shapes import Completion, CompletionChoice, Completio
 from moesaic.server.openai.streams import (
     Chunks,
     blaming,
-    check_failure,
-    events,
     finish_reason,
     new_id,
+    reply,
 )
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, Writer, json_response, prepared
+from moesaic.server.replies import Writer, prepared
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -51,13 +49,7 @@ async def completions(context: Context, request: Request) -> Response:
     order = await aside(size, lambda: _order(context, body), pool)
     answers = CompletionAnswers(setup, body, order)
     with blaming("prompt"):
-        if body.stream:
-            pieces = await work.stream(context, request, order.call)
-            return Events(events(context, pieces, answers))
-        found = await work.whole(context, request, order.call)
-    for piece in found:
-        check_failure(context, piece)
-    return json_response(await answers.whole(found, context.part(Writer)))
+        return await reply(context, request, order.call, answers, bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,19 @@ from functools import partial
 from typing import Final, Protocol
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moesaic.core.request import ABORTED
 from moesaic.engine.answers import Piece, weight
+from moesaic.engine.inputs import GenerateInput
+from moesaic.server import work
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Writer, prepared
+from moesaic.server.replies import Events, Writer, json_response, prepared
 
 MAX_RID: Final = 256
 
@@ -58,6 +62,25 @@ class Growing(Protocol):
     async def end(self) -> bytes:
         """What follows when all have ended."""
         ...
+
+
+class Answering(Growing, Protocol):
+    """And can be given whole."""
+
+    async def whole(self, pieces: list[Piece], writer: Writer) -> msgspec.Struct: ...
+
+
+async def reply(
+    context: Context, request: Request, call: GenerateInput, answers: Answering, stream: bool
+) -> Response:
+    """What the engine makes of a call, in one piece or as it grows."""
+    if stream:
+        pieces = await work.stream(context, request, call)
+        return Events(events(context, pieces, answers))
+    found = await work.whole(context, request, call)
+    for piece in found:
+        check_failure(context, piece)
+    return json_response(await answers.whole(found, context.part(Writer)))
 
 
 async def events(
