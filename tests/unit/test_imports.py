@@ -10,12 +10,12 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "moesaic"
 LEVELS = (
     ("core",),
-    ("config", "observe"),
+    ("config", "observe", "tasks"),
     ("comm", "kernels"),
     ("moe", "layers", "balance", "overlap"),
     ("models",),
     ("engine",),
-    ("server", "loadgen", "cli"),
+    ("server", "loadgen", "evals", "cli"),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # Modules of the package's root that belong to a command, and so stand at its level.
