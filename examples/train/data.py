@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from examples.train.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
 from moesaic.tasks.draw import TASKS
-from moesaic.tasks.problem import Problem
+from moesaic.tasks.problem import Problem, is_test
 
 MIX = {"words": 30, "lists": 19, "lookup": 13, "units": 17, "tables": 15, "chat": 6}
 ASKED_WEIGHT = 0.1  # of a prompt's tokens in the loss; those of a reply count 1
@@ -130,6 +130,6 @@ def _conversation(rng: random.Random) -> list[tuple[str, str]]:
 
 def _problem(rng: random.Random) -> Problem:
     task = rng.choices(list(MIX), list(MIX.values()))[0]
-    while (problem := TASKS[task](rng)).is_test:
+    while is_test((problem := TASKS[task](rng)).prompt):
         pass
     return problem

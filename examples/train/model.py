@@ -39,13 +39,27 @@ class Shape:
     eps: float = 1e-6
 
 
-class Linear(nn.Linear):
+class Noisy(nn.Module):
+    """`noise`: by how much of its own size a matrix is off whenever it is used, at random. A model
+    trained so bears being rounded to few bits later."""
+
+    noise = 0.0
+
+    def used(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        rounded = weight.to(dtype)
+        if not (self.training and self.noise):
+            return rounded
+        size = self.noise * rounded.detach().square().mean((-2, -1), keepdim=True).sqrt()
+        return rounded + size * torch.randn_like(rounded)
+
+
+class Linear(nn.Linear, Noisy):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
         nn.init.normal_(self.weight, std=inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.used(self.weight, x.dtype))
 
 
 class Norm(nn.RMSNorm):
@@ -159,7 +173,7 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-class MoE(nn.Module):
+class MoE(Noisy):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         s = shape
@@ -180,13 +194,13 @@ class MoE(nn.Module):
         if self.training:
             self.gate.load += counts_E
         ends = counts_E.cumsum(0).to(torch.int32)
-        up = self.gate_up.flatten(1, 2).to(x_TH.dtype).transpose(1, 2)
+        up = self.used(self.gate_up, x_TH.dtype).flatten(1, 2).transpose(1, 2)
         gate, up = torch._grouped_mm(Spread.apply(x_TH, order, inverse), up, offs=ends).chunk(2, -1)
         # The weights belong to the experts' outputs; before the last product they are the same and
         # touch half as many numbers.
         weights = weights_TK.flatten()[order, None].to(x_TH.dtype)
         inner = F.silu(gate) * up * weights
-        down = self.down.to(x_TH.dtype).transpose(1, 2)
+        down = self.used(self.down, x_TH.dtype).transpose(1, 2)
         out = Unsort.apply(torch._grouped_mm(inner, down, offs=ends), order, inverse)
         routed_TH = out.view(*ids_TK.shape, -1).sum(1)
         return routed_TH.view_as(x_BLH) + self.shared_experts(x_BLH)
@@ -265,6 +279,11 @@ class Model(nn.Module):
         x_BLH = self.norm(x_BLH)
         ahead = self.nextn(embedded.roll(-1, 1), x_BLH, place)
         return self.lm_head(x_BLH), self.lm_head(ahead)
+
+    def set_noise(self, noise: float) -> None:
+        for module in self.modules():
+            if isinstance(module, Noisy):
+                module.noise = noise
 
     def routers(self) -> Sequence[Router]:
         return [module for module in self.modules() if isinstance(module, Router)]

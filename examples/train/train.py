@@ -43,6 +43,7 @@ class Settings:
     decay: float
     warmup: int
     cooldown: float
+    noise: float
     nextn_weight: float
     balance_rate: float
     balance_slack: float
@@ -68,6 +69,7 @@ def read_settings() -> Settings:
         ("decay", 0.1, "weight decay"),
         ("warmup", 200, "steps until the highest learning rate"),
         ("cooldown", 0.5, "share of the steps in which it falls to nothing at the end"),
+        ("noise", 0.1, "noise on matrices while it falls: about what rounding to 4 bits does"),
         ("nextn_weight", 0.3, "weight of the MTP layer's loss"),
         ("balance_rate", 1e-3, "how fast the routers' correction biases move"),
         ("balance_slack", 2.0, "loads between mean / this and mean * this are left alone"),
@@ -102,6 +104,10 @@ def rate(step: int, settings: Settings) -> float:
     """Share of the learning rate: up, flat, down."""
     left = (settings.steps - step) / (settings.steps * settings.cooldown)
     return min(1.0, (step + 1) / settings.warmup, left)
+
+
+def falling(step: int, settings: Settings) -> bool:
+    return step >= settings.steps * (1 - settings.cooldown)
 
 
 class Run:
@@ -141,6 +147,8 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.settings.lr * share
+        torch.manual_seed(self.settings.seed + self.step)  # of the noise, for a resumed run too
+        self.model.set_noise(self.settings.noise if falling(self.step, self.settings) else 0.0)
         main, ahead = losses(self.model, batch, self.dtype)
         (main + self.settings.nextn_weight * ahead).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
