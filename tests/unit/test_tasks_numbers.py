@@ -29,7 +29,7 @@ ASIDE = re.compile(
 )
 PRODUCT = re.compile(r"\beach\b|\ban hour|\ba day|\ba week|\d+ \w+ of \d+", re.IGNORECASE)
 LOSS = re.compile(
-    r"gives|loses|swaps|sells (?!\d+ toys)|[Gg]uests (?:at \d+ tables )?eat|Birds eat|burns|rotten|"
+    r"gives|lends|broken|loses|swaps|sells (?!\d+ toys)|[Gg]uests eat|Birds eat|burns|rotten|"
     r"\buses\b|spends|pays (?:\$|for)|buys a book for|tickets|get off|leave\.|out of the|out\.|"
     r"run away|A trap costs|finishes"
 )
