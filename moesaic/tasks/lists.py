@@ -292,8 +292,7 @@ def _count(rng: random.Random) -> Problem:
     times = upto(rng, 0, 7)
     kept = upto(rng, 2, 4) if times else upto(rng, 4, 8)
     wanted, *items = some(rng, NOUNS if rng.random() < 0.6 else NUMBERS, kept + 1)
-    items += [wanted] * times
-    rng.shuffle(items)
+    items = some(rng, items + [wanted] * times, kept + times)
     prompt = _pose(rng, pick(rng, COUNT).format(x=wanted), items)
     return _problem(prompt, str(times), _numbered([wanted] * times) or "none")
 
@@ -420,8 +419,8 @@ DELETE: Final = (
 
 def _delete(rng: random.Random) -> Problem:
     gone, *letters = some(rng, LETTERS, upto(rng, 4, 6))
-    word = letters + [gone] * upto(rng, 1, 3)
-    rng.shuffle(word)
+    letters += [gone] * upto(rng, 1, 3)
+    word = some(rng, letters, len(letters))
     question = pick(rng, DELETE).format(x="".join(word), y=gone)
     answer = "".join([letter for letter in word if letter != gone])
     return _problem(f"{question} {pick(rng, LETTERS_ONLY)}", answer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moesaic.tasks.chance import pick, some, upto
@@ -79,20 +79,11 @@ def _of(pool: Sequence[str]) -> Drawer:
     return lambda rng, number: some(rng, pool, number)
 
 
-def _lines(keys: Sequence[str], values: Sequence[str], entry: str, gap: str) -> str:
-    return gap.join([entry.format(k=k, v=v) for k, v in zip(keys, values, strict=True)])
-
-
-def _json(keys: Sequence[str], values: Sequence[str], entry: str, gap: str) -> str:
-    if values[0].isdigit():
-        return "{" + ", ".join([f'"{k}": {v}' for k, v in zip(keys, values, strict=True)]) + "}"
-    return "{" + ", ".join([f'"{k}": "{v}"' for k, v in zip(keys, values, strict=True)]) + "}"
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """One layout. `noun` and `nouns` name what the values are; `key` names what the keys are;
-    `value_asks` and `key_asks` are wordings that suit no other scene."""
+    `value_asks` and `key_asks` are wordings that suit no other scene; `entry`: what stands before
+    the key, between it and the value, and behind; `ends`: what stands around all entries."""
 
     keys: tuple[Drawer, ...]
     values: tuple[Drawer, ...]
@@ -102,15 +93,15 @@ class Scene:
     value_asks: tuple[str, ...]
     key_asks: tuple[str, ...]
     intros: tuple[str, ...]
-    entry: str = ""
+    entry: tuple[str, str, str]
     gaps: tuple[str, ...] = ("\n",)
-    layout: Callable[[Sequence[str], Sequence[str], str, str], str] = _lines
+    ends: tuple[str, str] = ("", "")
 
 
 VALUE_ASKS: Final = (
     "What is the {noun} of {k}?",
     "Give the {noun} of {k}.",
-    "Look up {k} and write down its {noun}.",
+    "Look up {k} and write down the {noun}.",
     "Find the {noun} that belongs to {k}.",
     "Which {noun} belongs to {k}?",
 )
@@ -143,6 +134,19 @@ RULES: Final = (
     f'Answer "{ABSENT}" if no entry fits.',
 )
 
+JSON: Final = Scene(
+    keys=(_of(THINGS), _of(NAMES)),
+    values=(_numbers,),
+    noun="value",
+    nouns="values",
+    key="field",
+    value_asks=("What does the object hold under {k}?", 'Read the field "{k}" of the object.'),
+    key_asks=("Under which field does the object hold {v}?", "Which field holds {v}?"),
+    intros=("JSON:", "The reply of the server:", "Object:", "Parse this object."),
+    entry=('"', '": ', ""),
+    gaps=(", ",),
+    ends=("{", "}"),
+)
 SCENES: Final = (
     Scene(
         keys=(_of(THINGS), _of(WORDS)),
@@ -153,7 +157,7 @@ SCENES: Final = (
         value_asks=("What stands behind {k}?", "Read off the value on the line of {k}."),
         key_asks=("What stands in front of {v}?", "On the line of which key is {v}?"),
         intros=("Card:", "Notes from the desk:", "Read these lines.", "File:"),
-        entry="{k}: {v}",
+        entry=("", ": ", ""),
     ),
     Scene(
         keys=(_of(SETTINGS),),
@@ -164,20 +168,11 @@ SCENES: Final = (
         value_asks=("To what is {k} set?", "What does the config set {k} to?"),
         key_asks=("Which setting is set to {v}?", "What is set to {v} in the config?"),
         intros=("Config:", "[server]", "The config reads:", "# settings"),
-        entry="{k}={v}",
+        entry=("", "=", ""),
         gaps=("\n", "; ", " "),
     ),
-    Scene(
-        keys=(_of(THINGS), _of(NAMES)),
-        values=(_numbers, _long_codes, _of(WORDS)),
-        noun="value",
-        nouns="values",
-        key="field",
-        value_asks=("What does the object hold under {k}?", 'Read the field "{k}" of the object.'),
-        key_asks=("Under which field does the object hold {v}?", "Which field holds {v}?"),
-        intros=("JSON:", "The reply of the server:", "Object:", "Parse this object."),
-        layout=_json,
-    ),
+    JSON,
+    replace(JSON, values=(_long_codes, _of(WORDS)), entry=('"', '": "', '"')),
     Scene(
         keys=(_of(NAMES),),
         values=(_rooms,),
@@ -187,7 +182,7 @@ SCENES: Final = (
         value_asks=("In which room does {k} sit?", "Where does {k} sit? Give the room."),
         key_asks=("Who sits in room {v}?", "Whom do you find in room {v}?"),
         intros=("Our office:", "Who sits where:", "About the office:", "The plan of the floor:"),
-        entry="{k} sits in room {v}.",
+        entry=("", " sits in room ", "."),
         gaps=("\n", " "),
     ),
     Scene(
@@ -199,7 +194,7 @@ SCENES: Final = (
         value_asks=("Under which number can I call {k}?", "I want to call {k}. What do I dial?"),
         key_asks=("Who answers when I dial {v}?", "Whom do I reach under {v}?"),
         intros=("Phone book:", "From the phone book:", "Numbers of the team:", "Directory:"),
-        entry="Call {k} under {v}.",
+        entry=("Call ", " under ", "."),
         gaps=("\n", " "),
     ),
     Scene(
@@ -211,7 +206,7 @@ SCENES: Final = (
         value_asks=("On which shelf is {k}?", "Where in the store is {k}? Give the shelf."),
         key_asks=("Which article lies on shelf {v}?", "What lies on shelf {v}?"),
         intros=("Inventory:", "Stock of the store:", "Store plan:", "Goods by shelf:"),
-        entry="{k} -> shelf {v}",
+        entry=("", " -> shelf ", ""),
     ),
 )
 
@@ -231,7 +226,9 @@ def _entries(rng: random.Random, spare: int = 0) -> tuple[Scene, list[str], list
     number = upto(rng, 4, 10)
     keys = pick(rng, scene.keys)(rng, number + spare)
     values = pick(rng, scene.values)(rng, number + spare)
-    text = scene.layout(keys[:number], values[:number], scene.entry, pick(rng, scene.gaps))
+    before, between, behind = scene.entry
+    entries = [f"{before}{keys[n]}{between}{values[n]}{behind}" for n in range(number)]
+    text = f"{scene.ends[0]}{pick(rng, scene.gaps).join(entries)}{scene.ends[1]}"
     return scene, keys, values, text
 
 
@@ -287,7 +284,8 @@ def _missing(rng: random.Random) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Two facts in a row: {a} leads to {b}, and {b} to {c}. The work repeats both facts."""
+    """Two facts in a row: {a} leads to {b}, and {b} to {c}. The work repeats both facts with
+    `link` between. With `own`, {a} may have an end of its own, which is not asked for."""
 
     starts: Drawer
     middles: Drawer
@@ -297,6 +295,8 @@ class Chain:
     asks: tuple[str, ...]
     intros: tuple[str, ...]
     gaps: tuple[str, ...] = ("\n", " ")
+    link: str = " "
+    own: bool = False
 
 
 CHAINS: Final = (
@@ -310,11 +310,12 @@ CHAINS: Final = (
             "In which room sits the one {a} reports to?",
             "What is the room of the person {a} reports to?",
             "To whom does {a} report, and in which room does that person sit? Give the room.",
-            "{a} looks for the room of the boss. Which room is it?",
+            "{a} wants to see the one {a} reports to. Which room is it?",
             "Give the room of the one to whom {a} reports.",
             "Find the person {a} reports to and give that person's room.",
         ),
         intros=("Our team:", "Who is who:", "About the people here:"),
+        own=True,
     ),
     Chain(
         starts=_of(THINGS),
@@ -348,6 +349,7 @@ CHAINS: Final = (
         ),
         intros=("Config:", "# settings", "The config reads:"),
         gaps=("\n", "; "),
+        link="; ",
     ),
     Chain(
         starts=_articles,
@@ -365,6 +367,7 @@ CHAINS: Final = (
         ),
         intros=("Register:", "Owners and phones:", "Lost and found:"),
         gaps=("\n", "; "),
+        link="; ",
     ),
 )
 
@@ -374,15 +377,17 @@ def _hops(rng: random.Random) -> Problem:
     number = upto(rng, 2, 4)
     starts = chain.starts(rng, number)
     middles = chain.middles(rng, number)
-    ends = chain.ends(rng, number)
-    near = [chain.near.format(a=a, b=b) for a, b in zip(starts, middles, strict=True)]
-    far = [chain.far.format(b=b, c=c) for b, c in zip(middles, ends, strict=True)]
-    entries = near + far
-    rng.shuffle(entries)
+    ends = chain.ends(rng, number + 1)
+    near = [chain.near.format(a=starts[n], b=middles[n]) for n in range(number)]
+    far = [chain.far.format(b=middles[n], c=ends[n]) for n in range(number)]
     place = upto(rng, 0, number - 1)
+    entries = near + far
+    if chain.own and rng.random() < 0.5:
+        entries.append(chain.far.format(b=starts[place], c=ends[-1]))
+    text = pick(rng, chain.gaps).join(some(rng, entries, len(entries)))
     question = pick(rng, chain.asks).format(a=starts[place])
-    prompt = _frame(rng, chain.intros, pick(rng, chain.gaps).join(entries), question)
-    return _problem(prompt, ends[place], f"{near[place]} {far[place]}")
+    prompt = _frame(rng, chain.intros, text, question)
+    return _problem(prompt, ends[place], f"{near[place]}{chain.link}{far[place]}")
 
 
 KINDS: Final[dict[str, Callable[[random.Random], Problem]]] = {
