@@ -1,4 +1,4 @@
-"""Draws that cost less than those of `random.Random`: millions of problems are drawn in training."""
+"""Draws that cost less than those of `random.Random`: training draws millions of problems."""
 
 from __future__ import annotations
 
