@@ -68,12 +68,15 @@ def _speed(result: Result) -> str:
 def failures(result: Result, number: int) -> str:
     """The first so many wrong replies, in full up to a length."""
     wrong = [output for output in result.outputs if not output.right and not output.failed]
-    parts = [
-        f"--- {output.task} {output.id}: wanted {output.answer}, found "
-        f"{_shown(output.found or 'nothing')} ({output.finish_reason})\n{_shown(output.asked)}\n>>> {_shown(output.reply)}"
-        for output in wrong[:number]
-    ]
+    parts = [_failure(output) for output in wrong[:number]]
     return "\n".join([f"{len(wrong)} wrong replies, {len(parts)} shown", *parts])
+
+
+def _failure(output: Output) -> str:
+    found = _shown(output.found or "nothing")
+    wanted = f"wanted {output.answer}, found {found} ({output.finish_reason})"
+    head = f"--- {output.task} {output.id}: {wanted}"
+    return f"{head}\n{_shown(output.asked)}\n>>> {_shown(output.reply)}"
 
 
 def _shown(text: str) -> str:
