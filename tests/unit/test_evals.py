@@ -179,6 +179,7 @@ GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 step
         ("number", "5", "no idea", False, None),
         ("number", "5", "#### none of the 5", True, "5"),
         ("choice", "B", "The answer is (B).", True, "B"),
+        ("choice", "A", "The answer is A because C is wrong", True, "A"),
         ("choice", "b", "Answer: **B**", True, "B"),
         ("choice", "(C)", "C", True, "C"),
         ("choice", "A", "A dog is an animal, so B", False, "B"),
