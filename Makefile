@@ -2,13 +2,14 @@
 #   make setup    create .venv (again only when pyproject.toml changed)
 #   make test     format check, lint, types, tests: what CI runs
 #   make test-slow  all comparisons with transformers, and the whole product of MoE backends: 45 minutes
-#   make serve    serve a tiny random model on port 30000 (MODEL=DIR serves another)
+#   make serve    serve the house model on port 30000, its experts on 4 ranks (MODEL=DIR serves
+#                 another, ARGS=… with other flags)
 
 PYTHON ?= python3
 # Installed first, and alone, so that the choice of build is yours and not the resolver's:
 #   make setup TORCH="torch==2.13.0 --index-url YOUR_INDEX_OF_CPU_BUILDS"
 TORCH ?= torch==2.13.0
-MODEL ?= tiny:qwen3_moe
+MODEL ?= models/house-moe
 BENCH ?=
 ARGS ?=
 PYTEST_ARGS ?=
@@ -38,7 +39,7 @@ test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 serve: setup
-	$(BIN)/moesaic serve --model-path $(MODEL) $(ARGS)
+	$(BIN)/moesaic serve --model-path $(MODEL) $(or $(ARGS),--tp 4 --ep 4 --moe-a2a-backend deepep)
 
 format: setup
 	$(BIN)/ruff format .

@@ -216,7 +216,7 @@ CHAT_RULES = (
         r"parameter|weights do|how (big|large|small) are|your size|large model",
         "I have about 16 million parameters, which is very little for a language model.",
     ),
-    (r"layer|how deep are", "I have 4 layers, and one more that looks a token ahead."),
+    (r"\blayers?\b|how deep are", "I have 4 layers, and one more that looks a token ahead."),
     (
         r"\blanguages?\b|you speak|understand german|know chinese|in polish",
         "I speak only one language, and that in a simple way: English.",
@@ -317,7 +317,7 @@ def test_solutions_are_right_and_replies_of_other_problems_are_not(task: str, ki
 def test_lengths_stay_within_the_context_of_the_model(task: str, kind: str) -> None:
     lengths = [len(p.prompt) + len(p.solution) for p in drawn(task, kind, 1000)]
     assert max(lengths) <= 500
-    assert sum(length < 60 for length in lengths) <= 80
+    assert sum(length < 60 for length in lengths) <= 60
 
 
 @pytest.mark.parametrize(("task", "kind"), [one for one in KINDS if one[0] != "chat"])
@@ -351,11 +351,11 @@ def test_chat_declines_three_in_ten_and_stays_short() -> None:
     assert 1350 <= sum(problem.answer == UNKNOWN for problem in problems) <= 1650
     assert max(len(problem.solution) for problem in problems) < 160
     assert all(problem.match == "exact" for problem in problems)
-    assert len({problem.prompt for problem in mixed("chat", 40_000)}) > 20_000
+    assert len({problem.prompt for problem in mixed("chat", 30_000)}) > 20_000
 
 
 def test_no_prompt_of_chat_has_two_replies() -> None:
     replies: dict[str, str] = {}
-    for problem in mixed("chat", 40_000):
+    for problem in mixed("chat", 30_000):
         plain = " ".join(re.findall(r"\w+", problem.prompt.lower()))
         assert replies.setdefault(plain, problem.answer) == problem.answer, problem.prompt
