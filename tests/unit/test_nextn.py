@@ -20,6 +20,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from examples.train.export import export
+from examples.train.model import Model, Shape
 from moesaic.layers.module import MatrixSlot
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
@@ -425,3 +427,26 @@ def test_models_without_such_layers(family: str, said: str, tmp_path: Path) -> N
     folder = make_tiny_checkpoint(family, tmp_path)
     with pytest.raises(ValueError, match=said):
         load_nextn(load_main(folder), folder)
+
+
+@torch.no_grad()
+def test_what_the_training_script_trains(tmp_path: Path) -> None:
+    """The layer that is trained is the one that is loaded: the same logits of the token after the
+    next."""
+    torch.manual_seed(4)
+    sizes = {"hidden": 64, "dense_inner": 96, "layers": 2, "heads": 2, "q_rank": 32, "kv_rank": 32}
+    model = Model(Shape(vocab=320, experts=8, top_k=2, expert_inner=32, **sizes)).eval()
+    for router in model.routers():
+        router.bias.normal_(0, 0.3)
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            param += 0.3 * torch.randn_like(param)
+        param.copy_(param.bfloat16())  # what is stored
+    export(model, tmp_path, 1, 2, 0)
+    main = load_main(tmp_path)
+    sequences = ids_of((41, 2), 320)
+    ours = predict(main, load_nextn(main, tmp_path), sequences)
+    for ids, found in zip(sequences, ours, strict=True):
+        row = torch.tensor([ids])
+        theirs = model(row, torch.ones_like(row), torch.float32)[1][0, :-1]
+        torch.testing.assert_close(found[0], theirs, atol=2e-5, rtol=2e-5)
