@@ -105,7 +105,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     num_nextn_layers: int
-    """Layers for multi-token prediction behind the last one, which are not served."""
+    """Layers for multi-token prediction behind the last one (nextn.py)."""
     positions: int
     """Length of the rotary tables: the context that will be served."""
     moe: MoeContext

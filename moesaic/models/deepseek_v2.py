@@ -76,23 +76,38 @@ def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig
     )
 
 
+@dataclass(frozen=True)
+class LayerParts:
+    """Makes what a decoder layer is put together from, by its number."""
+
+    raw: RawConfig
+    config: ModelConfig
+    variant: Variant
+    rope: RotaryTable
+
+    def attention(self, layer: int) -> LatentAttention:
+        attend = _attention_config(self.raw, self.variant.rope)
+        return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
+
+    def mlp(self, layer: int) -> Module:
+        if layer >= self.raw.integer("first_k_dense_replace", 0, minimum=0):
+            return DeepseekSparseBlock(self.raw, self.config, self.variant, layer)
+        inner = self.raw.integer("intermediate_size")
+        return dense_mlp(self.config, layer, inner, self.variant.mlp_bias)
+
+    def cache(self) -> CacheSpec:
+        latent = self.raw.integer("kv_lora_rank") + self.variant.rope.dim
+        return CacheSpec(len(self.config.layers), 1, latent, 0)
+
+
 def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> CausalLM:
-    attention = _attention_config(raw, variant.rope)
     rope = RotaryTable(variant.rope, config.positions)
-    num_dense = raw.integer("first_k_dense_replace", 0, minimum=0)
+    parts = LayerParts(raw, config, variant, rope)
 
     def make_layer(layer: int) -> DecoderLayer:
-        mlp: Module
-        if layer >= num_dense:
-            mlp = DeepseekSparseBlock(raw, config, variant, layer)
-        else:
-            inner = raw.integer("intermediate_size")
-            mlp = dense_mlp(config, layer, inner, variant.mlp_bias)
-        attend = LatentAttention(attention, layer, rope, config.dtype, config.parallel)
-        return DecoderLayer(config, attend, mlp)
+        return DecoderLayer(config, parts.attention(layer), parts.mlp(layer))
 
-    cache = CacheSpec(len(config.layers), 1, attention.kv_rank + attention.rope_dim, 0)
-    return CausalLM(config, cache, rope, make_layer)
+    return CausalLM(config, parts.cache(), rope, make_layer)
 
 
 def _topk(raw: RawConfig) -> TopKConfig:

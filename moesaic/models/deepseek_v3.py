@@ -8,7 +8,7 @@ from moesaic.models.deepseek_v2 import Variant, build_variant
 from moesaic.moe.topk import TopKConfig
 
 
-def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+def variant_of(raw: RawConfig) -> Variant:
     raw.only("scoring_func", "sigmoid")
     raw.only("topk_method", "noaux_tc")
     topk = TopKConfig(
@@ -22,5 +22,8 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     )
     interleaved = raw.flag("rope_interleave", True)
     rope = rope_config(raw, raw.integer("qk_rope_head_dim"), interleaved=interleaved)
-    variant = Variant(topk, True, rope, mlp_bias=False)
-    return build_variant(raw, common_config(raw, context, eps=1e-6), variant)
+    return Variant(topk, True, rope, mlp_bias=False)
+
+
+def build(raw: RawConfig, context: BuildContext) -> CausalLM:
+    return build_variant(raw, common_config(raw, context, eps=1e-6), variant_of(raw))

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.nextn import Own, build_nextn
 from moesaic.models.registry import build_model
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "group_limited_greedy",
         **_DEEPSEEK,
     },
-    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **_DEEPSEEK},
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_nextn_predict_layers": 0,
+        **_DEEPSEEK,
+    },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": 8,
@@ -124,9 +129,13 @@ def make_tiny_checkpoint(
     place of integers in config.json."""
     config = _config(family, changes or {})
     folder.mkdir(parents=True, exist_ok=True)
+    raw = RawConfig(config, family)
     with torch.device("meta"):
-        model = build_model(RawConfig(config, family), BuildContext.single(torch.float32, 1))
-    shapes = {slot.name: _stored_shape(slot, config) for slot in model.checkpoint_slots()}
+        model = build_model(raw, BuildContext.single(torch.float32, 1))
+        slots = list(model.checkpoint_slots())
+        if config.get("num_nextn_predict_layers"):
+            slots += build_nextn(raw, model, Own()).checkpoint_slots()
+    shapes = {slot.name: _stored_shape(slot, config) for slot in slots}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

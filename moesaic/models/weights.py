@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from moesaic.layers.module import MatrixSlot, TensorSlot
+from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import Checkpoint, Spec
 from moesaic.models.config import BuildContext, RawConfig
@@ -24,6 +25,15 @@ from moesaic.moe.quant.weights import WeightFormat
 logger = logging.getLogger(__name__)
 
 Slot = TensorSlot | MatrixSlot
+
+
+class Loadable(Protocol):
+    """A model, or a part of one that is loaded by itself."""
+
+    def checkpoint_slots(self) -> Iterator[Slot]: ...
+
+    def is_optional(self, name: str) -> bool:
+        """Tensors that the checkpoint may hold and that are not needed."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,23 @@ class Loader:
             slot.tell_input_scale(scale)
 
 
-def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) -> None:
+def build_whole(raw: RawConfig) -> CausalLM:
+    return build_model(raw, BuildContext.single(torch.float32, positions=1))
+
+
+def load_weights(
+    model: Loadable,
+    folder: Path,
+    scheme: Scheme | None = None,
+    whole: Callable[[RawConfig], Loadable] = build_whole,
+) -> None:
+    """`whole` makes the same on one rank: it is asked which tensors belong to other ranks."""
     slots = list(model.checkpoint_slots())
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
     with Checkpoint(folder) as checkpoint:
         loader = Loader(checkpoint, scheme)
         specs = [loader.tensors(slot) for slot in slots]
-        _check_names(model, slots, loader, {name for spec in specs for name in spec})
+        _check_names(model, slots, loader, {name for spec in specs for name in spec}, whole)
         for spec in specs:
             for name, wanted in spec.items():
                 checkpoint.check(name, wanted)
@@ -89,7 +109,7 @@ def load_weights(model: CausalLM, folder: Path, scheme: Scheme | None = None) ->
             loader.fill(slot)
 
 
-def settle_input_scales(model: CausalLM, folder: Path) -> None:
+def settle_input_scales(model: Module, folder: Path) -> None:
     """Once all ranks have loaded: they agree on the scales of activations."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     for layer in layers:
@@ -102,7 +122,13 @@ def settle_input_scales(model: CausalLM, folder: Path) -> None:
         )
 
 
-def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted: set[str]) -> None:
+def _check_names(
+    model: Loadable,
+    slots: Iterable[Slot],
+    loader: Loader,
+    wanted: set[str],
+    whole: Callable[[RawConfig], Loadable],
+) -> None:
     checkpoint, scheme = loader.checkpoint, loader.scheme
     missing = sorted(wanted - checkpoint.location.keys())
     others = {
@@ -111,7 +137,7 @@ def _check_names(model: CausalLM, slots: Iterable[Slot], loader: Loader, wanted:
         if not model.is_optional(name) and not scheme.is_optional(name)
     }
     if others:
-        others -= _names_of_all(loader)
+        others -= _names_of_all(loader, whole)
     extra = sorted(name for name in others if not checkpoint.is_empty(name))
     if missing or extra:
         problems = [f"missing {_some(missing)}"] * bool(missing)
@@ -127,11 +153,10 @@ def _beside(slots: Iterable[Slot], loader: Loader) -> set[str]:
     return {name for matrix in matrices for name in loader.scheme.may_have(matrix)}
 
 
-def _names_of_all(loader: Loader) -> set[str]:
+def _names_of_all(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:
     """Tensors of the whole model, whichever rank holds them."""
     with torch.device("meta"):
-        context = BuildContext.single(torch.float32, positions=1)
-        model = build_model(RawConfig.read(loader.checkpoint.folder), context)
+        model = whole(RawConfig.read(loader.checkpoint.folder))
     slots = list(model.checkpoint_slots())
     names = {name for slot in slots for name in loader.tensors(slot)}
     return names | _beside(slots, loader)

@@ -144,8 +144,8 @@ def reference(folder: Path) -> dict[int, Tensor]:
     return dict(enumerate(logits_TV.split([stop for _, _, stop in work])))
 
 
-def serve(group: RankGroup, case: ModelCase, folder: Path) -> Served:
-    """A rank's part of the work."""
+def load_part(group: RankGroup, case: ModelCase, folder: Path) -> CausalLM:
+    """What a rank holds of the model."""
     mesh, place = case.mesh, case.mesh.place(group.rank)
     stage_peers = Some(group, mesh.stage_ranks(place))
     parallel = Parallel(
@@ -163,6 +163,12 @@ def serve(group: RankGroup, case: ModelCase, folder: Path) -> Served:
         RawConfig.read(folder), BuildContext(POSITIONS, _moe(case, stage_peers), parallel)
     )
     load_weights(model, folder)
+    return model
+
+
+def serve(group: RankGroup, case: ModelCase, folder: Path) -> Served:
+    """A rank's part of the work."""
+    place, model = case.mesh.place(group.rank), load_part(group, case, folder)
     with torch.inference_mode():
         logits = _serve(group, case, place, model)
     return Served(place, logits, model.nbytes, model.cache.num_heads, model.cache.num_layers)
@@ -178,7 +184,7 @@ def _serve(
         work = works[place.dp_rank]
         counts = tuple(sum(stop - first for _, first, stop in w) for w in works)
         step = Step(prefill=turn < 2, counts=counts if dp > 1 else ())
-        x_TH = _through_stages(group, case.mesh, place, model, cache, work, step)
+        x_TH = through_stages(group, case.mesh, place, model, cache, work, step)
         if model.lm_head is None:
             continue
         ends = torch.tensor([stop - first for _, first, stop in work], dtype=torch.int64)
@@ -191,7 +197,7 @@ def _serve(
     return logits
 
 
-def _through_stages(
+def through_stages(
     group: RankGroup,
     mesh: Mesh,
     place: Place,

@@ -1,0 +1,206 @@
+"""Multi-token prediction (MTP, "next-n") of DeepSeek-V3: layers behind the last one that predict
+the token after the next.
+
+Row i of the first one joins the main model's output for token i, after its final norm, with the
+embedding of token i + 1, and predicts token i + 2. A further one takes the states that the one
+before it gave, and looks one token further.
+
+T tokens · H hidden · R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import PREFILL, Step
+from moesaic.layers.attention import LatentAttention
+from moesaic.layers.context import AttentionStep, ForwardContext
+from moesaic.layers.embedding import Embedding, Head
+from moesaic.layers.linear import Linear, LinearConfig
+from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot
+from moesaic.layers.norm import RMSNorm
+from moesaic.models.blocks import CausalLM, DecoderLayer
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.config import ModelConfig, RawConfig
+from moesaic.models.deepseek_v2 import LayerParts
+from moesaic.models.deepseek_v3 import variant_of
+from moesaic.models.schemes import Scheme
+from moesaic.models.weights import build_whole, load_weights, settle_input_scales
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The layers, by number, that have an embedding and a head of their own in the checkpoint; the
+    others take those of the main model."""
+
+    embeddings: frozenset[int] = frozenset()
+    heads: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, layers: range) -> Own:
+        def having(module: str) -> frozenset[int]:
+            return frozenset(
+                layer
+                for layer in layers
+                if any(name.startswith(f"{_stem(layer)}{module}.") for name in checkpoint.location)
+            )
+
+        return cls(having("embed_tokens"), having("shared_head.head"))
+
+
+class SharedHead(Module):
+    """`head` is None where the main model's is used."""
+
+    def __init__(self, config: ModelConfig, own_head: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.head = None
+        if own_head:
+            sizes = (config.vocab_size, config.hidden_size)
+            self.head = Head(*sizes, config.dtype, config.parallel)
+
+
+class NextNLayer(DecoderLayer):
+    """A decoder layer with what joins its two inputs, and a head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: LatentAttention,
+        mlp: Module,
+        own_embedding: bool,
+        own_head: bool,
+    ) -> None:
+        super().__init__(config, attention, mlp)
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
+        self.enorm, self.hnorm = RMSNorm(size, eps, dtype), RMSNorm(size, eps, dtype)
+        joined = LinearConfig(2 * size, size, dtype, deterministic=config.parallel.deterministic)
+        self.eh_proj = Linear(joined)
+        self.embed_tokens = None
+        if own_embedding:
+            self.embed_tokens = Embedding(config.vocab_size, size, dtype, config.parallel)
+        self.shared_head = SharedHead(config, own_head)
+
+    def join(self, embedded_TH: Tensor, hidden_TH: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat((self.enorm(embedded_TH), self.hnorm(hidden_TH)), dim=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What the main model lends. Not a module: its weights are not loaded with ours."""
+
+    embedding: Embedding | None
+    head: Head
+
+
+class NextN(Module):
+    """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`:
+    what tokens leave behind in these layers, apart from the main model's."""
+
+    def __init__(self, parts: LayerParts, lent: Lent, own: Own) -> None:
+        super().__init__()
+        config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
+        self.config, self._lent = config, lent
+        self.embed_tokens = None
+        if lent.embedding is None and not own.embeddings.issuperset(config.layers):
+            sizes = (config.vocab_size, config.hidden_size)
+            self.embed_tokens = Embedding(*sizes, config.dtype, config.parallel)
+        self.layers = ModuleList(
+            NextNLayer(
+                config,
+                parts.attention(layer),
+                parts.mlp(layer),
+                layer in own.embeddings,
+                layer in own.heads,
+            )
+            for layer in config.layers
+        )
+        self.layers.renamed = {str(i): str(layer) for i, layer in enumerate(config.layers)}
+
+    def forward(
+        self,
+        next_ids_T: Tensor,
+        positions_T: Tensor,
+        hidden_TH: Tensor,
+        attention: AttentionStep,
+        step: Step = PREFILL,
+        depth: int = 0,
+    ) -> Tensor:
+        """`next_ids_T`: the token after that of each row, whose position is the row's. `hidden_TH`:
+        what the main model gave, or at a greater `depth` what the layer before gave."""
+        layer = self._layer(depth)
+        embedding = layer.embed_tokens or self._lent.embedding or self.embed_tokens
+        assert embedding is not None, "made where nobody lends one"
+        cos, sin = self.rope.at(positions_T)
+        x_TH = layer.join(embedding(next_ids_T), hidden_TH)
+        return layer(x_TH, ForwardContext(cos, sin, attention, step))
+
+    def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
+        """Of the token after the next; `rows` as in the main model's `logits`."""
+        shared = self._layer(depth).shared_head
+        return (shared.head or self._lent.head)(shared.norm(x_RH), rows)
+
+    def _layer(self, depth: int) -> NextNLayer:
+        layer = self.layers[depth]
+        assert isinstance(layer, NextNLayer)
+        return layer
+
+    def checkpoint_slots(self) -> Iterator[TensorSlot | MatrixSlot]:
+        return self.slots("model.")
+
+    def is_optional(self, name: str) -> bool:
+        """All that belongs to the main model."""
+        ours = any(name.startswith(_stem(layer)) for layer in self.config.layers)
+        return not ours or name.endswith("rotary_emb.inv_freq")
+
+
+def build_nextn(raw: RawConfig, main: CausalLM, own: Own) -> NextN:
+    """With weights still unset; `main`: the whole model or its last stage."""
+    assert main.lm_head is not None, "only the last stage predicts"
+    config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
+    parts = LayerParts(raw, config, variant_of(raw), main.rope)
+    return NextN(parts, Lent(main.model.embed_tokens, main.lm_head), own).eval()
+
+
+def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> NextN:
+    """The MTP layers of `main`'s checkpoint, cut over ranks and quantised as `main` is."""
+    raw = RawConfig.read(folder)
+    with Checkpoint(folder) as checkpoint:
+        own = Own.of(checkpoint, _layers(raw))
+    model = build_nextn(raw, main, own)
+    load_weights(model, folder, scheme, partial(_build_whole, own=own))
+    settle_input_scales(model, folder)
+    return model
+
+
+def _build_whole(raw: RawConfig, own: Own) -> NextN:
+    return build_nextn(raw, build_whole(raw), own)
+
+
+def _layers(raw: RawConfig) -> range:
+    names = raw.items("architectures")
+    if ARCHITECTURE not in names:
+        raise ValueError(
+            f"{raw.source}: architectures {names} have no layers for multi-token prediction that "
+            f"are served, only {ARCHITECTURE} has"
+        )
+    number = raw.integer("num_nextn_predict_layers", 0, minimum=0)
+    if number == 0:
+        raise ValueError(
+            f"{raw.source}: num_nextn_predict_layers is 0: this checkpoint has no layers for "
+            "multi-token prediction, take one that has"
+        )
+    first = raw.integer("num_hidden_layers")
+    return range(first, first + number)
+
+
+def _stem(layer: int) -> str:
+    return f"model.layers.{layer}."
