@@ -24,6 +24,7 @@ COMMANDS = (
     Command("serve", "start the HTTP server", "moesaic.cli.serve"),
     Command("generate", "answer prompts on the command line", "moesaic.cli.generate"),
     Command("bench", "measure a server, or the engine alone", "moesaic.cli.bench"),
+    Command("eval", "score a model, or a server, on problems with answers", "moesaic.cli.eval"),
     Command("quantize", "write a checkpoint anew with fewer bits", "moesaic.cli.quantize"),
     Command(
         "doctor", "what this machine has, and how a model would be laid out", "moesaic.cli.doctor"

@@ -41,7 +41,8 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def add_flags(self, cls: type[Any], leave_out: Collection[str] = ()) -> None:
-        """Add the flags of a dataclass, except the groups named in leave_out."""
+        """Add the flags of a dataclass, except the groups named in leave_out. A name that is
+        there already keeps its meaning: what is an alias elsewhere may be a command's own flag."""
         groups: dict[str, argparse._ArgumentGroup] = {}
         for spec in specs(cls).values():
             if spec.group in leave_out:
@@ -49,8 +50,9 @@ class FlagParser(argparse.ArgumentParser):
                 continue
             if spec.group not in groups:
                 groups[spec.group] = self.add_argument_group(spec.group)
-            _add_flag(groups[spec.group], spec)
-            self.flags.extend(spec.names)
+            names = [name for name in spec.names if name not in self.flags]
+            _add_flag(groups[spec.group], spec, names)
+            self.flags.extend(names)
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
         """What was given on the command line, as text; an unknown flag is an error with a hint."""
@@ -69,17 +71,17 @@ class FlagParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _add_flag(group: argparse._ArgumentGroup, spec: Spec) -> None:
+def _add_flag(group: argparse._ArgumentGroup, spec: Spec, names: Sequence[str]) -> None:
     common: dict[str, Any] = {"dest": spec.field, "default": argparse.SUPPRESS}
     if spec.kind is bool:
-        group.add_argument(*spec.names, action="store_true", help=_help(spec), **common)
+        group.add_argument(*names, action="store_true", help=_help(spec), **common)
         # Lets the command line win over a file that switches the flag on.
         off = f"--no-{spec.name.removeprefix('--')}"
         group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **common)
         return
     if spec.many:
         common |= {"action": "append"} if spec.flag.repeat else {"nargs": "+"}
-    group.add_argument(*spec.names, metavar=_metavar(spec), help=_help(spec), **common)
+    group.add_argument(*names, metavar=_metavar(spec), help=_help(spec), **common)
 
 
 def _metavar(spec: Spec) -> str:

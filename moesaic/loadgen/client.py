@@ -49,7 +49,7 @@ class Client:
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
                 if response.status != 200:
-                    outcome.error = f"status {response.status}: {_reason(await response.read())}"
+                    outcome.error = f"status {response.status}: {reason(await response.read())}"
                 elif self._asked.stream:
                     await self._read_stream(response, outcome)
                 else:
@@ -92,7 +92,8 @@ class Client:
         return brought
 
 
-def _reason(body: bytes) -> str:
+def reason(body: bytes) -> str:
+    """Why a server refused, from what it sent with the status."""
     try:
         content: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -174,8 +174,8 @@ def test_launch_server_is_serve():
     [
         (
             ["sreve"],
-            "unknown command sreve: choose one of serve, generate, bench, quantize, doctor; "
-            "did you mean serve?",
+            "unknown command sreve: choose one of serve, generate, bench, eval, quantize, "
+            "doctor; did you mean serve?",
         ),
         (
             ["serve"],

@@ -1,0 +1,1 @@
+"""How well a model answers: problems to an engine or a server, replies graded, figures written."""

@@ -1,0 +1,112 @@
+"""Who is asked: an engine in this process. A server is in http.py."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moesaic.tasks.problem import Problem
+
+if TYPE_CHECKING:
+    from moesaic.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How problems are asked. `concurrency`: most at once, None for as many as the target takes;
+    `num` and `arguments` are only written down."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    concurrency: int | None = None
+    progress: bool = True
+    num: int | None = None
+    arguments: dict[str, Any] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """With a seed where there is chance, so that a run can be repeated."""
+        seed = {"seed": self.seed} if self.temperature > 0 else {}
+        return {"temperature": self.temperature, **seed}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`error`: why there is none."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    latency_s: float = 0.0
+    error: str = ""
+
+
+class Asker(ABC):
+    """`target`: a model's path or an address; `limit`: most problems that it takes at once."""
+
+    target: str
+    limit: int | None = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Around all questions, on their event loop."""
+        yield
+
+    @abstractmethod
+    async def ask(self, problem: Problem, options: Options) -> Reply:
+        """What goes wrong is in the reply."""
+
+
+class EngineAsker(Asker):
+    """All problems may be under way at once: the scheduler makes batches of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.tokenizer is None:
+            raise ValueError("an evaluation needs a tokenizer: leave out --skip-tokenizer-init")
+        self._engine, self._tokenizer = engine, engine.tokenizer
+        self.target = engine.args.served_model_name or engine.args.model_path
+        if engine.args.max_queued_requests is not None:
+            self.limit = engine.max_running
+        if not self._tokenizer.templates:
+            logger.warning("%s has no chat template: prompts are plain text", self.target)
+
+    async def ask(self, problem: Problem, options: Options) -> Reply:
+        from moesaic.engine.inputs import GenerateInput
+
+        sampling = {"max_new_tokens": options.max_new_tokens, **options.sampling}
+        try:
+            call = GenerateInput(input_ids=self._tokens(problem), sampling_params=sampling)
+            async with aclosing(self._engine.follow(call, stream=False)) as stream:
+                pieces = [piece async for piece in stream]
+        except (ValueError, RuntimeError) as error:
+            return Reply(error=str(error))
+        request, text = pieces[-1].request, pieces[-1].text
+        reason = request.finish_reason
+        assert reason is not None and request.finished is not None
+        return Reply(
+            text,
+            reason.type,
+            request.prompt_len,
+            request.num_output,
+            request.finished - request.created,
+            (reason.message or "aborted") if reason.type == "abort" else "",
+        )
+
+    def _tokens(self, problem: Problem) -> list[int]:
+        if not self._tokenizer.templates:
+            text = "\n".join(message.content for message in problem.conversation)
+            return self._tokenizer.encode(text)
+        turns = [
+            {"role": message.role, "content": message.content} for message in problem.conversation
+        ]
+        text = self._tokenizer.apply_chat_template(turns)
+        self._engine.limits.check_chars(len(text))
+        return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,115 @@
+"""Two results side by side: of the same problems, which answers changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.evals.figures import mcnemar
+from moesaic.evals.report import columns
+from moesaic.evals.result import Output, Result, by_task, score
+
+MOST_SHOWN: Final = 20  # names of problems in one line
+Key = tuple[Any, ...]
+Pair = tuple[Output, Output]
+
+
+def read_result(path: str) -> Result:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Result)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"--compare {path}: not a file of --out: {error}") from None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`pairs` are problems that both were asked; `alone`: how many only the one, only the other."""
+
+    pairs: list[Pair]
+    alone: tuple[int, int]
+
+    @property
+    def differing(self) -> int:
+        """Replies with another text."""
+        return sum(a.reply != b.reply or a.failed != b.failed for a, b in self.pairs)
+
+    @property
+    def lost(self) -> list[Output]:
+        return [a for a, b in self.pairs if a.right and not b.right]
+
+    @property
+    def won(self) -> list[Output]:
+        return [a for a, b in self.pairs if b.right and not a.right]
+
+    @property
+    def p_value(self) -> float:
+        return mcnemar(len(self.lost), len(self.won))
+
+
+def compare(a: Result, b: Result) -> Comparison:
+    """By what was asked, wherever it stands; a problem that comes twice pairs with the first, then
+    the second."""
+    others = dict(_keyed(b))
+    pairs = [(output, others[key]) for key, output in _keyed(a) if key in others]
+    left = len(a.outputs) - len(pairs), len(b.outputs) - len(pairs)
+    return Comparison(pairs, left)
+
+
+def _keyed(result: Result) -> list[tuple[Key, Output]]:
+    seen: Counter[Key] = Counter()
+    found = []
+    for output in result.outputs:
+        key: Key = (output.task, output.prompt, output.messages, output.answer)
+        found.append(((*key, seen[key]), output))
+        seen[key] += 1
+    return found
+
+
+def block(names: tuple[str, str], a: Result, b: Result) -> str:
+    """What is printed."""
+    found = compare(a, b)
+    lines = [f"A: {names[0]} ({a.target})", f"B: {names[1]} ({b.target})", _problems(a, b, found)]
+    if not found.pairs:
+        return "\n".join(lines)
+    total, differing = len(found.pairs), found.differing
+    same = f"all {total} texts are identical"
+    lines += ["", _table(found), "", f"{differing} of {total} texts differ" if differing else same]
+    for word, flipped in (
+        ("right in A, wrong in B", found.lost),
+        ("wrong in A, right in B", found.won),
+    ):
+        lines.append(f"{word}: {len(flipped)}{_names(flipped)}")
+    lines.append(f"McNemar's exact p: {found.p_value:.4g}")
+    return "\n".join(lines)
+
+
+def _problems(a: Result, b: Result, found: Comparison) -> str:
+    if a.data == b.data and not any(found.alone):
+        return f"the same {len(found.pairs)} problems"
+    left, right = found.alone
+    return f"{len(found.pairs)} problems in common; {left} only in A, {right} only in B"
+
+
+def _table(found: Comparison) -> str:
+    """Of the problems in common."""
+    sides = [by_task([pair[side] for pair in found.pairs]) for side in (0, 1)]
+    if len(sides[0]) > 1:
+        sides = [{**side, "all": [p[n] for p in found.pairs]} for n, side in enumerate(sides)]
+    rows = [("task", "n", "accuracy A", "accuracy B", "B - A")]
+    for task, outputs in sides[0].items():
+        before, after = score(outputs).accuracy, score(sides[1][task]).accuracy
+        gain = after - before
+        rows.append((task, str(len(outputs)), f"{before:.4f}", f"{after:.4f}", f"{gain:+.4f}"))
+    return columns(rows)
+
+
+def _names(outputs: list[Output]) -> str:
+    if not outputs:
+        return ""
+    names = [f"{output.task}/{output.id}" for output in outputs[:MOST_SHOWN]]
+    more = [f"and {len(outputs) - MOST_SHOWN} more"] if len(outputs) > MOST_SHOWN else []
+    return " (" + ", ".join([*names, *more]) + ")"

@@ -1,0 +1,186 @@
+"""Problems from tasks and from files: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.config.flags import nearest
+from moesaic.tasks.problem import MARK, MATCHES, Message, Problem
+
+logger = logging.getLogger(__name__)
+
+DRAWN: Final = 100  # problems of a task unless told
+ROLES: Final = ("system", "user", "assistant", "developer", "tool")
+KNOWN: Final = frozenset(
+    {"task", "id", "prompt", "messages", "question", "answer", "match", "solution"}
+)
+
+
+class BadLine(ValueError):
+    """What is wrong with a line of a file."""
+
+
+def choose(tasks: str | None, data: str | None, seed: int, num: int | None) -> list[Problem]:
+    """Problems of tasks (a,b or all), then those of a file; with neither, of all tasks."""
+    words = tasks or (None if data is not None else "all")
+    drawn = [] if words is None else draw_tasks(words, seed, num or DRAWN)
+    return drawn + ([] if data is None else first_of_each(read_problems(data), num))
+
+
+def draw_tasks(words: str, seed: int, num: int) -> list[Problem]:
+    from moesaic.tasks.draw import TASKS, distinct
+
+    names = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    for name in names:
+        if name not in (*TASKS, "all"):
+            hint = nearest(name, TASKS)
+            raise ValueError(f"--tasks: unknown task {name}: choose of {', '.join(TASKS)}{hint}")
+    if not names:
+        raise ValueError(f"--tasks is {words!r}: choose of {', '.join(TASKS)}, or all")
+    chosen = list(TASKS) if "all" in names else names
+    return [
+        replace(problem, id=problem.id or str(number))
+        for name in chosen
+        for number, problem in enumerate(distinct(name, "test", seed, num))
+    ]
+
+
+def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]:
+    """At most so many of each task."""
+    counts: dict[str, int] = {}
+    kept = []
+    for problem in problems:
+        counts[problem.task] = counts.get(problem.task, 0) + 1
+        if num is None or counts[problem.task] <= num:
+            kept.append(problem)
+    return kept
+
+
+def read_problems(path: str) -> list[Problem]:
+    """ValueError with the line and what is wrong with it."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--data {path}: cannot be read: {error}") from None
+    found, ignored = [], set[str]()
+    # Not by splitlines: a JSON text may hold other line ends as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = _object(line)
+            found.append(_problem(entry, file.stem, str(number)))
+        except BadLine as error:
+            raise ValueError(f"--data {path}, line {number}: {error}") from None
+        ignored |= entry.keys() - KNOWN
+    if not found:
+        raise ValueError(f'--data {path} has no problems: give lines {{"prompt": …, "answer": …}}')
+    if ignored:
+        logger.info("--data %s: keys that mean nothing here: %s", path, ", ".join(sorted(ignored)))
+    return found
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"it is not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise BadLine('it is not an object: write {"prompt": "…", "answer": "…"}')
+    return entry
+
+
+def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
+    asked = [key for key in ("prompt", "messages", "question") if key in entry]
+    if len(asked) != 1:
+        found = " and ".join(asked) or "neither"
+        raise BadLine(f'it has {found}: give one of "prompt" and "messages"')
+    # A line of GSM8K: the answer is a worked solution with the number behind the mark.
+    solved = asked == ["question"]
+    prompt = "" if asked == ["messages"] else _text(entry, asked[0])
+    messages = _messages(entry["messages"]) if asked == ["messages"] else ()
+    answer, solution = _text(entry, "answer"), entry.get("solution", "")
+    match = entry.get("match", "number" if solved else "auto")
+    if solved and MARK in answer:
+        solution, answer = answer, answer.rpartition(MARK)[2].strip().replace(",", "")
+    _check_match(match, answer)
+    return Problem(
+        task=_text(entry, "task") if "task" in entry else task,
+        prompt=prompt,
+        answer=answer,
+        solution=solution if isinstance(solution, str) else "",
+        match=match,
+        messages=messages,
+        id=_text(entry, "id") if "id" in entry else number,
+    )
+
+
+def _text(entry: dict[str, Any], key: str) -> str:
+    """A number will do: of an answer it is what people write."""
+    value = entry.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        what = "is missing" if value is None else f"is {value!r:.40}"
+        raise BadLine(f'"{key}" {what}: give a text that is not empty')
+    return value
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadLine('"messages" must be a list that is not empty')
+    for number, turn in enumerate(value):
+        good = isinstance(turn, dict) and isinstance(turn.get("content"), str)
+        if not good or turn.get("role") not in ROLES:
+            raise BadLine(
+                f'message {number} must be {{"role": "user", "content": "…"}}, with a role of '
+                + ", ".join(ROLES)
+            )
+    return tuple(Message(turn["role"], turn["content"]) for turn in value)
+
+
+def _check_match(name: Any, answer: str) -> None:
+    if not isinstance(name, str) or name not in MATCHES:
+        hint = nearest(str(name), MATCHES)
+        raise BadLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
+    needs: dict[str, str] = {"number": "a number", "choice": "a letter from A to E"}
+    if name in needs and MATCHES[name].read(answer) is None:
+        raise BadLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {needs[name]}')
+
+
+def write_problems(path: str, problems: Sequence[Problem]) -> None:
+    """As `read_problems` takes them."""
+    lines = [json.dumps(_line(problem), ensure_ascii=False) + "\n" for problem in problems]
+    write_whole(Path(path), "".join(lines).encode())
+
+
+def _line(problem: Problem) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(problem)
+    return {key: value for key, value in values.items() if value}
+
+
+def check_folder(flag: str, path: str) -> None:
+    """Before anything slow: ValueError where no file can be written."""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: name a file")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {file.absolute().parent}: make it")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All of it or nothing, whatever ends this process."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

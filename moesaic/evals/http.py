@@ -1,0 +1,140 @@
+"""A server with OpenAI's API is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from moesaic.evals.ask import Asker, Options, Reply
+from moesaic.loadgen.client import reason, session
+from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text
+from moesaic.tasks.problem import Problem
+
+TRIES: Final = 6
+FIRST_WAIT: Final = 0.5  # seconds, doubled at every further try
+LONGEST_WAIT: Final = 30.0
+AGAIN: Final = (429, 503)  # too much at once, or not there yet
+
+
+class Unreached(Exception):
+    """A try that may be made again. `wait`: seconds, where the server says so."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+class HttpAsker(Asker):
+    def __init__(self, url: str, model: str | None, key: str | None, limit: int) -> None:
+        self.target = url.rstrip("/").removesuffix("/v1")
+        self.limit = limit
+        self._model = model or ""
+        key = key or os.environ.get("OPENAI_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        async with session(self._headers) as self._session:
+            if not self._model:
+                self._model = await self._first_model()
+            yield
+
+    async def _first_model(self) -> str:
+        url = f"{self.target}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                status, data = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise RuntimeError(
+                f"no server at {self.target}: {error}; start one with moesaic serve MODEL, or say "
+                "where it is with --base-url"
+            ) from None
+        if status in (401, 403):
+            raise RuntimeError(f"{url}: status {status}: {reason(data)}; give --api-key KEY")
+        try:
+            content = msgspec.json.decode(data, type=_Models)
+        except msgspec.DecodeError:
+            content = _Models()
+        if status != 200 or not content.data:
+            raise RuntimeError(f"{url} lists no model (status {status}): name one with --model")
+        return content.data[0].id
+
+    async def ask(self, problem: Problem, options: Options) -> Reply:
+        """Tries again where that may help; the time of a reply is that of its last try."""
+        wait = FIRST_WAIT
+        for number in range(1, TRIES + 1):
+            try:
+                return await self._once(problem, options)
+            except Unreached as error:
+                if number == TRIES:
+                    return Reply(error=f"{error}, {TRIES} times")
+                # Spread, so that those who were sent away together do not come back together.
+                pause = error.wait if error.wait is not None else wait * random.uniform(0.5, 1)
+                await asyncio.sleep(min(pause, LONGEST_WAIT))
+                wait *= 2
+        raise AssertionError("the last try returns")
+
+    async def _once(self, problem: Problem, options: Options) -> Reply:
+        url, started = f"{self.target}/v1/chat/completions", time.perf_counter()
+        try:
+            async with self._session.post(url, json=self._body(problem, options)) as response:
+                data = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreached(f"{type(error).__name__}: {error}") from None
+        if response.status != 200:
+            text = f"status {response.status}: {reason(data)}"
+            if response.status in AGAIN:
+                raise Unreached(text, _seconds(response.headers.get("Retry-After")))
+            return Reply(error=text)
+        return _reply(data, time.perf_counter() - started)
+
+    def _body(self, problem: Problem, options: Options) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [msgspec.to_builtins(message) for message in problem.conversation],
+            "max_tokens": options.max_new_tokens,
+            **options.sampling,
+        }
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+def _seconds(header: str | None) -> float | None:
+    """A date is as good as nothing: clocks differ."""
+    return float(header) if header is not None and header.strip().isdecimal() else None
+
+
+def _reply(data: bytes, seconds: float) -> Reply:
+    """Reasoning that the server sets apart is not graded."""
+    try:
+        part = msgspec.json.decode(data, type=OpenAIPart)
+    except msgspec.DecodeError as error:
+        return Reply(error=f"the answer is not one of OpenAI's API: {error}")
+    if part.error is not None:
+        return Reply(error=error_text(part.error))
+    if not part.choices or part.choices[0].message is None:
+        return Reply(error="the answer has no message")
+    choice, message = part.choices[0], part.choices[0].message
+    ended = choice.finish_reason
+    return Reply(
+        message.content or "",
+        ended,
+        part.usage.prompt_tokens if part.usage else None,
+        part.usage.completion_tokens if part.usage else None,
+        seconds,
+        f"it ended with finish_reason {ended!r}" if ended in FAILED else "",
+    )

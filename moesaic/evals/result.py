@@ -1,0 +1,106 @@
+"""What an evaluation found, as it is written to a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moesaic.evals.figures import Latency, wilson
+from moesaic.tasks.problem import Message, Problem
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Shares are of all n. A request that failed is not right, and is not invalid either."""
+
+    accuracy: float
+    invalid: float
+    n: int
+    ci_low: float
+    ci_high: float
+    failed: int
+
+
+class Output(msgspec.Struct, frozen=True):
+    """One problem and the reply to it. `prompt` or `messages` is there, as it was asked; `error` if
+    no reply came."""
+
+    task: str
+    id: str
+    answer: str
+    reply: str
+    found: str | None
+    right: bool
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    latency_s: float
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    messages: tuple[Message, ...] | msgspec.UnsetType = msgspec.UNSET
+    error: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not msgspec.UNSET
+
+    @property
+    def asked(self) -> str:
+        """As one text, to be shown."""
+        if self.messages is msgspec.UNSET:
+            return "" if self.prompt is msgspec.UNSET else self.prompt
+        return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`complete`: no problem was left out; `num`: problems of each task that were asked for, None
+    if all of a file; `data`: the same for the same problems in the same order."""
+
+    tasks: dict[str, Score]
+    accuracy: float
+    seed: int
+    num: int | None
+    temperature: float
+    max_new_tokens: int
+    target: str
+    arguments: dict[str, Any]
+    seconds: float
+    output_throughput: float
+    requests_per_second: float
+    latency: Latency
+    version: str
+    data: str
+    complete: bool
+    outputs: list[Output]
+
+    @property
+    def failed(self) -> int:
+        return sum(score.failed for score in self.tasks.values())
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+
+def score(outputs: Sequence[Output]) -> Score:
+    number, right = len(outputs), sum(output.right for output in outputs)
+    failed = sum(output.failed for output in outputs)
+    invalid = sum(output.found is None for output in outputs) - failed
+    low, high = wilson(right, number)
+    return Score(right / max(number, 1), invalid / max(number, 1), number, low, high, failed)
+
+
+def by_task(outputs: Sequence[Output]) -> dict[str, list[Output]]:
+    """In the order of their first problems."""
+    found: dict[str, list[Output]] = {}
+    for output in outputs:
+        found.setdefault(output.task, []).append(output)
+    return found
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """sha256 over all prompts and answers."""
+    found = hashlib.sha256()
+    for problem in problems:
+        found.update(msgspec.json.encode((problem.conversation, problem.answer)) + b"\n")
+    return found.hexdigest()

@@ -1,0 +1,113 @@
+"""All problems are asked, their replies graded and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tqdm import tqdm
+
+import moesaic
+from moesaic.evals.ask import Asker, EngineAsker, Options, Reply
+from moesaic.evals.figures import Latency
+from moesaic.evals.result import Output, Result, by_task, digest, score
+from moesaic.tasks.problem import Problem, grade
+
+if TYPE_CHECKING:
+    from moesaic.engine.engine import Engine
+
+
+def evaluate(
+    target: Engine | Asker, problems: Sequence[Problem], options: Options | None = None
+) -> Result:
+    """Asks an engine, or whatever an Asker knows. Ctrl-C gives what there is by then, with
+    `complete` false. Not to be called on an event loop."""
+    if not problems:
+        raise ValueError("there are no problems: give at least one")
+    asker = target if isinstance(target, Asker) else EngineAsker(target)
+    run = _Run(asker, problems, options or Options())
+    asyncio.run(run.all())
+    return run.result()
+
+
+class _Run:
+    def __init__(self, asker: Asker, problems: Sequence[Problem], options: Options) -> None:
+        self._asker, self._problems, self._options = asker, problems, options
+        self._found: dict[int, Output] = {}
+        self._right = 0
+        self._places: AbstractAsyncContextManager[object] = nullcontext()
+        if (limit := options.concurrency or asker.limit) is not None:
+            self._places = asyncio.Semaphore(limit)
+        self._started = self._seconds = 0.0
+
+    async def all(self) -> None:
+        total, hidden = len(self._problems), not self._options.progress
+        async with self._asker.opened():
+            self._started = time.perf_counter()
+            with tqdm(total=total, disable=hidden, unit="problem") as bar:
+                tasks = [asyncio.create_task(self._one(number, bar)) for number in range(total)]
+                try:
+                    await asyncio.gather(*tasks)
+                except asyncio.CancelledError:  # Ctrl-C
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            self._seconds = time.perf_counter() - self._started
+
+    async def _one(self, number: int, bar: tqdm[Any]) -> None:
+        problem = self._problems[number]
+        async with self._places:
+            reply = await self._asker.ask(problem, self._options)
+        output = graded(problem, reply, number)
+        self._found[number] = output
+        self._right += output.right
+        bar.set_postfix_str(f"accuracy {self._right / len(self._found):.3f}", refresh=False)
+        bar.update()
+
+    def result(self) -> Result:
+        options = self._options
+        outputs = [self._found[number] for number in sorted(self._found)]
+        answered = [output for output in outputs if not output.failed]
+        seconds = max(self._seconds, 1e-9)
+        return Result(
+            tasks={task: score(some) for task, some in by_task(outputs).items()},
+            accuracy=score(outputs).accuracy,
+            seed=options.seed,
+            num=options.num,
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            target=self._asker.target,
+            arguments=options.arguments or {},
+            seconds=seconds,
+            output_throughput=sum(one.completion_tokens or 0 for one in answered) / seconds,
+            requests_per_second=len(answered) / seconds,
+            latency=Latency.of([output.latency_s for output in answered]),
+            version=moesaic.__version__,
+            data=digest(self._problems),
+            complete=len(outputs) == len(self._problems),
+            outputs=outputs,
+        )
+
+
+def graded(problem: Problem, reply: Reply, number: int) -> Output:
+    """A request that failed is not graded: what it said until then is no answer."""
+    found = None if reply.error else grade(problem, reply.text)
+    return Output(
+        task=problem.task,
+        id=problem.id or str(number),
+        answer=problem.answer,
+        reply=reply.text,
+        found=None if found is None else found.found,
+        right=found is not None and found.right,
+        finish_reason=reply.finish_reason,
+        prompt_tokens=reply.prompt_tokens,
+        completion_tokens=reply.completion_tokens,
+        latency_s=reply.latency_s,
+        prompt=msgspec.UNSET if problem.messages else problem.prompt,
+        messages=problem.messages or msgspec.UNSET,
+        error=reply.error or msgspec.UNSET,
+    )

@@ -1,0 +1,362 @@
+"""Grading, statistics, problems in files, comparison: everything of `eval` but a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.evals.ask import Asker, Options, Reply
+from moesaic.evals.compare import block, compare
+from moesaic.evals.data import read_problems, write_problems
+from moesaic.evals.figures import Z95, mcnemar, wilson
+from moesaic.evals.report import errors, failures, table
+from moesaic.evals.result import Result, digest
+from moesaic.evals.run import evaluate
+from moesaic.tasks.problem import Message, Problem, grade
+
+# As `eval --out` promises it.
+SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+SCORE = ["accuracy", "invalid", "n", "ci_low", "ci_high", "failed"]
+POSITIVE = ("temperature", "seconds", "output_throughput", "requests_per_second")
+OUTPUT = {
+    "task": {"type": "string"},
+    "id": {"type": "string"},
+    "prompt": {"type": "string"},
+    "messages": {"type": "array", "items": {"required": ["role", "content"]}},
+    "answer": {"type": "string"},
+    "reply": {"type": "string"},
+    "found": {"type": ["string", "null"]},
+    "right": {"type": "boolean"},
+    "finish_reason": {"type": ["string", "null"]},
+    "prompt_tokens": {"type": ["integer", "null"]},
+    "completion_tokens": {"type": ["integer", "null"]},
+    "latency_s": {"type": "number", "minimum": 0},
+    "error": {"type": "string"},
+}
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "tasks": {
+            "additionalProperties": {
+                "required": SCORE,
+                "additionalProperties": False,
+                "properties": dict.fromkeys(SCORE, SHARE)
+                | {"n": {"type": "integer"}, "failed": {"type": "integer"}},
+            }
+        },
+        "outputs": {
+            "items": {
+                "additionalProperties": False,
+                "properties": OUTPUT,
+                "required": [key for key in OUTPUT if key not in ("prompt", "messages", "error")],
+                "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+            }
+        },
+        "latency": {"required": ["mean", "p50", "p90", "p99"]},
+        "accuracy": SHARE,
+        "data": {"pattern": "^[0-9a-f]{64}$"},
+        "arguments": {"type": "object"},
+        "complete": {"type": "boolean"},
+        "num": {"type": ["integer", "null"]},
+        **{key: {"type": "string"} for key in ("target", "version")},
+        **{key: {"type": "integer"} for key in ("seed", "max_new_tokens")},
+        **{key: {"type": "number", "minimum": 0} for key in POSITIVE},
+    },
+}
+SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
+
+
+class Known(Asker):
+    """Replies by the prompt; a text that begins with ! is an error, None is never given."""
+
+    target = "known"
+
+    def __init__(self, replies: dict[str, str | None]) -> None:
+        self.replies = replies
+        self.options: list[Options] = []
+        self.opens = 0
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        self.opens += 1
+        yield
+
+    async def ask(self, problem: Problem, options: Options) -> Reply:
+        self.options.append(options)
+        text = self.replies[problem.conversation[-1].content]
+        if text is None:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.Event().wait()
+        assert text is not None
+        if text.startswith("!"):
+            return Reply(error=text[1:])
+        return Reply(text, "stop", 5, len(text), 0.25)
+
+
+QUIET = Options(progress=False)
+
+
+def problem(prompt: str, answer: str, match: str = "exact", task: str = "t") -> Problem:
+    return Problem(task, prompt, answer, match=match)
+
+
+@pytest.mark.parametrize(
+    ("right", "number", "low", "high"),
+    # Newcombe, Statistics in Medicine 17 (1998), table I, the score method.
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_as_published(right: int, number: int, low: float, high: float) -> None:
+    found = wilson(right, number)
+    assert found == pytest.approx((low, high), abs=5e-5)
+    mirrored = wilson(number - right, number)
+    assert mirrored == pytest.approx((1 - found[1], 1 - found[0]), abs=1e-12)
+    for bound in found:  # where the test of that share just rejects what was seen
+        if 0 < bound < 1:
+            deviation = math.sqrt(bound * (1 - bound) / number)
+            assert abs(right / number - bound) / deviation == pytest.approx(Z95)
+
+
+def test_wilson_ends() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(7, 7)[1] == 1.0 and wilson(0, 7)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "p"),
+    # Of R's binom.test(lost, lost + won).
+    [
+        (0, 0, 1),
+        (0, 6, 0.03125),
+        (1, 9, 0.02148438),
+        (9, 1, 0.02148438),
+        (3, 12, 0.03515625),
+        (5, 5, 1),
+    ],
+)
+def test_mcnemar(lost: int, won: int, p: float) -> None:
+    assert mcnemar(lost, won) == pytest.approx(p, rel=1e-6)
+
+
+GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 steps."
+
+
+@pytest.mark.parametrize(
+    ("match", "answer", "reply", "right", "found"),
+    [
+        ("final", "18", "9 + 9\n#### 18", True, "18"),
+        ("final", "18", "18", False, None),
+        ("final", "18", "#### ", False, None),
+        ("exact", "a  b", "a b\n", True, "a b"),
+        ("exact", "a b", "A b", False, "A b"),
+        ("exact", "a", " \n", False, None),
+        ("auto", "18", "#### 17\n#### 18", True, "18"),
+        ("auto", "18", " 18 ", True, "18"),
+        ("contains", "Paris", "It is PARIS, of course.", True, "It is PARIS, of course."),
+        ("contains", "1", "There are 21.", False, "There are 21."),
+        ("contains", "a.c", "abc", False, "abc"),
+        ("number", "1018", GSM8K_REPLY, True, "1018"),
+        ("number", "18", "It makes $18.00.", True, "18.00"),
+        ("number", "-3", "so x = -3", True, "-3"),
+        ("number", "3", "7-3", True, "3"),
+        ("number", "1234567", "1,234,567 in all", True, "1234567"),
+        ("number", "3", "They are 1,2,3", True, "3"),
+        ("number", "5", "no idea", False, None),
+        ("number", "5", "#### none of the 5", True, "5"),
+        ("choice", "B", "The answer is (B).", True, "B"),
+        ("choice", "b", "Answer: **B**", True, "B"),
+        ("choice", "(C)", "C", True, "C"),
+        ("choice", "A", "A dog is an animal, so B", False, "B"),
+        ("choice", "D", "d) because A is wrong", True, "D"),
+        ("choice", "A", "I do not know", False, None),
+    ],
+)
+def test_grades(match: str, answer: str, reply: str, right: bool, found: str | None) -> None:
+    grade_ = grade(problem("x", answer, match), reply)
+    assert (grade_.right, grade_.found) == (right, found)
+
+
+def lines(path: Path, *entries: object) -> str:
+    path.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+    return str(path)
+
+
+def test_files_of_problems(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = lines(
+        tmp_path / "mine.jsonl",
+        {"prompt": "two\u2028lines", "answer": 4, "match": "number", "level": "easy"},
+        {"messages": turns, "answer": "B", "match": "choice", "task": "talk", "id": 7},
+        {"question": "How many?", "answer": "3 * 6 = <<3*6=18>>18\n#### 1,018"},
+    )
+    first, second, third = read_problems(path)
+    assert first == Problem("mine", "two\u2028lines", "4", match="number", id="1")
+    assert second.messages == (Message("system", "s"), Message("user", "u"))
+    assert (second.task, second.id, second.prompt) == ("talk", "7", "")
+    assert (third.answer, third.match, third.task) == ("1018", "number", "mine")
+    assert third.solution.endswith("#### 1,018") and grade(third, third.solution).right
+    copy = str(tmp_path / "copy.jsonl")
+    write_problems(copy, [first, second, third])
+    assert read_problems(copy) == [first, second, third]
+    assert digest(read_problems(copy)) == digest([first, second, third])
+    assert digest([first, third]) != digest([third, first])
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "copy.jsonl", tmp_path / "mine.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "it is not JSON"),
+        ("[1]", "it is not an object"),
+        ('{"answer": "1"}', 'it has neither: give one of "prompt" and "messages"'),
+        ('{"prompt": "a", "messages": [], "answer": "1"}', "it has prompt and messages"),
+        ('{"prompt": "a"}', '"answer" is missing'),
+        ('{"prompt": "a", "answer": true}', '"answer" is True'),
+        ('{"prompt": " ", "answer": "1"}', "\"prompt\" is ' '"),
+        ('{"messages": [], "answer": "1"}', '"messages" must be a list that is not empty'),
+        ('{"messages": [{"role": "me", "content": "x"}], "answer": "1"}', "message 0 must be"),
+        ('{"prompt": "a", "answer": "1", "match": "numbr"}', "did you mean number?"),
+        ('{"prompt": "a", "answer": "x", "match": "number"}', "give a number"),
+        ('{"question": "a", "answer": "#### none"}', "give a number"),
+        ('{"prompt": "a", "answer": "F", "match": "choice"}', "give a letter from A to E"),
+    ],
+)
+def test_a_bad_line_is_named(
+    tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is looked for: there is none of this name."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "good", "answer": "1"}\n\n' + line + "\n")
+    assert main(["eval", "--model-path", "tiny:qwen3_moe", "--data", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"--data {path}, line 3: " in error and message in error
+
+
+def test_figures_of_a_run() -> None:
+    asker = Known({"a": "1", "b": "2", "c": "", "d": "!no", "e": "5"})
+    problems = [
+        problem("a", "1"),
+        problem("b", "1"),
+        problem("c", "1"),
+        problem("d", "1"),
+        Problem("u", "", "5", messages=(Message("system", "s"), Message("user", "e")), id="z"),
+    ]
+    result = evaluate(asker, problems, Options(progress=False, seed=3, num=4))
+    assert (asker.opens, len(asker.options)) == (1, 5)
+    t, low_high = result.tasks["t"], wilson(1, 4)
+    assert (t.accuracy, t.invalid, t.n, t.failed) == (0.25, 0.25, 4, 1)
+    assert (t.ci_low, t.ci_high) == low_high
+    assert result.failed == 1 and result.complete
+    assert (result.latency.mean, result.latency.p99) == (0.25, 0.25)
+    assert result.output_throughput == pytest.approx(3 / result.seconds)
+    assert result.requests_per_second == pytest.approx(4 / result.seconds)
+    written = json.loads(result.to_json())
+    jsonschema.validate(written, SCHEMA)
+    assert [one["id"] for one in written["outputs"]] == ["0", "1", "2", "3", "z"]
+    assert written["outputs"][3]["error"] == "no" and "messages" in written["outputs"][4]
+    assert msgspec.json.decode(result.to_json(), type=Result) == result
+    assert errors(result) == ["1 requests failed and count as wrong:", "  1 x no"]
+    assert failures(result, 1).startswith("3 wrong replies, 1 shown\n--- t 1: wanted 1, found 2")
+    rows = [line.split() for line in table(result).splitlines()]
+    assert rows[1][:6] == ["t", "4", "0.2500", "0.0456–0.6994", "25.0%", "1"]
+    assert rows[3][:3] == ["all", "5", "0.2000"]
+
+
+def test_ctrl_c_keeps_what_there_is() -> None:
+    result = evaluate(
+        Known({"a": "1", "b": "0", "c": None}),
+        [problem("a", "1"), problem("b", "1"), problem("c", "1")],
+        Options(progress=False, concurrency=1),
+    )
+    assert (result.complete, len(result.outputs), result.accuracy) == (False, 2, 0.5)
+    assert "interrupted" in table(result)
+
+
+def test_no_problems() -> None:
+    with pytest.raises(ValueError, match="there are no problems"):
+        evaluate(Known({}), [])
+
+
+def save(path: Path, replies: dict[str, str | None], problems: list[Problem]) -> str:
+    path.write_bytes(evaluate(Known(replies), problems, QUIET).to_json())
+    return str(path)
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six answers lost, none won: R gives 0.03125."""
+    names = "abcdefgh"
+    problems = [problem(name, "1", task="t" if name < "e" else "u") for name in names]
+    a = save(tmp_path / "a.json", dict.fromkeys(names, "1"), problems)
+    wrong = {name: "1" if name in "ah" else "2" for name in names}
+    b = save(tmp_path / "b.json", wrong, problems)
+    assert main(["eval", "--compare", a, b]) == 0
+    text = capsys.readouterr().out
+    assert "the same 8 problems" in text and "6 of 8 texts differ" in text
+    assert "right in A, wrong in B: 6 (t/1, t/2, t/3, u/4, u/5, u/6)" in text
+    assert "wrong in A, right in B: 0\n" in text and "McNemar's exact p: 0.03125" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["t", "4", "1.0000", "0.2500", "-0.7500"] in rows
+    assert ["all", "8", "1.0000", "0.2500", "-0.7500"] in rows
+    assert main(["eval", "--compare", a, a]) == 0
+    assert "all 8 texts are identical" in capsys.readouterr().out
+    assert main(["eval", "--compare", a]) == 2
+    assert main(["eval", "--compare", a, str(tmp_path)]) == 2
+
+
+def test_compare_of_other_problems() -> None:
+    """A problem that comes twice pairs once with each."""
+    a = evaluate(Known({"a": "1", "b": "1"}), [problem("a", "1")] * 2 + [problem("b", "1")], QUIET)
+    b = evaluate(Known({"a": "1", "c": "1"}), [problem("a", "1")] * 2 + [problem("c", "1")], QUIET)
+    found = compare(a, b)
+    assert (len(found.pairs), found.alone, found.differing) == (2, (1, 1), 0)
+    assert "2 problems in common; 1 only in A, 1 only in B" in block(("a", "b"), a, b)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--data {data}", "nothing to evaluate: give --model-path DIR, or --base-url URL"),
+        ("--base-url http://x --model-path y", "--base-url http://x and --model-path y: keep one"),
+        ("M --base-url http://x", "--base-url http://x and --model-path M: keep one"),
+        ("--base-url x:1 --data {data}", "--base-url is 'x:1': give http://HOST:PORT"),
+        ("--base-url http://x --tp 2", "--tp-size: for an engine, not for a server at --base-url"),
+        ("A --model B", "two models, A and --model B: keep one"),
+        ("tiny:qwen3_moe --data {data} --out no/such/x.json", "--out no/such/x.json: there is no"),
+        ("tiny:qwen3_moe --data {data} --out .", "--out . is a folder: name a file"),
+        ("tiny:qwen3_moe --data gone.jsonl", "--data gone.jsonl: cannot be read"),
+        ("tiny:qwen3_moe --skip-tokenizer-init", "an evaluation needs a tokenizer"),
+        ("tiny:qwen3_moe --num 0", "--num is 0: give at least 1"),
+    ],
+)
+def test_wrong_flags(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"})
+    assert main(["eval", *argv.format(data=data).split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}") and captured.out == ""
+
+
+def test_write_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of each task."""
+    entries = [{"prompt": f"{n}", "answer": "1", "task": "ab"[n % 2]} for n in range(6)]
+    data, out = lines(tmp_path / "d.jsonl", *entries), tmp_path / "out.jsonl"
+    flags = ["--data", data, "--num", "2", "--write-data", str(out)]
+    assert main(["eval", *flags]) == 0
+    assert capsys.readouterr().out == f"wrote 4 problems to {out}\n"
+    assert [one.prompt for one in read_problems(str(out))] == ["0", "1", "2", "3"]
