@@ -1,0 +1,457 @@
+"""More themes of the word problems: money, ways, passengers, halls, farms, games and books."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from moesaic.tasks.stories import Part, Theme
+
+MONEY: Final = Theme(
+    ("dollars",),
+    (
+        Part("set", ("{N} has ${A}.", "There are ${A} in {N}'s purse.", "{N} starts with ${A}.")),
+        Part(
+            "set_times",
+            (
+                "{N} saves ${A} each week for {B} weeks.",
+                "{N} works {A} hours and earns ${B} an hour.",
+                "For {A} days {N} earns ${B} a day.",
+            ),
+            "{N} has {A} * {B} = {Y} dollars.",
+        ),
+    ),
+    (
+        Part(
+            "add",
+            ("{S} earns ${A} for washing a car.", "{S} gets ${A} from an aunt.", "{S} finds ${A}."),
+            "Now {N} has {X} + {A} = {Y} dollars.",
+        ),
+        Part(
+            "take",
+            ("{S} spends ${A} on a gift.", "{S} pays ${A} for shoes.", "{S} buys a book for ${A}."),
+            "Now {N} has {X} - {A} = {Y} dollars.",
+        ),
+        Part(
+            "add_times",
+            ("Then {N} saves ${A} each week for {B} weeks.", "{S} sells {A} toys for ${B} each."),
+            "{N} adds {A} * {B} = {C} dollars. Now {N} has {X} + {C} = {Y} dollars.",
+        ),
+        Part(
+            "take_times",
+            ("{S} buys {A} tickets for ${B} each.", "{S} pays for {A} meals at ${B} each."),
+            "{N} pays {A} * {B} = {C} dollars. Now {N} has {X} - {C} = {Y} dollars.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many dollars does {N} have now?",
+                "How much money in dollars does {N} have in the end?",
+                "Find the number of dollars that {N} has now.",
+                "How many dollars are there at the end?",
+            ),
+        ),
+        Part(
+            "below",
+            (
+                "A bike costs ${A}. How many more dollars does {N} need for the bike?",
+                "{N} wants a phone that costs ${A}. How many dollars are still missing?",
+            ),
+            "{N} still needs {A} - {X} = {Y} dollars.",
+        ),
+        Part(
+            "above",
+            (
+                "{O} has ${A}. How many more dollars than {O} does {N} have now?",
+                "{O} has only ${A}. By how many dollars is {N} ahead of {O}?",
+            ),
+            "{N} has {X} - {A} = {Y} more.",
+        ),
+        Part(
+            "split",
+            (
+                "{S} shares the money equally among {A} children. How many dollars does each get?",
+                "{S} spends all of it on caps that cost ${A} each. How many caps does {N} get?",
+            ),
+            "That makes {X} / {A} = {Y}.",
+        ),
+    ),
+)
+TRIP: Final = Theme(
+    ("km",),
+    (
+        Part("set", ("{N} rides {A} km before lunch.", "First {N} drives {A} km by car.")),
+        Part(
+            "set_times",
+            (
+                "{N} walks {A} km a day for {B} days.",
+                "{N} rides for {A} hours and goes {B} km each hour.",
+            ),
+            "{N} goes {A} * {B} = {Y} km.",
+        ),
+        Part(
+            "set_sum",
+            ("{N} rides {A} km in the morning and {B} km in the evening.",),
+            "{N} goes {A} + {B} = {Y} km.",
+        ),
+    ),
+    (
+        Part(
+            "add",
+            (
+                "Then {N} rides {A} km more.",
+                "After a rest {N} goes on for {A} km.",
+                "{S} then takes a boat for {A} km.",
+            ),
+            "That makes {X} + {A} = {Y} km.",
+        ),
+        Part(
+            "add_times",
+            ("Then {N} walks {A} km a day for {B} days.", "Then {N} runs {A} laps of {B} km each."),
+            "The next part is {A} * {B} = {C} km. That makes {X} + {C} = {Y} km.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many km is the whole trip?",
+                "How far does {N} go in all, in km?",
+                "What is the length of the trip in km?",
+                "Find the total distance in km.",
+            ),
+        ),
+        Part(
+            "below",
+            (
+                "The whole way is {A} km long. How many km are left?",
+                "The sea is {A} km away from the start. How many km must {N} still go?",
+            ),
+            "{N} must still go {A} - {X} = {Y} km.",
+        ),
+        Part(
+            "above",
+            ("{O} goes {A} km in all. How many km more than {O} does {N} go?",),
+            "{N} goes {X} - {A} = {Y} km more.",
+        ),
+        Part(
+            "split",
+            (
+                "{O} goes the same way in {A} equal days. How many km does {O} go each day?",
+                "{S} goes back the same way in {A} equal parts. How many km long is each part?",
+            ),
+            "Each time it is {X} / {A} = {Y} km.",
+        ),
+    ),
+)
+BUS: Final = Theme(
+    ("people", "passengers", "travellers"),
+    (
+        Part("set", ("A bus starts with {A} {T}.", "There are {A} {T} on the train {N} drives.")),
+        Part(
+            "set_times",
+            (
+                "A train has {A} cars with {B} {T} in each.",
+                "A ferry leaves with {A} groups of {B} {T}.",
+            ),
+            "At first there are {A} * {B} = {Y} {T}.",
+        ),
+    ),
+    (
+        Part(
+            "add",
+            ("At the next stop {A} {T} get on.", "At the market {A} more {T} come in."),
+            "Then there are {X} + {A} = {Y} {T}.",
+        ),
+        Part(
+            "take",
+            ("At the next stop {A} {T} get off.", "At the park {A} {T} leave."),
+            "Then there are {X} - {A} = {Y} {T}.",
+        ),
+        Part(
+            "add_times",
+            ("At the next stop {A} groups of {B} {T} get on.",),
+            "{A} * {B} = {C} {T} get on. Then there are {X} + {C} = {Y} {T}.",
+        ),
+        Part(
+            "take_times",
+            ("Then at each of {A} stops {B} {T} get off.",),
+            "{A} * {B} = {C} {T} get off. Then there are {X} - {C} = {Y} {T}.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many {T} are on board now?",
+                "How many {T} arrive at the last stop?",
+                "Find the number of {T} who are still on board.",
+            ),
+        ),
+        Part(
+            "below",
+            ("There are seats for {A} {T}. How many seats are free now?",),
+            "There are {A} - {X} = {Y} free seats.",
+        ),
+        Part(
+            "price",
+            ("Each of those now on board pays ${A}. How many dollars is that?",),
+            "They pay {X} * {A} = {Y} dollars.",
+        ),
+        Part(
+            "split",
+            ("At the end they go on in taxis, {A} {T} in each. How many taxis are full?",),
+            "They fill {X} / {A} = {Y} taxis.",
+        ),
+    ),
+)
+HALL: Final = Theme(
+    tuple("chairs desks benches lamps stools".split()),
+    (
+        Part(
+            "set_times",
+            (
+                "In the school hall stand {A} rows of {B} {T}.",
+                "The school has {A} classrooms with {B} {T} each.",
+            ),
+            "At first there are {A} * {B} = {Y} {T}.",
+        ),
+        Part("set", ("There are {A} {T} in the school hall.", "A school owns {A} {T}.")),
+    ),
+    (
+        Part(
+            "add",
+            ("The caretaker brings {A} more {T}.", "A class carries {A} {T} in."),
+            "That makes {X} + {A} = {Y} {T}.",
+        ),
+        Part(
+            "take",
+            (
+                "{N} finds that {A} {T} are broken and takes them out.",
+                "A class carries {A} {T} out.",
+            ),
+            "That leaves {X} - {A} = {Y} {T}.",
+        ),
+        Part(
+            "add_times",
+            ("Then {A} pupils bring {B} {T} each.",),
+            "The pupils bring {A} * {B} = {C} {T}. That makes {X} + {C} = {Y} {T}.",
+        ),
+        Part(
+            "take_times",
+            ("Then {A} pupils take {B} {T} each out of the school.",),
+            "The pupils take {A} * {B} = {C} {T}. That leaves {X} - {C} = {Y} {T}.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many {T} are there now?",
+                "How many {T} does the school have in the end?",
+                "Find the number of {T} that are there now.",
+            ),
+        ),
+        Part(
+            "split",
+            (
+                "{N} puts them all in {A} equal rows. How many {T} are in each row?",
+                "They are set up in rows of {A}. How many rows are there?",
+            ),
+            "That makes {X} / {A} = {Y}.",
+        ),
+        Part(
+            "below",
+            ("For a feast {A} {T} are needed. How many {T} are missing?",),
+            "There are {A} - {X} = {Y} {T} too few.",
+        ),
+        Part(
+            "above",
+            ("Only {A} {T} are needed. How many {T} are too many?",),
+            "There are {X} - {A} = {Y} {T} too many.",
+        ),
+    ),
+)
+FARM: Final = Theme(
+    tuple("sheep cows goats hens ducks pigs rabbits horses".split()),
+    (
+        Part("set", ("A farm has {A} {T}.", "A farmer keeps {A} {T}.")),
+        Part(
+            "set_times",
+            ("On a farm there are {A} stables with {B} {T} in each.",),
+            "The farm has {A} * {B} = {Y} {T}.",
+        ),
+        Part(
+            "set_sum",
+            ("On a farm live {A} white {T} and {B} brown {T}.",),
+            "The farm has {A} + {B} = {Y} {T}.",
+        ),
+    ),
+    (
+        Part(
+            "add",
+            ("In spring {A} {T} are born.", "The farmer buys {A} {T} at the fair."),
+            "Then there are {X} + {A} = {Y} {T}.",
+        ),
+        Part(
+            "take",
+            ("The farmer sells {A} {T}.", "One night {A} {T} run away."),
+            "Then there are {X} - {A} = {Y} {T}.",
+        ),
+        Part(
+            "add_times",
+            ("The farmer buys {A} herds of {B} {T}.",),
+            "The farmer buys {A} * {B} = {C} {T}. Then there are {X} + {C} = {Y} {T}.",
+        ),
+        Part(
+            "take_times",
+            ("The farmer sells {A} neighbours {B} {T} each.",),
+            "The farmer sells {A} * {B} = {C} {T}. Then there are {X} - {C} = {Y} {T}.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many {T} live on the farm now?",
+                "How many {T} does the farm have in the end?",
+                "Find the number of {T} on the farm now.",
+            ),
+        ),
+        Part(
+            "split",
+            ("They live in {A} fields, equally many in each. How many {T} are in one field?",),
+            "In one field there are {X} / {A} = {Y} {T}.",
+        ),
+        Part(
+            "price",
+            ("Each of them eats {A} kg of food a day. How many kg do they eat in one day?",),
+            "They eat {X} * {A} = {Y} kg.",
+        ),
+        Part(
+            "above",
+            ("The farm next door has {A} {T}, which is fewer. How many fewer are they?",),
+            "It has {X} - {A} = {Y} fewer.",
+        ),
+    ),
+)
+GAME: Final = Theme(
+    ("points",),
+    (
+        Part("set", ("{N} has {A} points in a game.", "{N} begins a game with {A} points.")),
+        Part(
+            "set_times",
+            ("{N} plays {A} rounds and scores {B} points in each round.",),
+            "{N} has {A} * {B} = {Y} points.",
+        ),
+        Part(
+            "set_sum",
+            ("{N} scores {A} points in round one and {B} points in round two.",),
+            "{N} has {A} + {B} = {Y} points.",
+        ),
+    ),
+    (
+        Part(
+            "add",
+            ("Then {N} scores {A} points.", "A bonus brings {A} points."),
+            "Now it is {X} + {A} = {Y} points.",
+        ),
+        Part(
+            "take",
+            ("For a mistake {N} loses {A} points.", "A trap costs {N} {A} points."),
+            "Now it is {X} - {A} = {Y} points.",
+        ),
+        Part(
+            "add_times",
+            ("{S} hits {A} targets and gets {B} points for each.",),
+            "The targets bring {A} * {B} = {C} points. Now it is {X} + {C} = {Y} points.",
+        ),
+        Part(
+            "take_times",
+            ("{S} misses {A} targets and loses {B} points for each.",),
+            "{N} loses {A} * {B} = {C} points. Now it is {X} - {C} = {Y} points.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many points does {N} have now?",
+                "What is the score of {N} in the end?",
+                "With how many points does {N} end the game?",
+            ),
+        ),
+        Part(
+            "above",
+            ("{O} has {A} points. By how many points does {N} win?",),
+            "{N} wins by {X} - {A} = {Y} points.",
+        ),
+        Part(
+            "below",
+            ("To win, {A} points are needed. How many points are still missing?",),
+            "{N} still needs {A} - {X} = {Y} points.",
+        ),
+        Part(
+            "join",
+            ("{O} of the same team has {A} points. How many points does the team have?",),
+            "The team has {X} + {A} = {Y} points.",
+        ),
+        Part(
+            "split",
+            ("Every {A} points give a star. How many stars does {N} get?",),
+            "{N} gets {X} / {A} = {Y} stars.",
+        ),
+    ),
+)
+BOOK: Final = Theme(
+    ("pages",),
+    (
+        Part("set", ("A book has {A} pages.", "{N} must write {A} pages.")),
+        Part(
+            "set_times",
+            ("A book has {A} chapters of {B} pages each.",),
+            "There are {A} * {B} = {Y} pages.",
+        ),
+        Part(
+            "set_sum",
+            ("A story of {A} pages and another of {B} pages make up one book.",),
+            "There are {A} + {B} = {Y} pages.",
+        ),
+    ),
+    (
+        Part(
+            "take",
+            ("{N} finishes {A} pages on Monday.", "In the evening {N} finishes {A} pages."),
+            "There remain {X} - {A} = {Y} pages.",
+        ),
+        Part(
+            "take_times",
+            ("For {A} days {N} finishes {B} pages a day.",),
+            "{N} finishes {A} * {B} = {C} pages. There remain {X} - {C} = {Y} pages.",
+        ),
+    ),
+    (
+        Part(
+            "ask",
+            (
+                "How many pages are left?",
+                "How many pages must {N} still do?",
+                "Find the number of pages that remain.",
+            ),
+        ),
+        Part(
+            "split",
+            (
+                "{S} does the rest in {A} equal days. How many pages is that a day?",
+                "From then on {N} does {A} pages a day. How many days does the rest take?",
+            ),
+            "That makes {X} / {A} = {Y}.",
+        ),
+        Part(
+            "above",
+            ("{O} has {A} pages of it left. How many pages more than {O} has {N} left?",),
+            "{N} has {X} - {A} = {Y} more.",
+        ),
+    ),
+)
