@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from bench.house import (
     Case,
@@ -92,7 +93,7 @@ def attention_tp(row: Row) -> int:
 def faults(sheet: Sheet) -> list[str]:
     """What must not be: rows without a result, or with other texts than one rank's."""
     found = []
-    for row in in_order(sheet, CASES):
+    for row in sheet.rows:
         if row.error:
             found.append(f"{row.name} failed: {row.error}")
         elif row.differing:
@@ -121,7 +122,7 @@ def report(sheet: Sheet, markdown: bool) -> None:
     show_errors(in_order(sheet, CASES))
 
 
-def run(args: argparse.Namespace) -> Sheet:
+def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
     sheet = open_sheet(args.out, question_of(args, problems))
 
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> Sheet:
         with start(args.model_path, f"{case.flags} {DETERMINISTIC} {args.flags}") as engine:
             return Measured(ask(engine, problems, args.max_new_tokens), {})
 
-    measure_all(sheet, args.out, chosen(CASES, args.only), measure, args.again)
+    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
     return sheet
 
 

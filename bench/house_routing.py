@@ -188,7 +188,7 @@ def paint(path: Path, domains: Mapping[str, Counts], title: str) -> None:
     for axis in list(axes.flat)[len(grids) :]:
         axis.axis("off")
     bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30)
-    bar.set_label("% of the layer's tokens")
+    bar.set_label("% of the layer's tokens × top-k; white: an even share")
     bar.ax.axhline(100 / experts, color="white", linewidth=1.5)  # where all would be alike
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

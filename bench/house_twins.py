@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def bytes_a_row(engine: Engine) -> float:
     return sum(one.dispatch_bytes for one in traffic) / rows if rows else 0.0
 
 
-def run(args: argparse.Namespace) -> Sheet:
+def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
     sheet = open_sheet(args.out, question_of(args, problems))
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> Sheet:
             result = ask(engine, problems, args.max_new_tokens)
             return Measured(result, {"bytes": size, "bytes_a_row": bytes_a_row(engine)})
 
-    measure_all(sheet, args.out, chosen(CASES, args.only), measure, args.again)
+    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
     return sheet
 
 
