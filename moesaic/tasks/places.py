@@ -212,24 +212,24 @@ HALL: Final = Theme(
         Part(
             "set_times",
             (
-                "In the school hall stand {A} rows of {B} {T}.",
+                "A school has {A} rows of {B} {T}.",
                 "The school has {A} classrooms with {B} {T} each.",
             ),
             "At first there are {A} * {B} = {Y} {T}.",
         ),
-        Part("set", ("There are {A} {T} in the school hall.", "A school owns {A} {T}.")),
+        Part("set", ("A school has {A} {T} in all its rooms.", "A school owns {A} {T}.")),
     ),
     (
         Part(
             "add",
-            ("The caretaker brings {A} more {T}.", "A class carries {A} {T} in."),
+            ("The caretaker brings {A} more {T}.", "A carpenter delivers {A} {T}."),
             "That makes {X} + {A} = {Y} {T}.",
         ),
         Part(
             "take",
             (
-                "{N} finds that {A} {T} are broken and takes them out.",
-                "A class carries {A} {T} out.",
+                "{N} finds that {A} {T} are broken and throws them away.",
+                "The school lends {A} {T} to the town.",
             ),
             "That leaves {X} - {A} = {Y} {T}.",
         ),

@@ -141,7 +141,7 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "feed": Group(
         (
-            "{P} has {A} cows, and each eats {B} kg of hay a day.",
+            "{P} has {A} cows, and each eats {B} kg of hay.",
             "In a zoo {A} elephants eat {B} kg of leaves each.",
         ),
         (
@@ -157,7 +157,7 @@ GROUPS: Final[dict[str, Group]] = {
         ),
         ("How many kg does the first group eat more than the second?",),
         (
-            "There are {M} kg in the barn. How many kg are left after one meal of all?",
+            "There are {M} kg in the barn. How many kg are left when all have eaten?",
             "{P} brings {M} kg. How many kg remain when all have eaten?",
         ),
     ),
@@ -174,7 +174,7 @@ GROUPS: Final[dict[str, Group]] = {
         "dollars",
         (
             "How many dollars does {P} have in total?",
-            "How much has {P} saved in all, in dollars?",
+            "How much money does {P} then have, in dollars?",
             "Find the sum of all the money in dollars.",
         ),
         ("How many dollars more does {P} save in the first time than in the second?",),

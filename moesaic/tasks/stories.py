@@ -204,7 +204,7 @@ BAKERY: Final = Theme(
         ),
         Part(
             "take_times",
-            ("{S} sells {A} bags of {B} {T}.", "Guests at {A} tables eat {B} {T} each table."),
+            ("{S} sells {A} bags of {B} {T}.", "At each of {A} tables guests eat {B} {T}."),
             "{A} * {B} = {C} {T} are gone. That leaves {X} - {C} = {Y} {T}.",
         ),
     ),

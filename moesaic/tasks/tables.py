@@ -286,7 +286,7 @@ def _test(rng: random.Random, column: Column, values: list[int | str]) -> tuple[
         word = pick(rng, values)
         return f"{column.head} = {word}", [value == word for value in values]
     numbers = [int(value) for value in values]
-    limit = pick(rng, sorted(numbers)[:-1]) + upto(rng, -3, 3)
+    limit = max(1, pick(rng, sorted(numbers)[:-1]) + upto(rng, -3, 3))
     if rng.random() < 0.5:
         return f"{column.head} above {limit}", [value > limit for value in numbers]
     return f"{column.head} below {limit}", [value < limit for value in numbers]

@@ -180,6 +180,7 @@ def story(rng: random.Random, theme: str) -> Problem:
     things = pick(rng, THEMES[theme].things)
     distracted = upto(rng, 1, len(parts) - 1) if rng.random() < DISTRACTED else 0
     texts, works, x = [], [], 0
+    fields: dict[str, str | int] = {"N": name, "O": other, "T": things}
     named = False  # whether a pronoun would be understood: the sentence before is about N
     for at, (part, (a, b, y)) in enumerate(zip(parts, drawn, strict=True)):
         if at == distracted and at:
@@ -187,10 +188,11 @@ def story(rng: random.Random, theme: str) -> Problem:
             named = False
         text = pick(rng, part.texts)
         head = PRONOUN[name] if named and rng.random() < 0.6 else name
-        texts.append(text.format(N=name, O=other, S=head, T=things, A=a, B=b))
+        fields.update(S=head, A=a, B=b, C=a * b, X=x, Y=y)
+        texts.append(text.format_map(fields))
         named = "{N}" in text or "{S}" in text
         if part.work:
-            works.append(part.work.format(N=name, T=things, A=a, B=b, C=a * b, X=x, Y=y))
+            works.append(part.work.format_map(fields))
         x = y
     return _problem(texts, works, x)
 
