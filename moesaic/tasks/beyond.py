@@ -186,7 +186,7 @@ TOPICS: Final = tuple(
         ("How long is {x}?|Where does {x} start?|Through which towns does {x} flow?", RIVERS),
         (
             "What do you think of {x}?|What is your opinion on {x}?|Are you for or against {x}?|"
-            "Is {x} a good thing?",
+            "Do you like {x}?",
             OPINIONS,
         ),
         (

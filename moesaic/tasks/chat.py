@@ -77,6 +77,13 @@ CLOSERS: Final = (
     + ("My friend wants to know.", "It just came to my mind.", "Please answer in English.")
 )
 
+# These suit only a core that is a question.
+ASKING: Final = frozenset(
+    ("One question:", "Quick question:", "I want to know:", "I wonder:", "May I ask you something?")
+    + ("A question for you:", "Let me ask:", "Just asking.", "I would like to know.")
+    + ("That is all I want to know.", "Please tell me.", "My friend wants to know.")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Intent:
@@ -322,7 +329,9 @@ def _slipped(rng: random.Random, prompt: str, lower: bool) -> str:
 def _said(opener: str, core: str, closer: str) -> str:
     if opener.endswith(",") and not core.startswith("I "):
         core = core[0].lower() + core[1:]
-    return " ".join([part for part in (opener, core, closer) if part])
+    asked = core.endswith("?")
+    around = [part if asked or part not in ASKING else "" for part in (opener, closer)]
+    return " ".join([part for part in (around[0], core, around[1]) if part])
 
 
 def _exchange(intent: Intent) -> Callable[[random.Random], Problem]:

@@ -210,7 +210,7 @@ def _extreme(
     wordings: Sequence[str], best: Callable[[list[int]], int]
 ) -> Callable[[random.Random], Problem]:
     def draw_one(rng: random.Random) -> Problem:
-        items = some(rng, NUMBERS, upto(rng, 4, 7))
+        items = some(rng, NUMBERS, upto(rng, 5, 7))
         answer = str(best([int(item) for item in items]))
         return _problem(_pose(rng, pick(rng, wordings), items), answer)
 
