@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -172,8 +173,11 @@ def check_folder(flag: str, path: str) -> None:
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {file.absolute().parent}: make it")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {folder}: make it")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} {path}: nothing may be written to {folder}: name another folder")
 
 
 def write_whole(path: Path, content: bytes) -> None:

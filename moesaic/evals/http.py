@@ -43,29 +43,21 @@ class HttpAsker(Asker):
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         async with session(self._headers) as self._session:
-            if not self._model:
-                self._model = await self._first_model()
+            listed = await self._listed()
+            self._model = self._model or _first(listed, self.target)
             yield
 
-    async def _first_model(self) -> str:
-        url = f"{self.target}/v1/models"
+    async def _listed(self) -> tuple[int, bytes]:
+        """Status and body of the list of models. That nobody is there is said once, here, and not
+        of every problem."""
         try:
-            async with self._session.get(url) as response:
-                status, data = response.status, await response.read()
+            async with self._session.get(f"{self.target}/v1/models") as response:
+                return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RuntimeError(
                 f"no server at {self.target}: {error}; start one with moesaic serve MODEL, or say "
                 "where it is with --base-url"
             ) from None
-        if status in (401, 403):
-            raise RuntimeError(f"{url}: status {status}: {reason(data)}; give --api-key KEY")
-        try:
-            content = msgspec.json.decode(data, type=_Models)
-        except msgspec.DecodeError:
-            content = _Models()
-        if status != 200 or not content.data:
-            raise RuntimeError(f"{url} lists no model (status {status}): name one with --model")
-        return content.data[0].id
 
     async def ask(self, problem: Problem, options: Options) -> Reply:
         """Tries again where that may help; the time of a reply is that of its last try."""
@@ -111,6 +103,20 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model] = []
+
+
+def _first(listed: tuple[int, bytes], target: str) -> str:
+    """The name of the first model."""
+    status, data = listed
+    if status in (401, 403):
+        raise RuntimeError(f"{target}: status {status}: {reason(data)}; give --api-key KEY")
+    try:
+        models = msgspec.json.decode(data, type=_Models).data
+    except msgspec.DecodeError:
+        models = []
+    if status != 200 or not models:
+        raise RuntimeError(f"{target} lists no model (status {status}): name one with --model")
+    return models[0].id
 
 
 def _seconds(header: str | None) -> float | None:

@@ -98,10 +98,10 @@ def _same_number(found: str, answer: str) -> bool:
         return False
 
 
-# From the surest sign of a choice to the least; the last of each kind counts. A before a small
-# letter is an article.
+# From the surest sign of a choice to the least; the last of each kind counts. A lone A before a
+# small letter is an article.
 _CHOICES: Final = (
-    re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-E])\b(?!\s+[a-z])"),
+    re.compile(r"\b(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?:\s+is)?\s*:?[\s*]*\(?([A-E])\b"),
     re.compile(r"\(([A-Ea-e])\)"),
     re.compile(r"^\W*([A-Ea-e])(?:[).:,]|\W*$)", re.MULTILINE),
     re.compile(r"\b(A(?!\s+[a-z])|[B-E])\b(?!['’])"),

@@ -167,7 +167,10 @@ class Faltering(BaseHTTPRequestHandler):
     keys: set[str | None]
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "m"}]})
+        if self.headers["Authorization"] == "Bearer wrong":
+            self._send(401, {"error": {"message": "who are you?"}})
+        else:
+            self._send(200, {"data": [{"id": "m"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -252,10 +255,21 @@ def test_what_may_be_tried_again_is_and_the_rest_counts_as_failed(
     assert "4 requests failed and count as wrong:" in capsys.readouterr().err
 
 
-def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["--model", "m"]])
+def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     data = write(tmp_path / "d.jsonl", [Problem("t", "a", "a")])
-    assert main(["eval", "--base-url", "http://127.0.0.1:9", "--data", data]) == 1
+    assert main(["eval", "--base-url", "http://127.0.0.1:9", "--data", data, *more]) == 1
     assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_wrong_key(
+    faltering: tuple[str, type[Faltering]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "d.jsonl", [Problem("t", "a", "a")])
+    flags = ["--base-url", faltering[0], "--data", data, "--api-key", "wrong"]
+    assert main(["eval", *flags]) == 1
+    assert "status 401: who are you?; give --api-key KEY" in capsys.readouterr().err
+    assert not faltering[1].asked
 
 
 @pytest.mark.slow

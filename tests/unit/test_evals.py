@@ -179,6 +179,7 @@ GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 step
         ("number", "5", "no idea", False, None),
         ("number", "5", "#### none of the 5", True, "5"),
         ("choice", "B", "The answer is (B).", True, "B"),
+        ("choice", "A", "The answer is A because C is wrong", True, "A"),
         ("choice", "b", "Answer: **B**", True, "B"),
         ("choice", "(C)", "C", True, "C"),
         ("choice", "A", "A dog is an animal, so B", False, "B"),
@@ -360,3 +361,28 @@ def test_write_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", *flags]) == 0
     assert capsys.readouterr().out == f"wrote 4 problems to {out}\n"
     assert [one.prompt for one in read_problems(str(out))] == ["0", "1", "2", "3"]
+
+
+def test_drawn_problems_are_those_kept_for_testing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written and read again they are the same, and a good reply to each is graded as right."""
+    files = [str(tmp_path / name) for name in ("a", "b", "c")]
+    for file, seed in zip(files, (1, 1, 2), strict=True):
+        flags = ["--tasks", "all", "--num", "5", "--seed", str(seed), "--write-data", file]
+        assert main(["eval", *flags]) == 0
+    first, again, other = (read_problems(file) for file in files)
+    assert first == again != other
+    assert len(first) == 5 * len({one.task for one in first}) >= 30
+    assert all(one.is_test and grade(one, one.solution).right for one in [*first, *other])
+    flags = ["--tasks", "words,list", "--write-data", files[0]]
+    assert main(["eval", *flags]) == 2
+    assert "unknown task list: choose of words, lists," in capsys.readouterr().err
+
+
+def test_drawn_and_own_problems_together(tmp_path: Path) -> None:
+    data = lines(tmp_path / "mine.jsonl", *[{"prompt": "a", "answer": "1"}] * 3)
+    out = str(tmp_path / "out")
+    flags = ["--tasks", "lists", "--num", "2", "--data", data, "--write-data", out]
+    assert main(["eval", *flags]) == 0
+    assert [one.task for one in read_problems(out)] == ["lists"] * 2 + ["mine"] * 2
