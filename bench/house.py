@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -31,6 +31,7 @@ from moesaic.tasks.problem import Problem
 
 MODEL = Path(__file__).parents[1] / "models" / "house-moe"
 MOST_EXAMPLES = 3
+T = TypeVar("T")
 # A machine with fewer cores than ranks may keep one of them waiting for long.
 COMMON = "--log-level warning --dist-timeout 600"
 
@@ -195,7 +196,7 @@ def measure_all(
             if old is not None and not old.error and old.flags == case.flags and not again:
                 continue
             _measure_one(sheet, case, measure, is_first=number == 0)
-            write_whole(path, msgspec.json.format(msgspec.json.encode(sheet), indent=1) + b"\n")
+            write(path, sheet)
 
 
 def _measure_one(sheet: Sheet, case: Case, measure: Measure, is_first: bool) -> None:
@@ -213,17 +214,22 @@ def _measure_one(sheet: Sheet, case: Case, measure: Measure, is_first: bool) -> 
     sheet.put(make_row(case, found, sheet.replies))
 
 
-def read_sheet(path: Path) -> Sheet:
+def read(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Sheet)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
-        raise SystemExit(f"{path} is not a sheet: {error}; run without --markdown first") from None
+        raise SystemExit(f"{path} cannot be read: {error}; measure first, or name --out") from None
+
+
+def write(path: Path, content: msgspec.Struct) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def open_sheet(path: Path, question: Question) -> Sheet:
     """The one on disk if it is of this question, else a new one."""
     if path.exists():
-        sheet = read_sheet(path)
+        sheet = read(path, Sheet)
         if sheet.question == question:
             return sheet
         print(f"{path} is of another model, data or way to ask: starting anew")

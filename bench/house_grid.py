@@ -34,7 +34,7 @@ from bench.house import (
     measure_all,
     open_sheet,
     question_of,
-    read_sheet,
+    read,
     show,
     show_errors,
     start,
@@ -139,7 +139,7 @@ def main() -> int:
     add_choice(parser)
     args = parser.parse_args()
     if args.markdown:
-        report(read_sheet(args.out), markdown=True)
+        report(read(args.out, Sheet), markdown=True)
         return 0
     sheet = run(args)
     report(sheet, markdown=False)

@@ -23,9 +23,8 @@ import msgspec
 from tqdm import tqdm
 
 from bench.common import machine
-from bench.house import Question, ask, draw, house_parser, question_of, show, start
+from bench.house import Question, ask, draw, house_parser, question_of, read, show, start, write
 from moesaic import Engine
-from moesaic.evals.data import write_whole
 from moesaic.evals.result import by_task
 from moesaic.observe.experts import balancedness, expert_loads
 
@@ -213,11 +212,10 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
     if args.markdown:
-        report(msgspec.json.decode(args.out.read_bytes(), type=Routing), markdown=True)
+        report(read(args.out, Routing), markdown=True)
         return 0
     routing = measure(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.out, msgspec.json.format(msgspec.json.encode(routing), indent=1) + b"\n")
+    write(args.out, routing)
     paint(args.picture, with_mix(routing.domains), f"{routing.question.model}: where tokens go")
     report(routing, markdown=False)
     print(f"wrote {args.out} and {args.picture}")

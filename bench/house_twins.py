@@ -37,7 +37,7 @@ from bench.house import (
     measure_all,
     open_sheet,
     question_of,
-    read_sheet,
+    read,
     show,
     show_errors,
     start,
@@ -163,7 +163,7 @@ def main() -> int:
     add_choice(parser)
     args = parser.parse_args()
     if args.markdown:
-        report(read_sheet(args.out), markdown=True)
+        report(read(args.out, Sheet), markdown=True)
         return 0
     report(run(args), markdown=False)
     return 0

@@ -103,7 +103,7 @@ def test_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert example.first == sheet.replies[example.place] != example.this
     assert coarse.differing[example.place] == house.reply_digest(example.this)
     assert len(house_grid.faults(sheet)) == 2
-    house_grid.report(house.read_sheet(args.out), markdown=True)
+    house_grid.report(house.read(args.out, house.Sheet), markdown=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| arrangement | attention TP | lists | chat | all | texts")
     assert lines[3].startswith("| ep 2 deepep, dp 2 | 1 |") and " | 0 | 0 | " in lines[3]
