@@ -160,7 +160,7 @@ def machine(threads: int) -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "threads": threads,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own
         "python": platform.python_version(),
     }
 

@@ -1,0 +1,153 @@
+"""The house model in every arrangement of ranks: the same text for every problem, the same score.
+
+    python -m bench.house_grid                       # 50 problems of each task
+    python -m bench.house_grid --only 'ep 4' --again
+    python -m bench.house_grid --markdown            # what was measured, as a table for the docs
+
+All engines run in deterministic mode, greedily. Bits are promised to be the same wherever attention
+is cut in the same number of ways (attention TP = tp / dp); with another cut its sums round
+otherwise, which changes a text only where two tokens are nearly as likely. So each row is compared
+with one rank, and with the first row of its own attention TP. The exit status is 1 if any text
+differs or any arrangement failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bench.house import (
+    Case,
+    Measured,
+    Row,
+    Sheet,
+    accuracies,
+    add_choice,
+    arguments,
+    ask,
+    chosen,
+    differing,
+    draw,
+    house_parser,
+    in_order,
+    measure_all,
+    open_sheet,
+    question_of,
+    read,
+    show,
+    show_errors,
+    start,
+)
+
+DETERMINISTIC = "--enable-deterministic-inference"
+DPA = "--enable-dp-attention --dp"
+BACKENDS = {
+    "none": "--moe-a2a-backend none",
+    "deepep normal": "--moe-a2a-backend deepep --deepep-mode normal",
+    "deepep low_latency": "--moe-a2a-backend deepep --deepep-mode low_latency",
+    "deepep auto": "--moe-a2a-backend deepep --deepep-mode auto",
+    "mooncake": "--moe-a2a-backend mooncake",
+    "mori": "--moe-a2a-backend mori",
+    "flashinfer": "--moe-a2a-backend flashinfer",
+    "ascend_fuseep": "--moe-a2a-backend ascend_fuseep",
+}
+DEEPEP = "--moe-a2a-backend deepep"
+
+
+def over_backends() -> list[Case]:
+    attentions = {"": "", ", dp 2": f" {DPA} 2", ", dp 4": f" {DPA} 4"}
+    return [
+        Case(f"ep 4 {name}{words}", f"--tp 4 --ep 4 {flags}{more}")
+        for words, more in attentions.items()
+        for name, flags in BACKENDS.items()
+    ]
+
+
+CASES = [
+    Case("1 rank"),
+    Case("1 rank, runner deep_gemm", "--moe-runner-backend deep_gemm"),
+    Case("1 rank, runner cutlass", "--moe-runner-backend cutlass"),
+    Case("2 replicas", "--dp 2"),
+    Case("pp 2", "--pp 2"),
+    Case("pp 4", "--pp 4"),
+    Case("pp 2, ep 2 none", "--pp 2 --tp 2 --ep 2"),
+    Case("pp 2, ep 2 deepep", f"--pp 2 --tp 2 --ep 2 {DEEPEP}"),
+    Case("pp 2, ep 2 deepep, dp 2", f"--pp 2 --tp 2 --ep 2 {DEEPEP} {DPA} 2"),
+    Case("ep 2 none", "--tp 2 --ep 2"),
+    Case("ep 2 deepep, dp 2", f"--tp 2 --ep 2 {DEEPEP} {DPA} 2"),
+    Case("ep 2 of tp 4, none", "--tp 4 --ep 2"),
+    Case("ep 2 of tp 4, none, dp 4", f"--tp 4 --ep 2 {DPA} 4"),
+    *over_backends(),
+    Case("ep 8 none", "--tp 8 --ep 8"),
+    Case("ep 8 deepep, dp 8", f"--tp 8 --ep 8 {DEEPEP} {DPA} 8"),
+    Case("ep 8 deepep, dp 4", f"--tp 8 --ep 8 {DEEPEP} {DPA} 4"),
+]
+
+
+def attention_tp(row: Row) -> int:
+    args = arguments("", row.flags)
+    return args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size
+
+
+def faults(sheet: Sheet) -> list[str]:
+    """What must not be: rows without a result, or with other texts than one rank's."""
+    found = []
+    for row in sheet.rows:
+        if row.error:
+            found.append(f"{row.name} failed: {row.error}")
+        elif row.differing:
+            found.append(f"{row.name}: {len(row.differing)} texts differ from those of one rank")
+    return found
+
+
+def report(sheet: Sheet, markdown: bool) -> None:
+    tasks = list(sheet.question.tasks)
+    header = ["arrangement", "attention TP", *tasks, "all", "texts ≠ 1 rank", "≠ its TP", "s"]
+    firsts: dict[int, Row] = {}
+    lines = []
+    for row in in_order(sheet, CASES):
+        cut = attention_tp(row)
+        if row.error:
+            lines.append([row.name, str(cut), *["–"] * (len(tasks) + 4)])
+            continue
+        peer = firsts.setdefault(cut, row)
+        scores = [*accuracies(row, sheet.question.tasks).values(), row.accuracy]
+        lines.append(
+            [row.name, str(cut)]
+            + [f"{score:.3f}" for score in scores]
+            + [str(len(row.differing)), str(differing(peer, row)), f"{row.seconds:.0f}"]
+        )
+    show(header, lines, markdown)
+    show_errors(in_order(sheet, CASES))
+
+
+def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
+    problems = draw(args)
+    sheet = open_sheet(args.out, question_of(args, problems))
+
+    def measure(case: Case) -> Measured:
+        with start(args.model_path, f"{case.flags} {DETERMINISTIC} {args.flags}") as engine:
+            return Measured(ask(engine, problems, args.max_new_tokens), {})
+
+    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
+    return sheet
+
+
+def main() -> int:
+    parser = house_parser(__doc__, "house_grid", num=50)
+    add_choice(parser)
+    args = parser.parse_args()
+    if args.markdown:
+        report(read(args.out, Sheet), markdown=True)
+        return 0
+    sheet = run(args)
+    report(sheet, markdown=False)
+    found = faults(sheet)
+    for line in found:
+        print(line, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

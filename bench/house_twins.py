@@ -1,0 +1,173 @@
+"""What fewer bits cost the house model: every weight format, and every payload between ranks.
+
+    python -m bench.house_twins                      # 100 problems of each task
+    python -m bench.house_twins --only '^nvfp4|payload'
+    python -m bench.house_twins --markdown           # what was measured, as tables for the docs
+
+Twins are written by the code of `moesaic quantize` into a temporary folder and run on one rank;
+payloads carry the rows of the bf16 model between 4 ranks. Lost and won are problems that were right
+with bf16 on one rank and are wrong now, and the other way round; p is McNemar's exact test of the
+two. Engines run in their normal mode, in which another arrangement alone rounds otherwise: read
+a payload beside the bf16 row of the same backend. What a format or a backend refuses is listed
+below the tables with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.house import (
+    Case,
+    Measured,
+    Row,
+    Sheet,
+    accuracies,
+    add_choice,
+    ask,
+    chosen,
+    draw,
+    flips,
+    house_parser,
+    in_order,
+    measure_all,
+    open_sheet,
+    question_of,
+    read,
+    show,
+    show_errors,
+    start,
+)
+from moesaic import Engine
+from moesaic.cli.quantize import FORMATS
+from moesaic.evals.figures import mcnemar
+from moesaic.models.quantize import Job, quantize
+from moesaic.models.tiny import materialise
+
+EP4 = "--tp 4 --ep 4 --enable-dp-attention --dp 4"
+CARRIERS = {
+    "deepep low_latency": "--moe-a2a-backend deepep --deepep-mode low_latency",
+    "deepep normal": "--moe-a2a-backend deepep --deepep-mode normal",
+    "mooncake": "--moe-a2a-backend mooncake",
+    "mori": "--moe-a2a-backend mori",
+    "flashinfer": "--moe-a2a-backend flashinfer",
+    "none": "--moe-a2a-backend none",
+}
+PAYLOADS = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
+BF16, FP32 = "--dtype bfloat16", "--dtype float32"
+
+
+def twins() -> list[Case]:
+    return [
+        Case(f"{form}{words}", BF16, form, experts_only)
+        for form in FORMATS
+        for words, experts_only in (("", False), (", experts only", True))
+    ]
+
+
+def payloads() -> list[Case]:
+    return [
+        Case(
+            f"payload {payload}, {carrier}",
+            f"{BF16} {EP4} {flags} --deepep-dispatch-output-dtype {payload}",
+        )
+        for carrier, flags in CARRIERS.items()
+        for payload in PAYLOADS
+    ]
+
+
+WEIGHTS = [Case("bf16", BF16), Case("fp32", FP32), *twins()]
+CASES = [*WEIGHTS, *payloads()]
+
+
+@contextmanager
+def weights_of(case: Case, model: str) -> Iterator[tuple[str, int]]:
+    """A folder and the bytes of weights in it."""
+    source = Path(materialise(model))
+    if not case.form:
+        yield model, sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "twin"
+        written = quantize(source, target, Job(case.form, experts_only=case.experts_only))
+        yield str(target), written.bytes_after
+
+
+def bytes_a_row(engine: Engine) -> float:
+    """Sent to experts, on all ranks; 0 where nothing was."""
+    traffic = [one for rank in engine.get_stats().ranks for one in rank.traffic.values()]
+    rows = sum(one.dispatch_rows for one in traffic)
+    return sum(one.dispatch_bytes for one in traffic) / rows if rows else 0.0
+
+
+def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
+    problems = draw(args)
+    sheet = open_sheet(args.out, question_of(args, problems))
+
+    def measure(case: Case) -> Measured:
+        with (
+            weights_of(case, args.model_path) as (folder, size),
+            start(folder, f"{case.flags} {args.flags}") as engine,
+        ):
+            result = ask(engine, problems, args.max_new_tokens)
+            return Measured(result, {"bytes": size, "bytes_a_row": bytes_a_row(engine)})
+
+    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
+    return sheet
+
+
+def line_of(first: Row, row: Row, sheet: Sheet, size: str) -> list[str]:
+    tasks = sheet.question.tasks
+    if row.error:
+        return [row.name, *["–"] * (len(tasks) + 7)]
+    lost, won = flips(first, row)
+    scores = [*accuracies(row, tasks).values(), row.accuracy]
+    return [
+        row.name,
+        size,
+        *(f"{score:.3f}" for score in scores),
+        f"{100 * (row.accuracy - first.accuracy):+.2f}",
+        str(lost),
+        str(won),
+        f"{mcnemar(lost, won):.2g}",
+        f"{1 - len(row.differing) / sheet.question.number:.1%}",
+    ]
+
+
+def report(sheet: Sheet, markdown: bool) -> None:
+    tasks = list(sheet.question.tasks)
+    tail = [*tasks, "all", "points", "lost", "won", "p", "same text"]
+    first = sheet.row(CASES[0].name)
+    assert first is not None and not first.error
+    rows = [
+        line_of(first, row, sheet, f"{row.figures.get('bytes', 0) / 1e6:.2f}")
+        for row in in_order(sheet, WEIGHTS)
+    ]
+    show(["weights", "MB", *tail], rows, markdown)
+    rows = [
+        line_of(first, row, sheet, f"{row.figures.get('bytes_a_row', 0):.0f}")
+        for row in in_order(sheet, CASES[len(WEIGHTS) :])
+    ]
+    print()
+    show(["payload", "bytes a row", *tail], rows, markdown)
+    print()
+    show_errors(in_order(sheet, CASES))
+
+
+def main() -> int:
+    parser = house_parser(__doc__, "house_twins", num=100)
+    add_choice(parser)
+    args = parser.parse_args()
+    if args.markdown:
+        report(read(args.out, Sheet), markdown=True)
+        return 0
+    report(run(args), markdown=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
