@@ -17,7 +17,7 @@ from examples.train.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
 from moesaic.tasks.draw import TASKS
 from moesaic.tasks.problem import Problem, is_test
 
-MIX = {"words": 30, "lists": 19, "lookup": 13, "units": 17, "tables": 15, "chat": 6}
+MIX = {"words": 28, "lists": 16, "lookup": 20, "units": 15, "tables": 16, "chat": 5}
 ASKED_WEIGHT = 0.1  # of a prompt's tokens in the loss; those of a reply count 1
 SECOND_TURN, WITH_SYSTEM = 0.12, 0.12
 SYSTEMS = (

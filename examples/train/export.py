@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.train.model import Model, Shape
@@ -89,6 +89,14 @@ def _named(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"{base}.e_score_correction_bias", value
     else:
         yield name, value
+
+
+def load_exported(model: Model, folder: Path) -> None:
+    """The weights of a finished model, to train it on."""
+    stored = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, value in tensors(model):
+            value.copy_(stored[name])
 
 
 def export(model: Model, folder: Path, bos: int, eos: int, pad: int) -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
 from examples.train.data import Batch, Batches
-from examples.train.export import export
+from examples.train.export import export, load_exported
 from examples.train.model import Model, Shape
 from examples.train.optim import optimizers
 from examples.train.picture import draw_losses
@@ -36,6 +36,7 @@ from examples.train.tokenizer import BEGIN, END, PAD, make_tokenizer, save_token
 class Settings:
     work: Path
     out: Path
+    start: Path | None
     steps: int
     rows: int
     length: int
@@ -79,6 +80,9 @@ def read_settings() -> Settings:
         ("minutes", 1e9, "save and stop after so many, to be resumed"),
         ("every", 500, "steps between checkpoints"),
     ]
+    parser.add_argument(
+        "--start", type=Path, help="finished model to go on from, and its tokenizer"
+    )
     for name, default, text in known:
         flag = "--" + name.replace("_", "-")
         kind = type(default)
@@ -231,11 +235,12 @@ def main() -> None:
     settings.work.mkdir(parents=True, exist_ok=True)
     file = settings.work / "tokenizer.json"
     run = Run(settings)
-    if file.exists():
-        tokenizer = Tokenizer.from_file(str(file))
-    else:
-        tokenizer = make_tokenizer(run.model.shape.vocab)
-        tokenizer.save(str(file))
+    if settings.start is not None:
+        load_exported(run.model, settings.start)
+    if not file.exists():
+        made = settings.start and Tokenizer.from_file(str(settings.start / "tokenizer.json"))
+        (made or make_tokenizer(run.model.shape.vocab)).save(str(file))
+    tokenizer = Tokenizer.from_file(str(file))
     if run.file.exists():
         run.load()
         print(f"resuming at step {run.step}")

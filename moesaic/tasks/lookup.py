@@ -12,6 +12,7 @@ from typing import Final
 
 from moesaic.tasks.chance import pick, some, upto
 from moesaic.tasks.problem import MARK, Problem
+from moesaic.tasks.steps import scan
 
 NAMES: Final = tuple(
     "Ana Ben Cleo Dan Eva Finn Gina Hugo Ida Jon Kira Leo Mia Nils Olga Paul Rosa Sam Tina Udo "
@@ -260,7 +261,8 @@ def _key(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng)
     place = upto(rng, 0, len(keys) - 1)
     question = _ruled(rng, _key_ask(rng, scene, values[place]))
-    return _problem(_frame(rng, scene.intros, text, question), keys[place])
+    prompt = _frame(rng, scene.intros, text, question)
+    return _problem(prompt, keys[place], scan(keys, values, values[place]))
 
 
 def _both(rng: random.Random) -> Problem:
@@ -276,10 +278,11 @@ def _both(rng: random.Random) -> Problem:
 def _missing(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng, spare=1)
     if rng.random() < 0.7:
-        question = _value_ask(rng, scene, keys[-1])
+        question, work = _value_ask(rng, scene, keys[-1]), ""
     else:
-        question = _key_ask(rng, scene, values[-1])
-    return _problem(_frame(rng, scene.intros, text, f"{question} {pick(rng, RULES)}"), ABSENT)
+        question, work = _key_ask(rng, scene, values[-1]), scan(keys[:-1], values[:-1], values[-1])
+    prompt = _frame(rng, scene.intros, text, f"{question} {pick(rng, RULES)}")
+    return _problem(prompt, ABSENT, work)
 
 
 @dataclass(frozen=True, slots=True)

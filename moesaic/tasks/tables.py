@@ -9,6 +9,7 @@ from typing import Final
 
 from moesaic.tasks.chance import pick, some, two, upto
 from moesaic.tasks.problem import MARK, Problem
+from moesaic.tasks.steps import scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ EXTREME: Final = (
 
 
 def extreme(rng: random.Random) -> Problem:
-    """The values are copied first, then compared."""
+    """The values are copied first, then compared; then the row of the one is looked for."""
     subject = pick(rng, SUBJECTS)
     columns, at = _columns(rng, subject, numbers=True)
     table = _table(rng, subject, columns, upto(rng, 3, 5))
@@ -209,7 +210,9 @@ def extreme(rng: random.Random) -> Problem:
     )
     listed = ", ".join([f"{n} {v}" for n, v in zip(table.names, values, strict=True)])
     word = "largest" if most else "smallest"
-    return _problem(rng, table.text, ask, f"{listed}. The {word} is {value}: {name}.", name)
+    found = scan(table.names, [str(v) for v in values], str(value))
+    work = f"{listed}. The {word} is {value}. {found}"
+    return _problem(rng, table.text, ask, work, name)
 
 
 SUM: Final = (

@@ -178,7 +178,7 @@ def compare(rng: random.Random) -> Problem:
         more=more, thing=pick(rng, THINGS[big]), p=left, q=right, town=town, other=other
     )
     word = "more" if total > rest else "less"
-    work = f"{n} * {factor} = {total}. {total} {small} is {word} than {rest} {small}."
+    work = f"{n} * {factor} = {total}. {total} {small} and {rest} {small}: the first is {word}."
     return unit_problem(prompt, work, p if total > rest else q)
 
 

@@ -244,10 +244,12 @@ def chained(rng: random.Random, kind: str) -> Problem:
     (x, p), (y, q) = (values[first], people[first]), (values[links], people[links])
     if abs(x - y) < 2 or rng.random() < 0.6:
         texts.append(pick(rng, chain.both).format(P=p, Q=q, T=things))
+        works.append(f"{p}: {x}. {q}: {y}.")
         works.append(f"Together it is {x} + {y} = {x + y}.")
         return _problem(texts, works, x + y)
     (y, q), (x, p) = sorted(((x, p), (y, q)))
     texts.append(pick(rng, chain.lead).format(P=p, Q=q, T=things))
+    works.append(f"{p}: {x}. {q}: {y}.")
     works.append(f"The difference is {x} - {y} = {x - y}.")
     return _problem(texts, works, x - y)
 

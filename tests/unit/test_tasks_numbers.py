@@ -372,3 +372,13 @@ def test_a_seed_gives_the_same_problems_again(task: str):
 
     assert draws(5) == draws(5)
     assert draws(5) != draws(6)
+
+
+def test_the_row_of_an_extreme_is_walked_to() -> None:
+    for number in range(300):
+        problem = tables.KINDS["extreme"](random.Random(f"walk {number}"))
+        work, answer = problem.solution.split("\n#### ")
+        *before, last = work.removesuffix(".").split(". ")[-1].split(", ")
+        value = work.split(" is ")[1].split(".")[0]
+        assert all(entry.endswith(" no") for entry in before)
+        assert last == f"{answer} {value} yes"

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from moesaic.tasks import chat, lists, lookup
-from moesaic.tasks.problem import Problem, grade
+from moesaic.tasks.problem import MARK, Problem, grade
 
 MODULES = {"lists": lists, "lookup": lookup, "chat": chat}
 KINDS = [(task, kind) for task, module in MODULES.items() for kind in module.KINDS]
@@ -313,10 +313,18 @@ def test_solutions_are_right_and_replies_of_other_problems_are_not(task: str, ki
         assert not re.search(r"\d+ [-+*/x×] \d+ =", problem.solution)  # nothing to calculate here
 
 
+def test_reverse_lookups_walk_the_entries_to_the_answer() -> None:
+    for problem in drawn("lookup", "key"):
+        work, _ = problem.solution.split(f"\n{MARK} ")
+        *before, last = work.removesuffix(".").split(", ")
+        assert all(entry.endswith(" no") for entry in before)
+        assert last.startswith(f"{problem.answer} ") and last.endswith(" yes")
+
+
 @pytest.mark.parametrize(("task", "kind"), KINDS)
 def test_lengths_stay_within_the_context_of_the_model(task: str, kind: str) -> None:
     lengths = [len(p.prompt) + len(p.solution) for p in drawn(task, kind, 1000)]
-    assert max(lengths) <= 500
+    assert max(lengths) <= 600
     assert sum(length < 60 for length in lengths) <= 60
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.train import data, optim
 from examples.train.data import Batches
-from examples.train.export import export
+from examples.train.export import export, load_exported
 from examples.train.model import Model, MoE, Shape, Spread, Unsort
 from examples.train.tokenizer import SPECIAL, make_tokenizer, save_tokenizer
 from examples.train.train import Run, Settings
@@ -54,6 +54,14 @@ def test_transformers_gives_the_same_logits(folder: Path):
     with torch.no_grad():
         ours, _ = model(ids, torch.ones_like(ids), torch.float32)
         torch.testing.assert_close(ours, theirs(ids).logits, atol=2e-5, rtol=1e-5)
+
+
+def test_a_finished_model_can_be_trained_on(tmp_path: Path):
+    model, other = biased(SMALL), Model(SMALL)
+    export(model, tmp_path, 1, 2, 0)
+    load_exported(other, tmp_path)
+    wanted, found = model.state_dict(), other.state_dict()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 def test_conversations_in_a_row_do_not_see_each_other():
@@ -169,9 +177,9 @@ def test_the_template_makes_what_training_saw(folder: Path):
 
 def settings(folder: Path, work: Path) -> Settings:
     return Settings(
-        work=work, out=work / "out", steps=4, rows=2, length=256, lr=1e-2, decay=0.1, warmup=2,
-        cooldown=0.5, noise=0.1, nextn_weight=0.3, balance_rate=1e-3, balance_slack=1.1, seed=1,
-        workers=0, device="cpu", minutes=9, every=2,
+        work=work, out=work / "out", start=None, steps=4, rows=2, length=256, lr=1e-2, decay=0.1,
+        warmup=2, cooldown=0.5, noise=0.1, nextn_weight=0.3, balance_rate=1e-3,
+        balance_slack=1.1, seed=1, workers=0, device="cpu", minutes=9, every=2,
     )  # fmt: skip
 
 
