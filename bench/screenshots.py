@@ -18,30 +18,35 @@ import httpx
 from playwright.sync_api import Browser, sync_playwright
 
 from bench.http_server import started
+from moesaic.tasks.draw import TASKS, problems
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-MODEL = "tiny:qwen3_moe,num_hidden_layers=8,num_experts=32,num_experts_per_tok=4"
+MODEL = str(IMAGES.parents[1] / "models" / "house-moe")
+QUESTION = (
+    "Rosa has a basket with 56 lemons. She uses 8 lemons for each of 2 cakes. "
+    "In the end, how many lemons are there?"
+)
 RANKS = "--tp 4 --ep 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep"
 CHROMIUM = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
 )
-NAMES = ("--served-model-name", "Moesaic-Tiny-32E", "--num-threads", "1")
-WORDS = "expert token rank layer mosaic tile router balance window lane step cache".split()
+NAMES = ("--served-model-name", "house-moe", "--num-threads", "1")
 
 
 @contextmanager
 def load(url: str, clients: int) -> Iterator[None]:
-    """Requests of all lengths, by clients that pause in between."""
+    """Problems of all tasks, by clients that pause in between."""
     done = threading.Event()
+    tasks = list(TASKS)
 
     def client(number: int) -> None:
         rng = random.Random(number)
+        asked = problems(tasks[number % len(tasks)], "test", number)
         with httpx.Client(base_url=url, timeout=600) as http:
             while not done.is_set():
-                text = " ".join(rng.choices(WORDS, k=rng.randint(4, 40)))
-                params = {"max_new_tokens": rng.randint(16, 160), "ignore_eos": True}
-                http.post("/generate", json={"text": text, "sampling_params": params})
+                messages = [{"role": "user", "content": next(asked).prompt}]
+                http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 200})
                 done.wait(rng.random() * (0.2 + number % 3))
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
@@ -59,10 +64,10 @@ def picture(browser: Browser, url: str, scheme: str, path: Path) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 1000}, color_scheme=scheme)
     page.goto(url)
     page.fill("#temperature", "0")
-    page.fill("#max-tokens", "48")
-    page.fill("#prompt", "What is a mixture of experts?")
+    page.fill("#max-tokens", "100")
+    page.fill("#prompt", QUESTION)
     page.press("#prompt", "Enter")
-    time.sleep(6)
+    time.sleep(12)
     page.evaluate("document.activeElement.blur()")
     page.screenshot(path=path, full_page=True)
     page.close()

@@ -14,7 +14,7 @@ def draw_losses(log: list[dict[str, Any]], file: Path) -> None:
     steps = [entry["step"] for entry in log]
     for key, label in (("loss", "next token"), ("nextn", "the token after it (MTP layer)")):
         axes.plot(steps, [entry[key] for entry in log], label=label, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="loss (nats a token of a reply)", yscale="log")
+    axes.set(xlabel="step", ylabel="loss (nats a token; prompts count a tenth)", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=110)

@@ -63,7 +63,7 @@ def read_settings() -> Settings:
     known: list[tuple[str, Any, str]] = [
         ("work", Path("build/house"), "folder of the checkpoint and the log"),
         ("out", Path("models/house-moe"), "folder of the finished model"),
-        ("steps", 9000, "optimizer steps in all"),
+        ("steps", 15000, "optimizer steps in all"),
         ("rows", 128, "rows of a batch"),
         ("length", 512, "tokens of a row"),
         ("lr", 4e-3, "highest learning rate"),

@@ -56,7 +56,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("model"))
-    settings = {"temperature": 0.0, "top_k": 0, "top_p": 0.9, "do_sample": True}
+    settings = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

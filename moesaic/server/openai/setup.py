@@ -84,6 +84,8 @@ def _defaults(file: Path) -> dict[str, Any]:
         found = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
         if found.get("top_k") == 0:
             found["top_k"] = -1
+        if given.get("do_sample") is False:
+            found["temperature"] = 0.0  # transformers would not look at it then
         SamplingParams.from_dict(found)
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
