@@ -7,11 +7,11 @@
 
 Twins are written by the code of `moesaic quantize` into a temporary folder and run on one rank;
 rows named `--quantization` round the experts of the bf16 folder while they load it, so that their
-MB are those of that folder; payloads carry the rows of the bf16 model between 4 ranks. Lost and won are problems that were right
-with bf16 on one rank and are wrong now, and the other way round; p is McNemar's exact test of the
-two. Engines run in their normal mode, in which another arrangement alone rounds otherwise: read
-a payload beside the bf16 row of the same backend. What a format or a backend refuses is listed
-below the tables with its reason.
+MB are those of that folder; payloads carry the rows of the bf16 model between 4 ranks. Lost and won
+are problems that were right with bf16 on one rank and are wrong now, and the other way round; p is
+McNemar's exact test of the two. Engines run in their normal mode, in which another arrangement
+alone rounds otherwise: read a payload beside the bf16 row of the same backend. What a format or a
+backend refuses is listed below the tables with its reason.
 """
 
 from __future__ import annotations

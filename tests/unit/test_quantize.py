@@ -458,7 +458,10 @@ def test_compressed_tensors_reads_mxfp4(sources: dict[str, Path], tmp_path: Path
     for key in ("num_bits", "type", "strategy", "group_size", "symmetric", "scale_dtype"):
         assert getattr(scheme.weights, key) == getattr(preset, key)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    parts = {key: tensors[f"{EXPERT}.{key}"] for key in ("weight_packed", "weight_scale")}
-    decoded = MXFP4PackedCompressor.decompress(parts, scheme)["weight"]
-    held = loaded(tmp_path / "out")
-    assert torch.equal(decoded.float(), held[f"{EXPERT}.weight None None"])
+    held = {name.split()[0]: w for name, w in loaded(tmp_path / "out").items()}
+    stems = [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]
+    assert len(stems) == 56
+    for stem in stems:
+        parts = {f"weight{part}": tensors[stem + part] for part in ("_packed", "_scale")}
+        decoded = MXFP4PackedCompressor.decompress(parts, scheme)["weight"]
+        assert torch.equal(decoded.float(), held[stem])
