@@ -2,14 +2,16 @@
 
     python -m bench.house_twins                      # 100 problems of each task
     python -m bench.house_twins --only '^nvfp4|payload'
+    python -m bench.house_twins --only quantization  # needs no twins
     python -m bench.house_twins --markdown           # what was measured, as tables for the docs
 
 Twins are written by the code of `moesaic quantize` into a temporary folder and run on one rank;
-payloads carry the rows of the bf16 model between 4 ranks. Lost and won are problems that were right
-with bf16 on one rank and are wrong now, and the other way round; p is McNemar's exact test of the
-two. Engines run in their normal mode, in which another arrangement alone rounds otherwise: read
-a payload beside the bf16 row of the same backend. What a format or a backend refuses is listed
-below the tables with its reason.
+rows named `--quantization` round the experts of the bf16 folder while they load it, so that their
+MB are those of that folder; payloads carry the rows of the bf16 model between 4 ranks. Lost and won
+are problems that were right with bf16 on one rank and are wrong now, and the other way round; p is
+McNemar's exact test of the two. Engines run in their normal mode, in which another arrangement
+alone rounds otherwise: read a payload beside the bf16 row of the same backend. What a format or a
+backend refuses is listed below the tables with its reason.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from bench.house import (
 )
 from moesaic import Engine
 from moesaic.cli.quantize import FORMATS
+from moesaic.engine.moe_setup import ONLINE
 from moesaic.evals.figures import mcnemar
 from moesaic.models.quantize import Job, quantize
 from moesaic.models.tiny import materialise
@@ -69,6 +72,12 @@ def twins() -> list[Case]:
     ]
 
 
+def while_loading() -> list[Case]:
+    return [
+        Case(f"--quantization {choice}", f"{BF16} --quantization {choice}") for choice in ONLINE
+    ]
+
+
 def payloads() -> list[Case]:
     return [
         Case(
@@ -80,7 +89,7 @@ def payloads() -> list[Case]:
     ]
 
 
-WEIGHTS = [Case("bf16", BF16), Case("fp32", FP32), *twins()]
+WEIGHTS = [Case("bf16", BF16), Case("fp32", FP32), *twins(), *while_loading()]
 CASES = [*WEIGHTS, *payloads()]
 
 

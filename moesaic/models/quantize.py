@@ -24,7 +24,7 @@ from moesaic.models.checkpoint import FLOATS, INDEX, Checkpoint
 from moesaic.models.config import RawConfig
 from moesaic.models.registry import ARCHITECTURES
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.forms import FORMS, NO_GROUP, Form
+from moesaic.models.schemes.forms import FORMS, NO_GROUP, STACK_FORMS, Form
 from moesaic.models.schemes.storage import Matrix, Storage
 
 logger = logging.getLogger(__name__)
@@ -200,18 +200,17 @@ def _form(raw: RawConfig, source: Path, job: Job) -> Form:
         raise ValueError(
             f"{raw.source}: architectures {names} are not known, only {', '.join(ARCHITECTURES)}"
         )
-    stacked = "GptOssForCausalLM" in names
-    if stacked != form.stacked:
-        fitting = [name for name, form in FORMS.items() if form.stacked == stacked]
+    forms = STACK_FORMS if "GptOssForCausalLM" in names else FORMS
+    if job.form not in forms:
         raise ValueError(
-            f"format {job.form} has no standard form for {names[0]}: choose {', '.join(fitting)}"
+            f"format {job.form} has no standard form for {names[0]}: choose {', '.join(forms)}"
         )
     method = detect_scheme(raw, source).method
     if method != "none":
         raise ValueError(
             f"{source} is quantised already ({method}): start from its bfloat16 or float32 original"
         )
-    return form
+    return forms[job.form]
 
 
 def _quantizer(checkpoint: Checkpoint, raw: RawConfig, form: Form, job: Job) -> Quantizer:

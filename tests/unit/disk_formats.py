@@ -231,6 +231,17 @@ def nvfp4(compressed: bool) -> Callable[[np.random.Generator, int, int], Made]:
     return make
 
 
+def mxfp4(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
+    """compressed-tensors: a byte holds two columns, a scale is an exponent plus 127."""
+    codes = rng.integers(0, 16, (size_N, size_K))
+    exponents = rng.integers(100, 140, (size_N, size_K // 32))
+    values = np.zeros((size_N, size_K))
+    for n, k in np.ndindex(size_N, size_K):
+        values[n, k] = E2M1[codes[n, k]] * 2.0 ** (int(exponents[n, k // 32]) - 127)
+    scale = torch.from_numpy(exponents.astype(np.uint8))
+    return {"weight_packed": pairs(codes), "weight_scale": scale}, values
+
+
 def mxfp4_stack(rng: np.random.Generator, experts: int, rows: int, cols: int) -> Made:
     """Of a whole stack: X_blocks and X_scales."""
     codes = rng.integers(0, 16, (experts, rows, cols // 32, 32))
@@ -259,6 +270,9 @@ def _gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
 FP8_DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 PACK, FLOAT, INT = "pack-quantized", "float-quantized", "int-quantized"
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "GEMM"}
+MXFP4_PACK = "mxfp4-pack-quantized"
+MXFP4 = compressed(MXFP4_PACK, "float", 4, "group", group_size=32, scale_dtype="torch.uint8")
+MXFP4_GROUP = MXFP4["config_groups"]["group_0"]
 RAGGED = {"shape": (200, 300), "cut": (slice(128, 200), slice(128, 256))}
 
 FORMATS = {
@@ -347,5 +361,12 @@ FORMATS = {
         compressed("nvfp4-pack-quantized", "float", 4, "tensor_group", group_size=16, acts=True),
         nvfp4(True),
         "nvfp4",
+    ),
+    "ct mxfp4": DiskFormat(MXFP4, mxfp4, "mxfp4"),
+    "ct mxfp4 of a group": DiskFormat(
+        MXFP4 | {"format": None, "config_groups": {"all": MXFP4_GROUP | {"format": MXFP4_PACK}}},
+        mxfp4,
+        "mxfp4",
+        cut=(slice(5, 48), slice(64, 96)),
     ),
 }

@@ -192,6 +192,17 @@ def test_weight_only_formats_leave_activations_alone(tmp_path: Path) -> None:
     assert scheme.expert_format == replace(WEIGHT_FORMATS["fp8_tensor"], activation=None)
 
 
+def test_mxfp4_activations_are_kept_as_they_are(tmp_path: Path) -> None:
+    scheme, *_ = made(FORMATS["ct mxfp4"], tmp_path)
+    assert scheme.expert_format is WEIGHT_FORMATS["mxfp4"] and not scheme.note
+    config = json.loads(json.dumps(FORMATS["ct mxfp4"].config))
+    group = config["config_groups"]["group_0"]
+    group["input_activations"] = group["weights"] | {"dynamic": True}
+    scheme = detect_scheme(config_of(config), tmp_path)
+    assert scheme.expert_format is WEIGHT_FORMATS["mxfp4"]
+    assert "activations are not rounded to mxfp4" in scheme.note
+
+
 def test_without_weights_the_config_decides(tmp_path: Path) -> None:
     scheme = detect_scheme(config_of(FORMATS["fp8 block"].config), tmp_path)
     assert scheme.expert_format is WEIGHT_FORMATS["fp8_block"]
@@ -224,6 +235,8 @@ def _weights(base: str, **more: Any) -> dict[str, Any]:
         (_change("ct int4", sparsity_config={"format": "x"}), "sparse weights are not handled"),
         (_change("ct int4", config_groups={}), "config_groups is missing"),
         (_weights("ct int4", num_bits=3), "int 3 bit with strategy 'group' is not handled"),
+        (_weights("ct mxfp4", group_size=16), "float 4 bit with strategy 'group' is not handled"),
+        (_change("ct mxfp4", format="mxfp8-quantized"), "format 'mxfp8-quantized' is not handled"),
         (_weights("ct int4", actorder="group"), "actorder 'group' reorders columns"),
         (_weights("ct int4", group_size="x"), "group_size must be an integer"),
         (

@@ -30,7 +30,6 @@ from moesaic.moe.quant.codecs import Nvfp4
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from tests.unit.disk_formats import CountingCheckpoint
 
-PLAIN = [name for name, form in FORMS.items() if not form.stacked]
 GROUP = 16
 Change = Callable[[dict[str, Tensor]], object]
 EXPERT = "model.layers.0.mlp.experts.0.up_proj"
@@ -96,8 +95,9 @@ def siblings(name: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", form) for form in PLAIN]
-    + [(family, form) for family in ("deepseek_v3", "mixtral") for form in ("fp8", "awq", "nvfp4")],
+    [("qwen3_moe", form) for form in FORMS]
+    + [(family, form) for family in ("deepseek_v3", "mixtral") for form in ("fp8", "awq", "nvfp4")]
+    + [("mixtral", "mxfp4")],
 )
 def test_round_trip(family: str, form: str, sources: dict[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "out"
@@ -122,7 +122,7 @@ def test_round_trip(family: str, form: str, sources: dict[str, Path], tmp_path: 
     assert changed > 30
 
 
-def test_mxfp4(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_mxfp4_of_stacks(sources: dict[str, Path], tmp_path: Path) -> None:
     quantize(sources["gpt_oss"], tmp_path / "out", Job("mxfp4"))
     format = WEIGHT_FORMATS["mxfp4"]
     assert detect_scheme(RawConfig.read(tmp_path / "out"), tmp_path / "out").expert_format is format
@@ -138,7 +138,7 @@ def test_mxfp4(sources: dict[str, Path], tmp_path: Path) -> None:
             assert torch.equal(kept[name], w)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8_w8a8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8_w8a8", "nvfp4", "mxfp4"])
 def test_quantised_at_load(name: str, sources: dict[str, Path]) -> None:
     format = WEIGHT_FORMATS[name]
     before, kept = loaded(sources["qwen3_moe"]), loaded(sources["qwen3_moe"], format)
@@ -230,6 +230,12 @@ def _rename(old: str, new: str) -> Change:
         ("gptq", lambda t: t.pop(f"{EXPERT}.scales"), "missing .*up_proj.scales"),
         ("nvfp4", lambda t: t.pop(f"{EXPERT}.weight_scale_2"), "missing .*weight_scale_2"),
         ("nvfp4", lambda t: t.pop(f"{EXPERT}.weight"), "missing .*up_proj.weight"),
+        ("mxfp4", lambda t: t.pop(f"{EXPERT}.weight_scale"), "missing .*up_proj.weight_scale"),
+        (
+            "mxfp4",
+            lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(32, 2)}),
+            "has type F32 where config.json asks for U8",
+        ),
         ("fp8", lambda t: t.update({"x.weight_scale_inv": torch.ones(1)}), "not in the model x.w"),
         ("int4_w4a16", lambda t: t.update({f"{EXPERT}.scales": torch.ones(1)}), "not in the model"),
         (
@@ -316,7 +322,7 @@ def test_gate_and_up_share_their_global_scale(sources: dict[str, Path], tmp_path
     [
         ("qwen3_moe", "--format int3", "--format is 'int3'"),
         ("qwen3_moe", "", "--format is missing: choose one of fp8, "),
-        ("qwen3_moe", "--format mxfp4", "no standard form for Qwen3MoeForCausalLM: choose fp8, "),
+        ("deepseek_v3", "--format mxfp4", "columns of 32; quantise the experts alone with --exp"),
         ("gpt_oss", "--format fp8", "no standard form for GptOssForCausalLM: choose mxfp4"),
         ("qwen3_moe", "--format fp8 --group-size 32", "format fp8 has no groups to choose"),
         ("deepseek_v3", "--format gptq", "columns of 128; choose --group-size 16"),
@@ -387,7 +393,7 @@ def test_transformers_reads_fp8(sources: dict[str, Path], tmp_path: Path) -> Non
     assert torch.equal(theirs, expected) and expected.abs().max() > 0.5
 
 
-def test_transformers_reads_mxfp4(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_transformers_reads_mxfp4_stacks(sources: dict[str, Path], tmp_path: Path) -> None:
     oracle = pytest.importorskip("tests.oracle")
     quantize(sources["gpt_oss"], tmp_path / "out", Job("mxfp4"))
     state = oracle.load(tmp_path / "out").state_dict()
@@ -397,3 +403,65 @@ def test_transformers_reads_mxfp4(sources: dict[str, Path], tmp_path: Path) -> N
             assert torch.equal(state[tensor][int(index)].t()[int(part) :: 2].float(), w)
         elif tensor.endswith("experts.down_proj"):
             assert torch.equal(state[tensor][int(index)].t().float(), w)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def by_definition(packed: Tensor, scales: Tensor) -> Tensor:
+    """mxfp4 number by number: sign, exponent and mantissa of e2m1, a power of two per 32."""
+    rows = []
+    for bytes_of_row, exponents in zip(packed.tolist(), scales.tolist(), strict=True):
+        codes = [code for byte in bytes_of_row for code in (byte & 15, byte >> 4)]
+        rows.append(
+            [
+                (-1.0 if code & 8 else 1.0) * E2M1[code & 7] * 2.0 ** (exponents[k // 32] - 127)
+                for k, code in enumerate(codes)
+            ]
+        )
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(("family", "matrices"), [("qwen3_moe", 56), ("deepseek_v3", 24)])
+def test_mxfp4_by_definition(
+    family: str, matrices: int, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """By the definition, and by transformers' decoder where it is installed."""
+    job = Job("mxfp4", experts_only=family == "deepseek_v3")  # its latents of 16 have no groups
+    quantize(sources[family], tmp_path / "out", job)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    found = {
+        name: w for name, w in loaded(tmp_path / "out").items() if name.split()[0] not in tensors
+    }
+    assert len(found) == matrices
+    for name, w in found.items():
+        stem = name.split()[0].removesuffix(".weight")
+        packed, scales = tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
+        assert packed.dtype == scales.dtype == torch.uint8
+        assert packed.shape == (w.shape[0], w.shape[1] // 2)
+        assert scales.shape == (w.shape[0], w.shape[1] // 32)
+        assert torch.equal(by_definition(packed, scales), w) and w.abs().max() > 0.05
+    decode = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    blocks = packed.view(1, len(packed), -1, 16)
+    assert torch.equal(decode(blocks, scales[None], dtype=torch.float32)[0].t(), w)
+
+
+def test_compressed_tensors_reads_mxfp4(sources: dict[str, Path], tmp_path: Path) -> None:
+    theirs = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+
+    quantize(sources["qwen3_moe"], tmp_path / "out", Job("mxfp4"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = theirs.quantization.QuantizationConfig.model_validate(config).config_groups["group_0"]
+    preset = theirs.quantization.preset_name_to_scheme("MXFP4A16", ["Linear"]).weights
+    assert scheme.input_activations is None
+    for key in ("num_bits", "type", "strategy", "group_size", "symmetric", "scale_dtype"):
+        assert getattr(scheme.weights, key) == getattr(preset, key)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    held = {name.split()[0]: w for name, w in loaded(tmp_path / "out").items()}
+    stems = [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]
+    assert len(stems) == 56
+    for stem in stems:
+        parts = {f"weight{part}": tensors[stem + part] for part in ("_packed", "_scale")}
+        decoded = MXFP4PackedCompressor.decompress(parts, scheme)["weight"]
+        assert torch.equal(decoded.float(), held[stem])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.models.config import RawConfig
-from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Nvfp4Matrix
+from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Matrix, Nvfp4Matrix
 from moesaic.models.schemes.integers import CompressedInts
 from moesaic.models.schemes.storage import Storage
 
@@ -14,12 +14,13 @@ FORMATS = (
     "int-quantized",
     "pack-quantized",
     "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "naive-quantized",
     None,
 )
 HANDLED = (
     "float 8 bit (tensor, channel, block), int 8 bit (tensor, channel, group), int 4 bit (channel, "
-    "group), float 4 bit (tensor_group of 16)"
+    "group), float 4 bit (tensor_group of 16, group of 32)"
 )
 
 
@@ -68,6 +69,8 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
         return Fp8Matrix(strategy, weight_only=weight_only)
     if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
         return Nvfp4Matrix(compressed=True, weight_only=weight_only)
+    if kind == ("float", 4) and strategy == "group" and weights.integer("group_size") == 32:
+        return Mxfp4Matrix(activations=not weight_only)
     if kind == ("int", 4) and strategy in ("channel", "group"):
         return _ints(weights, 4, row_group, packed=True)
     if kind == ("int", 8) and strategy in ("tensor", "channel", "group"):

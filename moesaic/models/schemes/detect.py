@@ -87,7 +87,8 @@ def _scheme(declared: Declared, num_experts: int) -> Scheme:
         )
     storage = METHODS[method](declared)
     format, note = _expert_format(declared, storage)
-    return Scheme(method, storage, format, num_experts, note)
+    notes = "; ".join(filter(None, (note, storage.note)))
+    return Scheme(method, storage, format, num_experts, notes)
 
 
 def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:

@@ -135,6 +135,46 @@ class Nvfp4Matrix(Storage):
 
 
 @dataclass(frozen=True)
+class Mxfp4Matrix(Storage):
+    """compressed-tensors: X.weight_packed [N, K / 2] of e2m1 pairs, the even column in the low
+    half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127.
+
+    `activations`: the checkpoint asks for activations in mxfp4 too, which no runner rounds to.
+    """
+
+    activations: bool = False
+    sides: ClassVar[frozenset[str]] = frozenset({"input_global_scale"})
+
+    @property
+    def format(self) -> WeightFormat:
+        return WEIGHT_FORMATS["mxfp4"]
+
+    @property
+    def note(self) -> str:
+        if not self.activations:
+            return ""
+        return "activations are not rounded to mxfp4, as the checkpoint asks, but kept as they are"
+
+    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+        size_N, size_K = matrix.shape
+        scales = Spec(((size_N, size_K // numerics.MXFP4_GROUP),), ("U8",))
+        return {
+            matrix.tensor("weight_packed"): Spec(((size_N, size_K // 2),), ("U8",)),
+            matrix.tensor("weight_scale"): scales,
+        }
+
+    def read(self, source: Source, rows: range, cols: range) -> Planes:
+        return {
+            "values": source.read("weight_packed", rows, blocks(cols, 2)),
+            "scales": source.read("weight_scale", rows, blocks(cols, numerics.MXFP4_GROUP)),
+        }
+
+    def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        planes = self.format.encode(w_NK)
+        return {"weight_packed": planes["values"], "weight_scale": planes["scales"]}
+
+
+@dataclass(frozen=True)
 class Mxfp4Stack(Storage):
     """gpt-oss: X_blocks [E, N, K / 32, 16] of e2m1 pairs and X_scales [E, N, K / 32] of e8m0."""
 

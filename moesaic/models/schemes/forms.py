@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Stack, Nvfp4Matrix
+from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Matrix, Mxfp4Stack, Nvfp4Matrix
 from moesaic.models.schemes.integers import AwqMatrix, CompressedInts, GptqMatrix
 from moesaic.models.schemes.storage import Storage
-from moesaic.moe.quant.numerics import NVFP4_GROUP
+from moesaic.moe.quant.numerics import MXFP4_GROUP, NVFP4_GROUP
 
 Config = dict[str, Any]
 NO_GROUP = 0
@@ -20,7 +20,7 @@ NO_GROUP = 0
 class Form:
     """`storage` for a group size, `config` for that and the modules that stay unquantised.
 
-    `stacked`: for checkpoints whose experts lie in stacks, and only for them.
+    `stacked`: the experts lie in stacks.
     """
 
     storage: Callable[[int], Storage]
@@ -116,6 +116,13 @@ def _nvfp4(group: int, ignored: Sequence[str]) -> Config:
 
 
 def _mxfp4(group: int, ignored: Sequence[str]) -> Config:
+    form = _compressed("mxfp4-pack-quantized", "float", 4, "group", activations=False)
+    config = form(MXFP4_GROUP, ignored)
+    config["config_groups"]["group_0"]["weights"]["scale_dtype"] = "torch.uint8"
+    return config
+
+
+def _mxfp4_stacks(group: int, ignored: Sequence[str]) -> Config:
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     return {
         "quant_method": "mxfp4",
@@ -152,5 +159,7 @@ FORMS = {
     "gptq": Form(lambda group: GptqMatrix(4, group, kept=group), _gptq(4), group_size=128),
     "gptq_int8": Form(lambda _: GptqMatrix(8, None), _gptq(8)),
     "nvfp4": Form(lambda _: Nvfp4Matrix(), _nvfp4),
-    "mxfp4": Form(lambda _: Mxfp4Stack(), _mxfp4, stacked=True),
+    "mxfp4": Form(lambda _: Mxfp4Matrix(), _mxfp4),
 }
+# Of families that store the experts of a layer together (gpt-oss).
+STACK_FORMS = {"mxfp4": Form(lambda _: Mxfp4Stack(), _mxfp4_stacks, stacked=True)}
