@@ -1,6 +1,6 @@
 """Shared parts of the house model's measurements: problems, engines, and a sheet of rows on disk.
 
-A sheet belongs to one model, one set of problems and one way to ask them. A row is one arrangement;
+A sheet belongs to one model, one state of the code, one set of problems and one way to ask them. A row is one arrangement;
 what is there is not measured again. The first row is the one with which all others are compared.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
+import moesaic
 from bench.common import RESULTS, machine, print_table
 from moesaic import Engine
 from moesaic.config.args import ServerArgs
@@ -42,6 +43,7 @@ class Question(msgspec.Struct, frozen=True):
 
     model: str
     weights: str
+    code: str
     data: str
     tasks: dict[str, int]
     seed: int
@@ -128,6 +130,15 @@ def weights_hash(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if path.suffix in {".json", ".safetensors", ".jinja"}:
             found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def code_hash() -> str:
+    """Of the package: rows of other code do not stand in the same sheet."""
+    found = hashlib.sha256()
+    root = Path(moesaic.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
 
@@ -292,6 +303,7 @@ def question_of(args: argparse.Namespace, problems: Sequence[Problem]) -> Questi
     return Question(
         model=args.model_path if args.model_path.startswith("tiny:") else folder.name,
         weights=weights_hash(folder),
+        code=code_hash(),
         data=digest(problems),
         tasks=tasks,
         seed=args.seed,

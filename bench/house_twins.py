@@ -1,6 +1,6 @@
 """What fewer bits cost the house model: every weight format, and every payload between ranks.
 
-    python -m bench.house_twins                      # 100 problems of each task
+    python -m bench.house_twins                      # 50 problems of each task
     python -m bench.house_twins --only '^nvfp4|payload'
     python -m bench.house_twins --only quantization  # needs no twins
     python -m bench.house_twins --markdown           # what was measured, as tables for the docs
@@ -10,7 +10,9 @@ rows named `--quantization` round the experts of the bf16 folder while they load
 MB are those of that folder; payloads carry the rows of the bf16 model between 4 ranks. Lost and won
 are problems that were right with bf16 on one rank and are wrong now, and the other way round; p is
 McNemar's exact test of the two. Engines run in their normal mode, in which another arrangement
-alone rounds otherwise: read a payload beside the bf16 row of the same backend. What a format or a
+alone rounds otherwise: read a payload beside the bf16 row of the same backend. The model is so sure
+of its replies that even 4 bits change next to none. "off by" shows how far a format really is from
+bf16: by how many nats the logprob of a prompt's token differs on average. What a format or a
 backend refuses is listed below the tables with its reason.
 """
 
@@ -21,7 +23,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from bench.house import (
     Case,
@@ -50,6 +54,7 @@ from moesaic.engine.moe_setup import ONLINE
 from moesaic.evals.figures import mcnemar
 from moesaic.models.quantize import Job, quantize
 from moesaic.models.tiny import materialise
+from moesaic.tasks.problem import Problem
 
 EP4 = "--tp 4 --ep 4 --enable-dp-attention --dp 4"
 CARRIERS = {
@@ -60,6 +65,7 @@ CARRIERS = {
     "flashinfer": "--moe-a2a-backend flashinfer",
     "none": "--moe-a2a-backend none",
 }
+SHOWN_PROMPTS = 120
 PAYLOADS = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
 BF16, FP32 = "--dtype bfloat16", "--dtype float32"
 
@@ -113,9 +119,40 @@ def bytes_a_row(engine: Engine) -> float:
     return sum(one.dispatch_bytes for one in traffic) / rows if rows else 0.0
 
 
+def prompt_logprobs(engine: Engine, problems: Sequence[Problem]) -> list[float]:
+    """Of all tokens of the prompts. What comes next is open in them, where in replies it is
+    certain: they show roundings that change no reply."""
+    assert engine.tokenizer is not None
+    messages = [[{"role": "user", "content": problem.prompt}] for problem in problems]
+    chats = map(engine.tokenizer.apply_chat_template, messages)
+    answers = engine.generate(
+        input_ids=[engine.tokenizer.encode(chat, add_special_tokens=False) for chat in chats],
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    assert isinstance(answers, list)
+    return [
+        entry[0]
+        for answer in answers
+        for entry in answer["meta_info"]["input_token_logprobs"]
+        if entry[0] is not None  # of the first token
+    ]
+
+
+def mean_gap(ones: Sequence[float], others: Sequence[float]) -> float:
+    return fmean(abs(one - other) for one, other in zip(ones, others, strict=True))
+
+
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
     sheet = open_sheet(args.out, question_of(args, problems))
+    some = problems[:: max(1, len(problems) // SHOWN_PROMPTS)]
+
+    @cache
+    def exact() -> list[float]:
+        with start(args.model_path, f"{BF16} {args.flags}") as engine:
+            return prompt_logprobs(engine, some)
 
     def measure(case: Case) -> Measured:
         with (
@@ -123,7 +160,9 @@ def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
             start(folder, f"{case.flags} {args.flags}") as engine,
         ):
             result = ask(engine, problems, args.max_new_tokens)
-            return Measured(result, {"bytes": size, "bytes_a_row": bytes_a_row(engine)})
+            figures = {"bytes": float(size), "bytes_a_row": bytes_a_row(engine)}
+            logprobs = prompt_logprobs(engine, some)
+        return Measured(result, figures | {"gap": mean_gap(exact(), logprobs)})
 
     measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
     return sheet
@@ -132,7 +171,7 @@ def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
 def line_of(first: Row, row: Row, sheet: Sheet, size: str) -> list[str]:
     tasks = sheet.question.tasks
     if row.error:
-        return [row.name, *["–"] * (len(tasks) + 7)]
+        return [row.name, *["–"] * (len(tasks) + 8)]
     lost, won = flips(first, row)
     scores = [*accuracies(row, tasks).values(), row.accuracy]
     return [
@@ -144,12 +183,13 @@ def line_of(first: Row, row: Row, sheet: Sheet, size: str) -> list[str]:
         str(won),
         f"{mcnemar(lost, won):.2g}",
         f"{1 - len(row.differing) / sheet.question.number:.1%}",
+        f"{row.figures['gap']:.3f}",
     ]
 
 
 def report(sheet: Sheet, markdown: bool) -> None:
     tasks = list(sheet.question.tasks)
-    tail = [*tasks, "all", "points", "lost", "won", "p", "same text"]
+    tail = [*tasks, "all", "points", "lost", "won", "p", "same text", "off by"]
     first = sheet.row(CASES[0].name)
     assert first is not None and not first.error
     rows = [
@@ -168,7 +208,7 @@ def report(sheet: Sheet, markdown: bool) -> None:
 
 
 def main() -> int:
-    parser = house_parser(__doc__, "house_twins", num=100)
+    parser = house_parser(__doc__, "house_twins", num=50)
     add_choice(parser)
     args = parser.parse_args()
     if args.markdown:

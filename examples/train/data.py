@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from examples.train.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
-from moesaic.tasks.draw import TASKS
-from moesaic.tasks.problem import Problem, is_test
+from moesaic.tasks.draw import TASKS, split_of
+from moesaic.tasks.problem import Problem
 
 MIX = {"words": 28, "lists": 16, "lookup": 20, "units": 15, "tables": 16, "chat": 5}
 ASKED_WEIGHT = 0.1  # of a prompt's tokens in the loss; those of a reply count 1
@@ -130,6 +130,6 @@ def _conversation(rng: random.Random) -> list[tuple[str, str]]:
 
 def _problem(rng: random.Random) -> Problem:
     task = rng.choices(list(MIX), list(MIX.values()))[0]
-    while is_test((problem := TASKS[task](rng)).prompt):
+    while split_of(problem := TASKS[task](rng)) != "train":
         pass
     return problem

@@ -326,6 +326,13 @@ def _slipped(rng: random.Random, prompt: str, lower: bool) -> str:
     return prompt.lower() if lower and rng.random() < SLIP else prompt
 
 
+def forms(prompt: str) -> tuple[str, ...]:
+    """With its last mark and without it, as `_slipped` may leave it."""
+    bare = prompt.rstrip(".?!")
+    marked = (prompt,) if bare != prompt else tuple(f"{bare}{mark}" for mark in ".?!")
+    return (bare, *marked)
+
+
 def _said(opener: str, core: str, closer: str) -> str:
     if opener.endswith(",") and not core.startswith("I "):
         core = core[0].lower() + core[1:]

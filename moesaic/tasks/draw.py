@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
 from moesaic.tasks import chat, lists, lookup, tables, units, words
-from moesaic.tasks.problem import Problem
+from moesaic.tasks.problem import Problem, is_kept, plain
 
 Split = Literal["train", "test"]
 TASKS: Final[dict[str, Callable[[random.Random], Problem]]] = {
@@ -18,7 +18,17 @@ TASKS: Final[dict[str, Callable[[random.Random], Problem]]] = {
     "tables": tables.draw,
     "chat": chat.draw,
 }
+# Other ways to put the same question, where a task has such.
+FORMS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {"chat": chat.forms}
 MOST_MISSES: Final = 20_000  # draws without a new problem, after which a task has no more
+
+
+def split_of(problem: Problem) -> Split | None:
+    """Testing has a problem if it is kept from training in all its forms, training if it is in
+    none; others belong to neither, as one form would give the other away."""
+    forms = FORMS.get(problem.task)
+    kept = [is_kept(form) for form in (forms(problem.prompt) if forms else (problem.prompt,))]
+    return "test" if all(kept) else None if any(kept) else "train"
 
 
 def problems(task: str, split: Split, seed: int) -> Iterator[Problem]:
@@ -26,21 +36,20 @@ def problems(task: str, split: Split, seed: int) -> Iterator[Problem]:
     rng = random.Random(f"{task} {split} {seed}")
     while True:
         problem = TASKS[task](rng)
-        if problem.is_test == (split == "test"):
+        if split_of(problem) == split:
             yield problem
 
 
 def distinct(task: str, split: Split, seed: int, number: int) -> list[Problem]:
+    """Spacing and case do not make another problem."""
     found: dict[str, Problem] = {}
     misses = 0
     for problem in problems(task, split, seed):
         if len(found) == number:
             break
-        if problem.prompt in found:
-            misses += 1
-            if misses == MOST_MISSES:
-                raise ValueError(f"task {task} has only {len(found)} {split} problems: ask fewer")
-        else:
-            found[problem.prompt] = problem
-            misses = 0
+        key = plain(problem.prompt).lower()
+        misses = misses + 1 if key in found else 0
+        if misses == MOST_MISSES:
+            raise ValueError(f"task {task} has only {len(found)} {split} problems: ask fewer")
+        found.setdefault(key, problem)
     return list(found.values())

@@ -36,10 +36,6 @@ class Problem:
     id: str = ""
 
     @property
-    def is_test(self) -> bool:
-        return is_test(self.prompt)
-
-    @property
     def conversation(self) -> tuple[Message, ...]:
         return self.messages or (Message("user", self.prompt),)
 
@@ -52,8 +48,8 @@ class Grade:
     found: str | None
 
 
-def is_test(prompt: str) -> bool:
-    """Whether a problem is kept from training; spacing and case do not make it another one."""
+def is_kept(prompt: str) -> bool:
+    """Whether a prompt is kept from training; spacing and case do not make it another one."""
     plain = " ".join(prompt.lower().split())
     digest = hashlib.blake2b(plain.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % TEST_SHARE == 0

@@ -22,7 +22,7 @@ from moesaic.evals.figures import Z95, mcnemar, wilson
 from moesaic.evals.report import errors, failures, table
 from moesaic.evals.result import Result, digest
 from moesaic.evals.run import evaluate
-from moesaic.tasks.problem import Message, Problem, grade
+from moesaic.tasks.problem import Message, Problem, grade, is_kept
 
 # As `eval --out` promises it.
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
@@ -374,7 +374,7 @@ def test_drawn_problems_are_those_kept_for_testing(
     first, again, other = (read_problems(file) for file in files)
     assert first == again != other
     assert len(first) == 5 * len({one.task for one in first}) >= 30
-    assert all(one.is_test and grade(one, one.solution).right for one in [*first, *other])
+    assert all(is_kept(one.prompt) and grade(one, one.solution).right for one in [*first, *other])
     flags = ["--tasks", "words,list", "--write-data", files[0]]
     assert main(["eval", *flags]) == 2
     assert "unknown task list: choose of words, lists," in capsys.readouterr().err

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 
 from moesaic.tasks import tables, units, words
+from moesaic.tasks.draw import split_of
 from moesaic.tasks.problem import Problem, grade
 
 MODULES = {"words": words, "units": units, "tables": tables}
@@ -360,7 +361,7 @@ def test_problems_are_many_of_the_right_size_and_differ(task: str, kind: str):
     assert sum(60 <= size <= 500 for size in sizes) >= 4950
     (_, most) = Counter(problem.answer for problem in some).most_common(1)[0]
     assert most <= 750
-    share = sum(problem.is_test for problem in some) / 5000
+    share = sum(split_of(problem) == "test" for problem in some) / 5000
     assert 0.04 < share < 0.09  # one in sixteen
 
 

@@ -6,12 +6,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 
 from moesaic.tasks import chat, lists, lookup
-from moesaic.tasks.problem import MARK, Problem, grade
+from moesaic.tasks.draw import distinct, problems, split_of
+from moesaic.tasks.problem import MARK, Problem, grade, is_kept
 
 MODULES = {"lists": lists, "lookup": lookup, "chat": chat}
 KINDS = [(task, kind) for task, module in MODULES.items() for kind in module.KINDS]
@@ -342,8 +343,35 @@ def test_problems_differ_and_follow_from_the_seed(task: str, share: float) -> No
     assert len(prompts) >= share * 5000
     assert problems == mixed(task, 5000)
     assert problems[:100] != mixed(task, 100, seed=4)
-    tests = sum(problem.is_test for problem in problems)
-    assert 0.04 * 5000 <= tests <= 0.09 * 5000  # one in sixteen
+    kept = sum(is_kept(problem.prompt) for problem in problems)
+    assert 0.04 * 5000 <= kept <= 0.09 * 5000  # one in sixteen
+    assert all(split_of(p) != "test" or is_kept(p.prompt) for p in problems)
+
+
+@pytest.mark.parametrize("task", ["lists", "lookup", "chat"])
+def test_training_has_no_test_problem_in_another_form(task: str) -> None:
+    """Words alone, as a reader would hold them against each other. Of chat a few differ within,
+    as in "Hello, House." and "Hello House!"."""
+
+    def words(problem: Problem) -> str:
+        return re.sub(r"[^a-z0-9]+", " ", problem.prompt.lower()).strip()
+
+    tests = {words(problem) for problem in distinct(task, "test", 0, 200)}
+    trained = {words(problem) for problem in islice(problems(task, "train", 1), 50_000)}
+    assert len(tests & trained) <= (10 if task == "chat" else 0)
+
+
+def test_a_question_is_for_training_or_testing_in_all_its_forms() -> None:
+    asked = "Who made you?"
+    assert set(chat.forms(asked)) == {"Who made you?", "Who made you"}
+    assert set(chat.forms("Who made you")) == {
+        f"Who made you{mark}" for mark in ("", ".", "?", "!")
+    }
+    splits = {form: split_of(p) for p in mixed("chat", 4000) for form in chat.forms(p.prompt)}
+    assert "test" in splits.values()
+    for form, split in splits.items():
+        assert split != "train" or not is_kept(form)
+        assert split != "test" or is_kept(form)
 
 
 def test_what_is_not_listed_is_a_tenth_and_cannot_be_told_from_the_rule() -> None:

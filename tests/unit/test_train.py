@@ -16,6 +16,7 @@ from examples.train.model import Model, MoE, Shape, Spread, Unsort
 from examples.train.tokenizer import SPECIAL, make_tokenizer, save_tokenizer
 from examples.train.train import Run, Settings
 from moesaic.engine.tokenizer import Tokenizer
+from moesaic.tasks.problem import is_kept
 
 SMALL = Shape(
     vocab=1024, hidden=64, dense_inner=96, layers=2, heads=2, q_rank=32, kv_rank=32, nope=8, rope=8,
@@ -156,7 +157,7 @@ def test_batches_hold_whole_training_conversations(folder: Path):
             replies = [part.split("<|end|>")[0] for part in text.split("<|assistant|>")[1:]]
             assert counted == "".join(reply + "<|end|>" for reply in replies)
             for asked in text.split("<|user|>")[1:]:
-                assert not data.is_test(asked.split("<|end|>")[0])
+                assert not is_kept(asked.split("<|end|>")[0])
                 seen += 1
     assert seen > 20
 
