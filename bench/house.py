@@ -175,12 +175,6 @@ def make_row(case: Case, found: Measured, replies: Sequence[str]) -> Row:
     )
 
 
-def differing(one: Row, other: Row) -> int:
-    """Replies that differ between two rows of a sheet."""
-    places = one.differing.keys() | other.differing.keys()
-    return sum(one.differing.get(place) != other.differing.get(place) for place in places)
-
-
 def flips(first: Row, this: Row) -> tuple[int, int]:
     """Problems right in the first and wrong in this, and the other way round."""
     pairs = list(zip(first.right, this.right, strict=True))

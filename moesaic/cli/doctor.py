@@ -169,6 +169,7 @@ def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:
             "payload": choice.payload,
             "weights": choice.weights,
             "copies": layout.moe.copies,
+            "deterministic": layout.moe.deterministic,
             "reasons": list(layout.moe.reasons),
         },
         "dtype": str(layout.dtype).removeprefix("torch."),

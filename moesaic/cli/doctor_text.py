@@ -103,6 +103,8 @@ def _layout(model: str, layout: dict[str, Any], machine: dict[str, Any]) -> Iter
     )
     yield (f"  a2a {moe['a2a']} ({moe['mode']}), runner {moe['runner']}, {moe['payload']} sent")
     yield from (f"    {reason}" for reason in moe["reasons"])
+    if moe["deterministic"] and mesh["tp"] > 1:
+        yield "    deterministic: every rank holds whole the weights whose products would be summed"
     if moe["copies"] > 1:
         yield f"    deterministic: {moe['copies']} ranks hold each expert whole instead of a part"
     yield ""

@@ -7,15 +7,9 @@ from moesaic.config.args import ServerArgs
 
 
 def mesh_of(args: ServerArgs) -> Mesh:
-    """Of arguments that `resolve` has accepted and filled in.
-
-    In deterministic mode what is summed over ranks is summed over an attention group, so that the
-    bits of an answer depend on that group's size and not on how many such groups there are.
-    """
+    """Of arguments that `resolve` has accepted and filled in."""
     tp, split = args.tp_size, args.enable_dp_attention
     dp = args.dp_size if split else 1
-    deterministic = args.enable_deterministic_inference
-    dense_tp = tp // dp if deterministic else tp
     return Mesh(
         tp=tp,
         pp=args.pp_size,
@@ -23,6 +17,6 @@ def mesh_of(args: ServerArgs) -> Mesh:
         ep=args.ep_size,
         replicas=1 if split else args.dp_size,
         nnodes=args.nnodes,
-        dense_tp=dense_tp if args.moe_dense_tp_size is None else args.moe_dense_tp_size,
-        vocab_tp=tp // dp if args.enable_dp_lm_head or deterministic else tp,
+        dense_tp=tp if args.moe_dense_tp_size is None else args.moe_dense_tp_size,
+        vocab_tp=tp // dp if args.enable_dp_lm_head else tp,
     )

@@ -274,7 +274,7 @@ class RuntimeArgs:
         ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
-        bool, Flag("Same bits whatever the batch, EP size or placement.")
+        bool, Flag("Same bits whatever the batch, the mesh (TP, EP, DP, PP) or placement.")
     ] = False
     disable_cuda_graph: Annotated[bool, Flag("Capture no CUDA graphs (on CPU there are none).")] = (
         False

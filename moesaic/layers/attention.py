@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.comm.collective import Collective
 from moesaic.comm.mesh import share
 from moesaic.layers.context import AttentionSpec, ForwardContext
 from moesaic.layers.linear import (
@@ -107,15 +106,17 @@ class Attention(Module):
         hidden, dim, same = config.hidden_size, config.head_dim, parallel.deterministic
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         group = parallel.attention
-        heads = Heads.of(config, group.rank, group.size)
-        held, held_kv = _channels(heads.queries, dim), _channels(heads.kv, dim)
+        everyones = [Heads.of(config, rank, group.size) for rank in range(group.size)]
+        heads, parts = everyones[group.rank], [_channels(h.queries, dim) for h in everyones]
+        self.num_heads = len(heads.queries)
+        held, held_kv = parts[group.rank], _channels(heads.kv, dim)
         self.qkv_proj = MergedLinear(
             LinearConfig(hidden, queries + 2 * kv, dtype, config.qkv_bias, same),
             {"q_proj": Part(queries, held), "k_proj": Part(kv, held_kv)}
             | {"v_proj": Part(kv, held_kv)},
         )
         output = LinearConfig(queries, hidden, dtype, config.output_bias, same)
-        self.o_proj = RowLinear(output, held, group, f"attention of layer {layer}")
+        self.o_proj = RowLinear(output, parts, group, f"attention of layer {layer}")
         eps = config.qk_norm_eps
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
@@ -171,7 +172,8 @@ class LatentAttention(Module):
         hidden, rank, count = config.hidden_size, config.kv_rank, config.num_heads
         query_dim, up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
         self.deterministic, group = parallel.deterministic, parallel.attention
-        heads = _latent_heads(count, group)
+        everyones = _latent_heads(count, group.size)
+        heads = everyones[group.rank]
         self.num_heads = len(heads)
 
         def dense(inputs: int, outputs: int, bias: bool = False) -> LinearConfig:
@@ -189,7 +191,7 @@ class LatentAttention(Module):
         self.kv_b_proj = Linear(dense(rank, count * up_dim), _channels(heads, up_dim))
         self.o_proj = RowLinear(
             dense(count * config.value_dim, hidden, config.bias),
-            _channels(heads, config.value_dim),
+            [_channels(heads, config.value_dim) for heads in everyones],
             group,
             f"attention of layer {layer}",
         )
@@ -256,10 +258,11 @@ def _channels(heads: range, dim: int) -> range:
     return range(heads.start * dim, heads.stop * dim)
 
 
-def _latent_heads(count: int, group: Collective) -> range:
-    if group.size > count:
+def _latent_heads(count: int, size: int) -> list[range]:
+    """Those of each rank."""
+    if size > count:
         raise ValueError(
-            f"num_attention_heads {count} cannot be split over {group.size} ranks of attention: "
+            f"num_attention_heads {count} cannot be split over {size} ranks of attention: "
             f"at most {count} can share them; {FEWER_RANKS}"
         )
-    return share(count, group.rank, group.size)
+    return [share(count, rank, size) for rank in range(size)]

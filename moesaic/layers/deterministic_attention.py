@@ -7,6 +7,10 @@ in one piece, in chunks, from the prefix cache or token by token, with any neigh
 operations on the same shapes. Torch's kernel treats every sequence and head of a batch apart, so
 blocks with equally long ranges share a call.
 
+Nor does it matter how many of the heads a rank has. Heads that share keys are rows of one product;
+how many share them depends on the cut, so a product always has ROWS rows, filled up with zeros, and
+the range of a query does not depend on how many positions stand in its block.
+
 T tokens of the step · N query heads · M key/value heads · G = N / M · D head size · C latent size ·
 B blocks of a group · Q positions of a block · L keys of its range · U units of the cache in it.
 """
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, AttentionStep, LatentMaps
@@ -29,8 +34,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Keys of a block begin and end at multiples of this.
 RANGE = 128
-# Rows of a product: Q positions times the G heads that share keys, unless G alone is more. A
-# decoded token pays for all of them, which costs little up to about so many.
+# Rows of a product: Q positions times the G heads that share keys, or some of the heads where they
+# are more. A decoded token pays for all of them, which costs little up to about so many. RANGE is
+# a multiple of it.
 ROWS = 32
 # A call takes at most so many scores (rows times keys) and gathers at most so many keys.
 MAX_SCORES = 1 << 22
@@ -96,7 +102,7 @@ class DeterministicAttention(AttentionStep):
     def _attend(
         self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None
     ) -> Tensor:
-        positions = max(1, ROWS * keys.shape[-2] // q_TND.shape[1])
+        positions = _positions(q_TND.shape[1] // keys.shape[-2])
         out_TND = torch.empty_like(q_TND)
         for group in self._groups_of(positions, spec.window):
             k_BMLD = self._gather(keys, group.units_BU)
@@ -153,10 +159,16 @@ class DeterministicAttention(AttentionStep):
         return found + [0] * ((block.end - block.begin) // self.unit - len(found))
 
 
+def _positions(shared: int) -> int:
+    """Of a block, for so many heads: a power of two, so that none lies in two ranges."""
+    return 1 << (max(1, ROWS // shared).bit_length() - 1)
+
+
 def _blocks(span: Span, positions: int, window: int | None) -> Iterator[Block]:
     old = span.kv_len - span.length
     for first in range(old // positions * positions, span.kv_len, positions):
-        begin = 0 if window is None else max(0, first - window + 1) // RANGE * RANGE
+        oldest = 0 if window is None else max(0, first // ROWS * ROWS - window + 1)
+        begin = oldest // RANGE * RANGE
         end = -(-(first + positions) // RANGE) * RANGE
         low, high = max(first, old), min(first + positions, span.kv_len)
         yield Block(span, first, low - first, span.start + low - old, high - low, begin, end)
@@ -187,20 +199,34 @@ def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> Group:
 def _attend(
     group: Group, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
 ) -> Tensor:
-    """[B, Q, N, D]. All queries and heads that share keys are rows of one product."""
+    """[B, Q, N, D]. All queries and heads that share keys are rows of one product, or of several
+    with ROWS rows each."""
     blocks, positions, _, dim = q_BQND.shape
     heads, length = k_BMLD.shape[1:3]
     q_BQMGD = q_BQND.unflatten(2, (heads, -1))
     shared = q_BQMGD.shape[3]
     q_BMXD = q_BQMGD.transpose(1, 2).reshape(blocks, heads, -1, dim)
-    mask = _mask(group.last_B, positions, length, spec.window, q_BQND.dtype)
-    mask_BXL = mask.repeat_interleave(shared, dim=1).unsqueeze(1)
-    k, v = (x.expand(blocks, -1, -1, -1) for x in (k_BMLD, v_BMLD))
-    out, lse = _flash(q_BMXD, k, v, 0.0, False, attn_mask=mask_BXL, scale=spec.scale)
-    out_BQND = out.unflatten(2, (positions, shared)).transpose(1, 2).flatten(2, 3)
+    count = q_BMXD.shape[2]
+    products = -(-count // ROWS)
+    filled = F.pad(q_BMXD, (0, 0, 0, products * ROWS - count))
+    q = filled.reshape(blocks, heads * products, ROWS, dim)
+    k, v = (
+        x.unsqueeze(2).expand(blocks, -1, products, -1, -1).flatten(1, 2) for x in (k_BMLD, v_BMLD)
+    )
+    mask_BQL = _mask(group.last_B, positions, length, spec.window, q_BQND.dtype)
+    # Where there are several products their rows have one position.
+    position_of_row = (torch.arange(ROWS) // shared).clamp(max=positions - 1)
+    mask = mask_BQL[:, position_of_row].unsqueeze(1)
+    out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)
+
+    def by_query(x: Tensor) -> Tensor:
+        x_BMX = x.reshape(blocks, heads, products * ROWS, *x.shape[3:])[:, :, :count]
+        return x_BMX.unflatten(2, (positions, shared)).transpose(1, 2).flatten(2, 3)
+
+    out_BQND = by_query(out)
     if spec.sinks_N is None:
         return out_BQND
-    lse_BQN = lse.unflatten(2, (positions, shared)).transpose(1, 2).flatten(2, 3)
+    lse_BQN = by_query(lse)
     # A sink is one more logit in the softmax whose value is zero.
     kept_BQN = sigmoid(lse_BQN - spec.sinks_N.float())
     return (out_BQND.float() * kept_BQN.unsqueeze(-1)).to(out_BQND.dtype)

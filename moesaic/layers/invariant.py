@@ -16,20 +16,29 @@ from torch import Tensor
 
 from moesaic.kernels.cpu import linear as kernel
 
-# Rows of a product in torch: always exactly so many, the last ones zero.
+# Rows and outputs of a product in torch: always exactly so many, the last ones zero.
 PIECE_ROWS = 32
+PIECE_OUTPUTS = 64
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """F.linear of rows that do not know each other.
+    """F.linear of rows that do not know each other, nor what other outputs the matrix has.
 
-    With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) neither the number of threads
-    nor how many outputs the matrix has matters. In torch both must stay as they are.
+    With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) the number of threads does
+    not matter either. In torch it must stay as it is.
     """
     if kernel.fits(weight_OI) and x_TI.dtype == weight_OI.dtype:
         return kernel.run(x_TI, weight_OI, bias_O)
-    # Weights on the left: oneDNN reads them as they lie instead of repacking them for each piece.
-    y_TO = in_pieces(lambda x_CI: torch.mm(weight_OI, x_CI.t()).t(), x_TI)
+    outputs = len(weight_OI)
+    pieces = list(weight_OI.split(PIECE_OUTPUTS))
+    pieces[-1] = F.pad(pieces[-1], (0, 0, 0, PIECE_OUTPUTS - len(pieces[-1])))
+
+    def product(x_CI: Tensor) -> Tensor:
+        # Weights on the left: oneDNN reads them as they lie instead of repacking them.
+        x_IC = x_CI.t()
+        return torch.cat([torch.mm(piece, x_IC) for piece in pieces])[:outputs].t()
+
+    y_TO = in_pieces(product, x_TI)
     return y_TO if bias_O is None else y_TO + bias_O
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,20 +72,30 @@ class Linear(Module):
 
 
 class RowLinear(Linear):
-    """The ranks of a group hold some of the inputs each; their sum is the result. The bias is added
-    to the sum, once."""
+    """The ranks of a group bring some of the inputs each, which follow each other in `parts`.
+
+    Each multiplies what it brings with its columns of the weights, and the sum over ranks is the
+    result; the bias is added to the sum, once. Such a sum rounds otherwise than that of one rank:
+    in deterministic mode every rank holds all the columns, and the inputs are put together.
+    """
 
     def __init__(
-        self, config: LinearConfig, inputs: range, group: Collective, operation: str
+        self, config: LinearConfig, parts: Sequence[range], group: Collective, operation: str
     ) -> None:
-        super().__init__(config, inputs=inputs)
-        self.group, self.operation = group, operation
+        """`parts`: the inputs that each rank of the group brings."""
+        super().__init__(config, inputs=None if config.deterministic else parts[group.rank])
+        self.group, self.operation, self.gathers = group, operation, config.deterministic
+        self.widths = [len(part) for part in parts]
+        assert len(parts) == group.size and sum(self.widths) == config.inputs, parts
 
     def forward(self, x_TI: Tensor, rows: slice | None = None) -> Tensor:
         """`rows`: those that this rank wants of the result; all by default."""
         rows = slice(0, len(x_TI)) if rows is None else rows
         if self.group.size == 1:
             return self.product(x_TI[rows], self.weight, self.bias)
+        if self.gathers:
+            all_TI = self.group.gather_columns(x_TI, self.widths, rows, self.operation)
+            return self.product(all_TI, self.weight, self.bias)
         part_TO = self.product(x_TI, self.weight, None)
         sum_TO = self.group.sum_rows(part_TO, rows, self.operation)
         return sum_TO if self.bias is None else sum_TO + self.bias

@@ -22,14 +22,15 @@ class GatedMLP(Module):
         self.parallel, self.operation = parallel, operation
         group, rank, size = parallel.cut(parallel.dense_tp)
         hidden, inner = config.inputs, config.outputs
-        held = share(inner, rank, size)
+        parts = [share(inner, part, size) for part in range(size)]
+        held = parts[rank]
         dtype, bias, same = config.dtype, config.bias, config.deterministic
         self.gate_up_proj = MergedLinear(
             LinearConfig(hidden, 2 * inner, dtype, bias, same),
             {"gate_proj": Part(inner, held), "up_proj": Part(inner, held)},
         )
         down = LinearConfig(inner, hidden, dtype, bias, same)
-        self.down_proj = RowLinear(down, held, group, operation)
+        self.down_proj = RowLinear(down, parts, group, operation)
 
     def forward(self, x_TH: Tensor, step: Step = PREFILL) -> Tensor:
         parallel, rows = self.parallel, None

@@ -53,9 +53,6 @@ def test_flips_and_scores_by_hand():
     assert house.flips(Row("d", "", right="000000"), first) == (0, 3)
     assert house.accuracies(first, {"x": 2, "y": 4}) == {"x": 1.0, "y": 0.25}
     assert first.accuracy == 0.5
-    # Texts: the first row's but for these.
-    one, two = Row("e", "", differing={3: "aa", 5: "bb"}), Row("f", "", differing={3: "aa", 5: "c"})
-    assert (house.differing(one, two), house.differing(one, first)) == (1, 2)
 
 
 def test_cases_are_lines_that_parse():
@@ -106,7 +103,7 @@ def test_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     house_grid.report(house.read(args.out, house.Sheet), markdown=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| arrangement | attention TP | lists | chat | all | texts")
-    assert lines[3].startswith("| ep 2 deepep, dp 2 | 1 |") and " | 0 | 0 | " in lines[3]
+    assert lines[3].startswith("| ep 2 deepep, dp 2 | 1 |") and lines[3].split(" | ")[-2] == "0"
     # Another question: nothing of the old sheet is taken over.
     other = house.question_of(asked(tmp_path, "--seed", "5"), house.draw(args))
     assert house.open_sheet(args.out, other).rows == []

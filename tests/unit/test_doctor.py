@@ -153,7 +153,23 @@ def test_deterministic_mode_cuts_no_expert(
     assert {rank["expert_bytes"] for rank in ranks(held)} == {whole // 2}
     assert [rank["experts"][0] for rank in ranks(held)] == [0, 0, 4, 4]
     assert (cut["layout"]["moe"]["copies"], held["layout"]["moe"]["copies"]) == (1, 2)
-    assert held["layout"]["mesh"]["dense_tp"] == held["layout"]["mesh"]["vocab_tp"] == 1
+
+
+@pytest.mark.parametrize(("flags", "cut"), [("--tp 4", 4), (f"--tp 4 {DPA}", 1)])
+def test_deterministic_mode_cuts_no_sum(
+    flags: str, cut: int, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    """Attention's output projections are cut in `cut`, dense layers in four: 64 channels, 2 layers,
+    4 heads with values of 16, an inner size of 96 in the dense layer, 32 in the shared expert."""
+    line = f"{folders['deepseek_v3']} {flags} --ep 4"
+    usual, held = ask(capsys, line), ask(capsys, f"{line} --enable-deterministic-inference")
+    outputs, down = 2 * 4 * 16 * 64 * 4, (96 + 32) * 64 * 4
+    more = outputs - outputs // cut + down - down // 4
+    for before, after in zip(ranks(usual), ranks(held), strict=True):
+        assert after["dense_bytes"] - before["dense_bytes"] == more
+        assert after["query_heads"] == before["query_heads"] == 4 // cut
+    assert main(["doctor", *line.split(), "--enable-deterministic-inference"]) == 0
+    assert "every rank holds whole the weights whose products" in capsys.readouterr().out
 
 
 def test_redundant_slots(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ def test_the_kernel_does_not_know_threads_nor_other_outputs(dtype: torch.dtype) 
     expected = kernel.reference(x_TI, weight, bias_O)
     bound = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
     torch.testing.assert_close(results[0], expected, atol=bound, rtol=EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [50, 64, 2048])
+def test_a_cut_of_the_outputs_changes_no_bit(
+    inputs: int, dtype: torch.dtype, path: str, threads: int
+) -> None:
+    """Wide parts and narrow ones, none at all, and the edges of what is computed at a time."""
+    torch.manual_seed(inputs)
+    weight, bias_O = matrix(inputs, 300, dtype), torch.randn(300).to(dtype)
+    x_TI = torch.randn(40, inputs).to(dtype)
+    whole = invariant.linear(x_TI, weight, bias_O)
+    for start, stop in itertools.pairwise((0, 1, 5, 20, 20, 36, 99, 163, 164, 300)):
+        part = invariant.linear(x_TI, weight[start:stop].clone(), bias_O[start:stop])
+        assert torch.equal(part, whole[:, start:stop]), (start, stop)
 
 
 def test_a_product_of_pieces_has_one_shape() -> None:
@@ -353,6 +369,42 @@ def test_the_check_fails_for_the_usual_attention(dtype: torch.dtype) -> None:
     case = cases(dtype)["heads that share keys"]
     whole = Play(case, TorchAttention, 0).run([LENGTH])
     assert not torch.equal(Play(case, TorchAttention, 1).run([1] * LENGTH), whole)
+
+
+def some_heads(case: Case, queries: slice, kv: slice) -> Case:
+    """What a rank computes that has these heads."""
+    sinks_N = case.spec.sinks_N
+    spec = replace(case.spec, sinks_N=None if sinks_N is None else sinks_N[queries])
+    return Case(spec, case.q[:, queries], case.k[:, kv], case.v[:, kv])
+
+
+@pytest.mark.parametrize("window", [None, 19, 100], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "parts"),
+    [
+        (8, 2, 16, [1, 2, 4, 8]),
+        (12, 3, 24, [3, 6, 12]),
+        (6, 6, 64, [2, 3]),
+        (40, 1, 16, [2, 5, 8, 40]),
+        (128, 1, 40, [2, 4, 8, 16, 128]),
+        (16, 1, 576, [2, 8]),
+    ],
+)
+def test_attention_does_not_know_other_heads(
+    heads: int, kv_heads: int, dim: int, parts: list[int], dtype: torch.dtype, window: int | None
+) -> None:
+    """Cut over ranks, down to ranks that share a key/value head: the first rank and the last."""
+    torch.manual_seed(heads)
+    case = grouped(heads, kv_heads, dim, dtype, window, sinks=True)
+    whole = Play(case, DeterministicAttention, 0).run([LENGTH])
+    for count in parts:
+        for rank in (0, count - 1):
+            queries = slice(heads * rank // count, heads * (rank + 1) // count)
+            first = kv_heads * rank // count
+            kv = slice(first, max(first + 1, kv_heads * (rank + 1) // count))
+            found = Play(some_heads(case, queries, kv), DeterministicAttention, 1).run([100, 50])
+            assert torch.equal(found, whole[:, queries]), (count, rank)
 
 
 def test_long_sequences_share_calls_without_changing() -> None:

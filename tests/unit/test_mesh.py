@@ -134,11 +134,7 @@ DPA = "--enable-dp-attention"
         (f"--tp 8 {DPA} --enable-dp-lm-head", (8, 1, 1, 1, 1, 1, 8, 8)),
         (
             f"--tp 8 --dp 4 {DPA} --enable-deterministic-inference",
-            (8, 1, 4, 1, 1, 1, 2, 2),
-        ),
-        (
-            f"--tp 8 --dp 4 {DPA} --enable-deterministic-inference --moe-dense-tp-size 1",
-            (8, 1, 4, 1, 1, 1, 1, 2),
+            (8, 1, 4, 1, 1, 1, 8, 8),
         ),
         ("--tp 4 --pp 4 --nnodes 4 --dist-init-addr h:1", (4, 4, 1, 1, 1, 4, 4, 4)),
     ],

@@ -86,6 +86,22 @@ def test_every_number_is_held_once(family: str, folders: dict[str, Path]) -> Non
         assert (counts == times).all(), name
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_deterministic_mode_cuts_no_inputs(family: str, folders: dict[str, Path]) -> None:
+    """And what is not summed over ranks is cut as ever."""
+    with torch.device("meta"):
+        usual = {slot.name: slot for slot in dense_slots(build(folders[family], part(1, 4)))}
+        bits = replace(part(1, 4), deterministic=True)
+        held = {slot.name: slot for slot in dense_slots(build(folders[family], bits))}
+    summed = [name for name in held if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert len(summed) == {"qwen2_moe": 8, "deepseek_v3": 8, "gpt_oss": 4}[family]
+    for name, slot in held.items():
+        if name in summed:
+            assert slot.cut == () and slot.into.shape == slot.shape, name
+        else:
+            assert slot.cut == usual[name].cut, name
+
+
 @pytest.mark.parametrize(
     ("dp", "dense_tp", "vocab_tp", "inner", "vocab", "queries"),
     [

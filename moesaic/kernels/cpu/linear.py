@@ -21,6 +21,8 @@ from moesaic.kernels.cpu.threads import threads
 FLOAT_FLAGS = {"avx512f"}
 TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
 TILE_OPTIONS = ("-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+# Outputs that tiles compute at a time.
+TILE_OUTPUTS = 16
 # A product with fewer multiplications than this is done before a second thread has started.
 SMALL_WORK = 1 << 20
 
@@ -57,10 +59,10 @@ def library() -> dict[torch.dtype, Call]:
 
 def fits(weight_OI: Tensor) -> bool:
     """Whether `run` can multiply with this matrix here."""
-    outputs, inputs = weight_OI.shape
+    inputs = weight_OI.shape[1]
     if weight_OI.dtype not in library() or not weight_OI.is_contiguous():
         return False
-    return weight_OI.dtype == torch.float32 or (inputs % 32 == 0 and inputs > 0 and outputs >= 16)
+    return weight_OI.dtype == torch.float32 or (inputs % 32 == 0 and inputs > 0)
 
 
 def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -68,6 +70,12 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     assert x_TI.dim() == 2 and x_TI.shape[1] == weight_OI.shape[1], (x_TI.shape, weight_OI.shape)
     assert fits(weight_OI) and x_TI.dtype == weight_OI.dtype
     assert bias_O is None or (bias_O.shape == weight_OI.shape[:1] and bias_O.dtype == x_TI.dtype)
+    outputs = len(weight_OI)
+    if outputs < TILE_OUTPUTS and weight_OI.dtype == torch.bfloat16:
+        # A cut over many ranks may be so narrow: its bits are those of the whole matrix.
+        missing = TILE_OUTPUTS - outputs
+        bias_O = None if bias_O is None else F.pad(bias_O, (0, missing))
+        return run(x_TI, F.pad(weight_OI, (0, 0, 0, missing)), bias_O)[:, :outputs]
     x_TI, bias_O = x_TI.contiguous(), None if bias_O is None else bias_O.contiguous()
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
     arguments = ctypes.pointer(

@@ -1,0 +1,52 @@
+"""A projection whose inputs are cut over ranks: in deterministic mode the bits of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from moesaic.comm.collective import WindowCollective
+from moesaic.comm.group import RankGroup
+from moesaic.layers.linear import Linear, LinearConfig, RowLinear
+from tests.distributed.moe_ranks import Pools
+
+ROWS, OUTPUTS, SECONDS = 37, 48, 30.0
+
+
+def differing(group: RankGroup, widths: Sequence[int], name: str, deterministic: bool) -> int:
+    """Elements that are not those of one rank, for each choice of rows, in small pieces."""
+    dtype: torch.dtype = getattr(torch, name)
+    torch.manual_seed(len(widths))
+    config = LinearConfig(sum(widths), OUTPUTS, dtype, bias=True, deterministic=deterministic)
+    parts = [range(sum(widths[:rank]), sum(widths[: rank + 1])) for rank in range(len(widths))]
+    comm = WindowCollective(group, 1 << 10, SECONDS)
+    alone, ours = Linear(config), RowLinear(config, parts, comm, "test")
+    whole, mine = torch.randn(OUTPUTS, sum(widths)).to(dtype), parts[group.rank]
+    held = whole if deterministic else whole[:, mine.start : mine.stop]
+    alone.weight.copy_(whole)
+    ours.weight.copy_(held)
+    for layer in (alone, ours):
+        assert layer.bias is not None
+        layer.bias.copy_(torch.arange(OUTPUTS))
+    x_TI = torch.randn(ROWS, sum(widths)).to(dtype)
+    part_TI = x_TI[:, mine.start : mine.stop]
+    found = 0
+    for rows in (None, slice(3, 20), slice(group.rank, group.rank + 1), slice(5, 5)):
+        expected = alone(x_TI[slice(None) if rows is None else rows])
+        found += int((ours(part_TI, rows) != expected).sum())
+    assert ours(part_TI[:0]).shape == (0, OUTPUTS)
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("widths", [(64, 64), (96, 0, 32), (1, 30, 19), (0, 0, 5, 59)], ids=str)
+def test_the_bits_of_one_rank(widths: tuple[int, ...], dtype: str, pools: Pools):
+    size = len(widths)
+    assert pools(size).run(differing, widths, dtype, True) == [0] * size
+
+
+def test_a_sum_over_ranks_has_others(pools: Pools):
+    assert min(pools(2).run(differing, (64, 64), "float32", False)) > 100
