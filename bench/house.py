@@ -1,7 +1,8 @@
 """Shared parts of the house model's measurements: problems, engines, and a sheet of rows on disk.
 
-A sheet belongs to one model, one state of the code, one set of problems and one way to ask them. A row is one arrangement;
-what is there is not measured again. The first row is the one with which all others are compared.
+A sheet belongs to one model, one state of the code, one set of problems and one way to ask them.
+A row is one arrangement; what is there is not measured again. The first row is the one with which
+all others are compared.
 """
 
 from __future__ import annotations
