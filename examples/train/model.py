@@ -108,7 +108,7 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj = Linear(hidden, inner), Linear(hidden, inner)
         self.down_proj = Linear(inner, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -184,7 +184,7 @@ class MoE(Noisy):
         down = torch.randn(s.experts, s.hidden, s.expert_inner) * s.expert_inner**-0.5
         self.down = nn.Parameter(down)
 
-    def forward(self, x_BLH: Tensor) -> Tensor:
+    def forward(self, x_BLH: Tensor, place: Place) -> Tensor:
         x_TH = x_BLH.flatten(0, 1)
         ids_TK, weights_TK = self.gate(x_TH)
         order = ids_TK.flatten().to(torch.uint8).argsort(stable=True)  # few bits sort fast
@@ -192,7 +192,8 @@ class MoE(Noisy):
         inverse[order] = torch.arange(len(order), device=order.device)
         counts_E = torch.bincount(ids_TK.flatten(), minlength=self.shape.experts)
         if self.training:
-            self.gate.load += counts_E
+            real = place.real_BL.flatten().repeat_interleave(self.shape.top_k).float()
+            self.gate.load += torch.bincount(ids_TK.flatten(), real, self.shape.experts)
         ends = counts_E.cumsum(0).to(torch.int32)
         up = self.used(self.gate_up, x_TH.dtype).flatten(1, 2).transpose(1, 2)
         gate, up = torch._grouped_mm(Spread.apply(x_TH, order, inverse), up, offs=ends).chunk(2, -1)
@@ -216,7 +217,7 @@ class Layer(nn.Module):
 
     def forward(self, x_BLH: Tensor, place: Place) -> Tensor:
         x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), place)
-        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH), place)
 
 
 class NextN(nn.Module):
@@ -237,11 +238,13 @@ class NextN(nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """Where tokens stand: the rotation of each position, and which tokens see which."""
+    """Where tokens stand: the rotation of each position, which tokens see which, and which are
+    no padding."""
 
     cos: Tensor
     sin: Tensor
     mask: Tensor
+    real_BL: Tensor
 
     @classmethod
     def of(cls, documents_BL: Tensor, shape: Shape, dtype: torch.dtype) -> Place:
@@ -253,7 +256,7 @@ class Place:
         same = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
         seen = same & torch.ones(length, length, dtype=torch.bool, device=device).tril()
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype), mask)
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype), mask, documents_BL != 0)
 
 
 class Model(nn.Module):

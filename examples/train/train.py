@@ -1,18 +1,20 @@
 """Trains the house model. On one GPU minutes, on a CPU days; stop it and start it again at will.
 
-    python -m examples.train.train --work build/house --out models/house-moe
+    python -m examples.train.train --work build/house
 
-`--work` holds the checkpoint, the log of losses and their picture; `--out` is the Hugging Face
-folder. With the same arguments the same data comes in the same order."""
+`--work` holds the checkpoint and the log of losses; `--out` gets the Hugging Face folder at the
+end. With the same arguments the same data comes in the same order."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def read_settings() -> Settings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known: list[tuple[str, Any, str]] = [
         ("work", Path("build/house"), "folder of the checkpoint and the log"),
-        ("out", Path("models/house-moe"), "folder of the finished model"),
+        ("out", Path("build/house-moe"), "folder of the finished model"),
         ("steps", 15000, "optimizer steps in all"),
         ("rows", 128, "rows of a batch"),
         ("length", 512, "tokens of a row"),
@@ -114,6 +116,10 @@ def falling(step: int, settings: Settings) -> bool:
     return step >= settings.steps * (1 - settings.cooldown)
 
 
+# What may differ when a run goes on.
+FREE = ("out", "workers", "device", "minutes", "every")
+
+
 class Run:
     """A model in training: all that a checkpoint holds."""
 
@@ -131,6 +137,7 @@ class Run:
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "settings": self.fixed(),
             "step": self.step,
             "seconds": self.seconds,
             "log": self.log,
@@ -139,8 +146,17 @@ class Run:
         self.file.with_suffix(".part").replace(self.file)
         (self.settings.work / "log.json").write_text(json.dumps(self.log))
 
+    def fixed(self) -> dict[str, str]:
+        return {k: str(v) for k, v in asdict(self.settings).items() if k not in FREE}
+
     def load(self) -> None:
         state = torch.load(self.file, map_location=self.settings.device, weights_only=True)
+        was, now = state["settings"], self.fixed()
+        if others := [f"--{k} {was[k]} (now {now[k]})" for k in now if was[k] != now[k]]:
+            raise SystemExit(
+                f"{self.file} is of a run with {', '.join(others)}: "
+                "give the same, or another --work"
+            )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -178,18 +194,31 @@ def only(items: list[Batch]) -> Batch:
     return items[0]
 
 
-def train(run: Run, tokenizer: Path) -> None:
+def quiet(_: int) -> None:
+    """Workers leave Ctrl-C to the run, which saves first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def loader_of(run: Run, tokenizer: Path) -> DataLoader[Batch]:
     settings = run.settings
     data = Batches(tokenizer, settings.seed, settings.steps, settings.rows, settings.length)
-    loader = DataLoader(
+    return DataLoader(
         Subset(data, range(run.step, settings.steps)),
         batch_size=1,
         collate_fn=only,
         num_workers=settings.workers,
         prefetch_factor=8 if settings.workers else None,
         multiprocessing_context="spawn" if settings.workers else None,
+        worker_init_fn=quiet,
         pin_memory=settings.device == "cuda",
     )
+
+
+def train(run: Run, tokenizer: Path, stop: Event) -> None:
+    """Until the last step, `--minutes`, or `stop`, which ends it between two steps; what was done
+    is saved in each case."""
+    settings = run.settings
+    loader = loader_of(run, tokenizer)
     started, before = time.perf_counter(), run.seconds
     progress = tqdm(loader, initial=run.step, total=settings.steps, unit="step", mininterval=5)
     for batch in progress:
@@ -199,11 +228,11 @@ def train(run: Run, tokenizer: Path) -> None:
             run.log.append(values)
             progress.set_postfix({"loss": values["loss"], "mtp": values["nextn"]}, refresh=False)
         run.seconds = before + time.perf_counter() - started
-        if run.step % settings.every == 0 or run.step == settings.steps:
+        if run.step % settings.every == 0:
             run.save()
-        if run.seconds - before > settings.minutes * 60:
-            run.save()
+        if stop.is_set() or run.seconds - before > settings.minutes * 60:
             break
+    run.save()
 
 
 def finish(run: Run, tokenizer: Tokenizer, file: Path) -> None:
@@ -244,7 +273,12 @@ def main() -> None:
     if run.file.exists():
         run.load()
         print(f"resuming at step {run.step}")
-    train(run, file)
+    stop = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    train(run, file, stop)
+    if run.step < settings.steps:
+        raise SystemExit(f"stopped after step {run.step} and saved: the same command goes on")
     finish(run, tokenizer, file)
 
 

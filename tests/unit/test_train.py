@@ -2,7 +2,10 @@
 and its data and steps can be repeated."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from examples.train import data, optim
 from examples.train.data import Batches
 from examples.train.export import export, load_exported
-from examples.train.model import Model, MoE, Shape, Spread, Unsort
+from examples.train.model import Model, MoE, Place, Shape, Spread, Unsort
 from examples.train.tokenizer import SPECIAL, make_tokenizer, save_tokenizer
-from examples.train.train import Run, Settings
+from examples.train.train import Run, Settings, train
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.tasks.problem import is_kept
 
@@ -95,7 +98,8 @@ def test_moe_and_its_gradients_are_those_of_a_plain_sum(tokens: int):
     torch.manual_seed(1)
     moe = MoE(SMALL)
     x = torch.randn(1, tokens, SMALL.hidden, requires_grad=True)
-    out, wanted = moe(x), plain_moe(moe, x[0])
+    place = Place.of(torch.ones(1, tokens, dtype=torch.long), SMALL, torch.float32)
+    out, wanted = moe(x, place), plain_moe(moe, x[0])
     torch.testing.assert_close(out[0], wanted, atol=1e-5, rtol=1e-5)
     pull = torch.randn_like(wanted)
     sources = [x, moe.gate_up, moe.down, moe.gate.weight]
@@ -121,6 +125,15 @@ def test_balancing_moves_only_loads_far_from_the_mean():
     moved = torch.tensor([0, 0, -0.1, 0, 0.1, 0, 0, 0])
     torch.testing.assert_close(router.bias, moved)
     assert router.load.sum() == 0
+
+
+def test_padding_is_no_load():
+    torch.manual_seed(1)
+    model = Model(SMALL)
+    ids = torch.randint(6, 1024, (2, 10))
+    documents = torch.tensor([[1] * 10, [1] * 4 + [0] * 6])
+    model(ids, documents, torch.float32)
+    assert [int(router.load.sum()) for router in model.routers()] == [14 * SMALL.top_k] * 2
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (2, 4, 6)])
@@ -176,27 +189,24 @@ def test_the_template_makes_what_training_saw(folder: Path):
     assert all(tokenizer.backend.token_to_id(token) < 6 for token in SPECIAL)
 
 
-def settings(folder: Path, work: Path) -> Settings:
-    return Settings(
-        work=work, out=work / "out", start=None, steps=4, rows=2, length=256, lr=1e-2, decay=0.1,
-        warmup=2, cooldown=0.5, noise=0.1, nextn_weight=0.3, balance_rate=1e-3,
-        balance_slack=1.1, seed=1, workers=0, device="cpu", minutes=9, every=2,
-    )  # fmt: skip
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.train.train.Shape", lambda: SMALL)
 
 
+@pytest.mark.usefixtures("small")
 def test_a_resumed_run_ends_where_a_whole_one_does(folder: Path, tmp_path: Path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("examples.train.train.Shape", lambda: SMALL)
-        whole = run_steps(settings(folder, tmp_path / "a"), folder, 4)
-        first = run_steps(settings(folder, tmp_path / "b"), folder, 2)
-        first.save()
-        second = Run(first.settings)
-        for param in second.model.parameters():
-            param.data.zero_()  # so that it matters that they are loaded
-        second.load()
-        batches = Batches(folder / "tokenizer.json", 1, 4, 2, 256)
-        for number in (2, 3):
-            second.train_step(batches[number])
+    tokenizer, stop = folder / "tokenizer.json", Event()
+    whole = started(settings(tmp_path / "a"))
+    train(whole, tokenizer, stop)
+    first = started(settings(tmp_path / "b", minutes=0))  # stops after its first step
+    train(first, tokenizer, stop)
+    assert first.step == 1
+    second = Run(settings(tmp_path / "b", every=3))
+    for param in second.model.parameters():
+        param.data.zero_()  # so that it matters that they are loaded
+    second.load()
+    train(second, tokenizer, stop)
     assert second.step == whole.step == 4
     for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0)
@@ -204,10 +214,33 @@ def test_a_resumed_run_ends_where_a_whole_one_does(folder: Path, tmp_path: Path)
     assert all(total > 0 for total in moved)
 
 
-def run_steps(chosen: Settings, folder: Path, steps: int) -> Run:
+@pytest.mark.usefixtures("small")
+def test_a_run_does_not_go_on_with_other_settings(tmp_path: Path):
+    started(settings(tmp_path / "a")).save()
+    for change in ({"seed": 2}, {"rows": 3}, {"start": tmp_path}):
+        with pytest.raises(SystemExit, match=f"--{next(iter(change))} .* another --work"):
+            Run(settings(tmp_path / "a", **change)).load()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_that_is_told_to_stop_saves_first(folder: Path, tmp_path: Path):
+    run, stop = started(settings(tmp_path / "a")), Event()
+    stop.set()
+    train(run, folder / "tokenizer.json", stop)
+    again = Run(run.settings)
+    again.load()
+    assert again.step == 1
+
+
+def settings(work: Path, **changes: Any) -> Settings:
+    chosen = Settings(
+        work=work, out=work / "out", start=None, steps=4, rows=2, length=256, lr=1e-2, decay=0.1,
+        warmup=2, cooldown=0.5, noise=0.1, nextn_weight=0.3, balance_rate=1e-3,
+        balance_slack=1.1, seed=1, workers=0, device="cpu", minutes=9, every=2,
+    )  # fmt: skip
+    return replace(chosen, **changes)
+
+
+def started(chosen: Settings) -> Run:
     chosen.work.mkdir()
-    run = Run(chosen)
-    batches = Batches(folder / "tokenizer.json", 1, 4, 2, 256)
-    for number in range(steps):
-        run.train_step(batches[number])
-    return run
+    return Run(chosen)
