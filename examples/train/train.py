@@ -2,7 +2,7 @@
 
     python -m examples.train.train --work build/house
 
-`--work` holds the checkpoint and the log of losses; `--out` gets the Hugging Face folder at the
+`--work` holds the checkpoint; `--out` gets the Hugging Face folder at the
 end. With the same arguments the same data comes in the same order."""
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -63,7 +65,7 @@ def read_settings() -> Settings:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known: list[tuple[str, Any, str]] = [
-        ("work", Path("build/house"), "folder of the checkpoint and the log"),
+        ("work", Path("build/house"), "folder of the checkpoint"),
         ("out", Path("build/house-moe"), "folder of the finished model"),
         ("steps", 15000, "optimizer steps in all"),
         ("rows", 128, "rows of a batch"),
@@ -131,36 +133,56 @@ class Run:
         self.optimizers: list[Optimizer] = optimizers(self.model, settings.lr, settings.decay)
         self.step, self.seconds = 0, 0.0
         self.log: list[dict[str, float]] = []
-        self.file = settings.work / "checkpoint.pt"
+        self.file = settings.work / "checkpoint.safetensors"
 
     def save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        about = {
             "settings": self.fixed(),
             "step": self.step,
             "seconds": self.seconds,
             "log": self.log,
         }
-        torch.save(state, self.file.with_suffix(".part"))
-        self.file.with_suffix(".part").replace(self.file)
-        (self.settings.work / "log.json").write_text(json.dumps(self.log))
+        part = self.file.with_suffix(".part")
+        save_file(self.tensors(), part, metadata={"run": json.dumps(about)})
+        part.replace(self.file)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for param, state in optimizer.state_dict()["state"].items():
+                found |= {f"optimizer.{number}.{param}.{key}": v for key, v in state.items()}
+        return {name: value.contiguous() for name, value in found.items()}
 
     def fixed(self) -> dict[str, str]:
         return {k: str(v) for k, v in asdict(self.settings).items() if k not in FREE}
 
     def load(self) -> None:
-        state = torch.load(self.file, map_location=self.settings.device, weights_only=True)
-        was, now = state["settings"], self.fixed()
+        with safe_open(self.file, "pt", device=self.settings.device) as stored:
+            about = json.loads(stored.metadata()["run"])
+            self.check(about["settings"])
+            values = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        weights = {}
+        for name, value in values.items():
+            kind, rest = name.split(".", 1)
+            if kind == "model":
+                weights[rest] = value
+            else:
+                number, param, key = rest.split(".")
+                states[int(number)].setdefault(int(param), {})[key] = value
+        self.model.load_state_dict(weights)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.step, self.seconds, self.log = about["step"], about["seconds"], about["log"]
+
+    def check(self, was: dict[str, str]) -> None:
+        now = self.fixed()
         if others := [f"--{k} {was[k]} (now {now[k]})" for k in now if was[k] != now[k]]:
             raise SystemExit(
                 f"{self.file} is of a run with {', '.join(others)}: "
                 "give the same, or another --work"
             )
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         share = rate(self.step, self.settings)
