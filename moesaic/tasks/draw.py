@@ -22,7 +22,7 @@ TASKS: Final[dict[str, Callable[[random.Random], Problem]]] = {
 }
 # Other ways to put the same question, where a task has such.
 FORMS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {"chat": chat.forms}
-# A task has no more when so many draws, and so many for each problem found, were not enough.
+# A task is given up when so many draws, and so many for each problem found, were not enough.
 FREE_DRAWS: Final = 2_000
 DRAWS_EACH: Final = 4
 
@@ -55,8 +55,8 @@ def distinct(
                 break
             if draws > FREE_DRAWS + DRAWS_EACH * len(found):
                 raise ValueError(
-                    f"task {task} has little more than {len(found)} {split} problems, found in "
-                    f"{draws} draws: ask fewer than {number}"
+                    f"task {task}: only {len(found)} distinct {split} problems came in {draws} "
+                    f"draws, and {number} are wanted: ask fewer"
                 )
             key = plain(problem.prompt).lower()
             bar.update(key not in found)
