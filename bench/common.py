@@ -6,7 +6,7 @@ import json
 import platform
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,25 @@ def write_json(name: str, payload: dict[str, Any]) -> Path:
     path.write_text(json.dumps(payload, indent=2) + "\n")
     print(f"wrote {path}")
     return path
+
+
+def spare_larger(path: Path, number: int, measured: Callable[[Any], int], again: bool) -> None:
+    """SystemExit where a file would be lost to a smaller run. `measured`: of its content, how many
+    problems it is of."""
+    if again or not path.exists():
+        return
+    try:
+        before = measured(json.loads(path.read_bytes()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"{path} is there and not of this benchmark ({error!r}): name another --out, or give "
+            "--again to replace it"
+        ) from None
+    if before > number:
+        raise SystemExit(
+            f"{path} is of {before} problems and this run of {number}: name another --out, or give "
+            "--again to replace it"
+        )
 
 
 def size_json(size: Size) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Where the tokens of each task go: shares of experts, balance over ranks, distance of domains.
 
     python -m bench.house_routing                    # 200 problems of each task, and the picture
+    python -m bench.house_routing --num 2 --out small.json     # and small.png beside it
     python -m bench.house_routing --markdown         # what was measured, as tables for the docs
 
 Prompts and greedy replies on one rank, without a prefix cache, so that every token is counted.
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from bench.common import machine
+from bench.common import machine, spare_larger
 from bench.house import Question, ask, draw, house_parser, question_of, read, show, start, write
 from moesaic import Engine
 from moesaic.evals.result import by_task
@@ -207,18 +208,28 @@ def _label(axis: Any, name: str, counts: Counts, experts: int) -> None:
             axis.axvline(edge - 0.5, color="white", linewidth=1.5)
 
 
+def _problems_of(old: dict[str, Any]) -> int:
+    return sum(domain["n"] for domain in old["domains"].values())
+
+
 def main() -> int:
     parser = house_parser(__doc__, "house_routing", num=200)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--picture", type=Path, help="unset: that of the docs, or beside --out")
+    parser.add_argument(
+        "--again", action="store_true", help="replace a file measured with more problems, too"
+    )
+    usual = parser.get_default("out")
     args = parser.parse_args()
     if args.markdown:
         report(read(args.out, Routing), markdown=True)
         return 0
+    picture = args.picture or (PICTURE if args.out == usual else args.out.with_suffix(".png"))
+    spare_larger(args.out, len(draw(args)), _problems_of, args.again)
     routing = measure(args)
     write(args.out, routing)
-    paint(args.picture, with_mix(routing.domains), f"{routing.question.model}: where tokens go")
+    paint(picture, with_mix(routing.domains), f"{routing.question.model}: where tokens go")
     report(routing, markdown=False)
-    print(f"wrote {args.out} and {args.picture}")
+    print(f"wrote {args.out} and {picture}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.mtp                          # models/house-moe, 50 problems of each task
     python -m bench.mtp --model-path DIR --num 200 --dtype float32
+    python -m bench.mtp --num 2 --out small.json     # a smaller run replaces nothing unless --again
 
 The main model answers greedily. Then one pass over prompt and reply gives, for every token of the
 reply but the first, what the MTP layer would have drafted for it from what was known two tokens
@@ -14,6 +15,7 @@ T tokens · H hidden · V vocabulary.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -24,8 +26,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from bench.common import machine, print_table, write_json
+from bench.common import RESULTS, machine, print_table, spare_larger
 from moesaic import Engine
+from moesaic.evals.data import write_whole
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
@@ -172,8 +175,16 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=50, help="problems of each task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
+    parser.add_argument("--out", type=Path, help="unset: bench/results/mtp-MODEL.json")
+    parser.add_argument(
+        "--again", action="store_true", help="replace a file measured with more problems, too"
+    )
     args = parser.parse_args()
     folder = Path(materialise(args.model_path))
+    out = args.out or RESULTS / f"mtp-{folder.name}.json"
+    spare_larger(
+        out, args.num * len(TASKS), lambda old: old["tasks"]["all"]["problems"], args.again
+    )
     models = Models.load(folder, args.dtype)
     replies: dict[str, list[Reply]] = {}
     with Engine(model_path=str(folder), dtype=args.dtype, log_level="warning") as engine:
@@ -186,9 +197,11 @@ def main() -> None:
         ("task", "problems", "tokens", "drafts", "right", "share", "accepted length"),
         [row(task, found) for task, found in scores.items()],
     )
-    facts = {"machine": machine(len(os.sched_getaffinity(0))), **vars(args)}
+    asked = {key: value for key, value in vars(args).items() if key not in ("out", "again")}
+    facts = {"machine": machine(len(os.sched_getaffinity(0))), **asked}
     tables = {task: found.as_json() for task, found in scores.items()}
-    write_json(f"mtp-{folder.name}", facts | {"tasks": tables})
+    write_whole(out, json.dumps(facts | {"tasks": tables}, indent=2).encode() + b"\n")
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

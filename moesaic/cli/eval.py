@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, merge
 from moesaic.config.resolve import resolve
 from moesaic.evals.args import EvalArgs, ServerTargetArgs
+from moesaic.evals.place import Place
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -26,6 +28,7 @@ Ask a model, or a server, problems with known answers, and count the right ones.
 
   moesaic eval --model-path DIR --tasks all --num 200 --out scores.json
   moesaic eval --base-url http://127.0.0.1:30000 --data mine.jsonl
+  moesaic eval --base-url URL --tasks words --system "End with #### and the answer alone."
   moesaic eval --compare scores.json others.json"""
 INTERRUPTED = 130
 # What may be said besides of a server: everything else is the engine's.
@@ -61,12 +64,14 @@ def _compare(paths: Sequence[str]) -> int:
 def _problems(asked: EvalArgs) -> list[Problem]:
     """All that can be wrong with them, and with the files to write, is said before a model is
     loaded."""
-    from moesaic.evals.data import check_folder, choose
+    from moesaic.evals.data import check_target, choose, is_text
 
     for flag, path in (("--out", asked.out), ("--write-data", asked.write_data)):
         if path is not None:
-            check_folder(flag, path)
-    return choose(asked.tasks, asked.data, asked.seed, asked.num)
+            check_target(flag, path)
+    if asked.system is not None and not (asked.system.strip() and is_text(asked.system)):
+        raise ValueError(f"--system is {asked.system!r}: give a text in UTF-8 that is not empty")
+    return choose(asked.tasks, asked.data, asked.seed, asked.num, not asked.disable_tqdm)
 
 
 def _write_data(asked: EvalArgs, path: str) -> int:
@@ -81,11 +86,12 @@ def _write_data(asked: EvalArgs, path: str) -> int:
 def _ask_server(
     asked: EvalArgs, server: ServerTargetArgs, url: str, given: Mapping[str, Any]
 ) -> int:
+    place = Place.of(url)
     path = given["model"] or given.get("model_path")
     if path is not None:
         raise ValueError(
-            f"--base-url {url} and --model-path {path}: keep one; to name the model of a server "
-            "give --model"
+            f"--base-url {place.url} and --model-path {path}: keep one; to name the model of a "
+            "server give --model"
         )
     idle = [
         spec.name
@@ -96,23 +102,36 @@ def _ask_server(
         idle.append("--config")
     if idle:
         raise ValueError(f"{', '.join(idle)}: for an engine, not for a server at --base-url")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--base-url is {url!r}: give http://HOST:PORT")
+    extra = _extra_body(server.extra_body)
     problems = _problems(asked)
     set_up_logging(given.get("log_level", "info"))
     try:
-        from moesaic.evals.http import HttpAsker
+        from moesaic.evals.http import Access, HttpAsker
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
         raise ValueError(
             "eval --base-url needs aiohttp, which is not installed: pip install 'moesaic[bench]'"
         ) from None
-    asker = HttpAsker(url, server.remote_model, server.api_key, server.concurrency)
-    return _evaluate(asker, problems, asked, _changed(asked) | _changed(server))
+    access = Access(server.remote_model, server.api_key, server.concurrency, server.timeout, extra)
+    public = replace(server, base_url=place.url)
+    return _evaluate(HttpAsker(place, access), problems, asked, _changed(asked) | _changed(public))
+
+
+def _extra_body(text: str | None) -> dict[str, Any]:
+    try:
+        extra = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ValueError('--extra-body is not an object: give {"NAME": VALUE}')
+    return extra
 
 
 def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetArgs) -> int:
+    idle = [spec.name for field, spec in specs(ServerTargetArgs).items() if field in given]
+    if idle := [name for name in idle if name != "--remote-model"]:
+        raise ValueError(f"{', '.join(idle)}: for a server, and there is no --base-url")
     if server.remote_model is not None:  # --model, which elsewhere is the same as --model-path
         if (other := given["model"] or given.get("model_path")) not in (None, server.remote_model):
             raise ValueError(f"two models, {other} and --model {server.remote_model}: keep one")
@@ -156,23 +175,31 @@ def _evaluate(
     from moesaic.evals.data import DRAWN, write_whole
     from moesaic.evals.run import evaluate
 
-    drawn = None if asked.data is not None else DRAWN
+    drawn = DRAWN if asked.tasks or asked.data is None else None
     options = Options(
         max_new_tokens=asked.max_new_tokens,
         temperature=asked.temperature,
+        top_p=asked.top_p,
+        system=asked.system,
         seed=asked.seed,
         progress=not asked.disable_tqdm,
         num=asked.num or drawn,
         arguments=arguments,
     )
     result = evaluate(target, problems, options)
+    unwritten = ""
     if asked.out is not None:  # first: it must not be lost to a pipe that closes
-        write_whole(Path(asked.out), result.to_json())
+        try:
+            write_whole(Path(asked.out), result.to_json())
+        except OSError as error:
+            unwritten = f"error: --out {asked.out} could not be written: {error}"
     if asked.show_failures:
         print(report.failures(result, asked.show_failures) + "\n")
     print(report.table(result))
     for line in report.errors(result):
         print(line, file=sys.stderr)
+    if unwritten:
+        print(unwritten, file=sys.stderr)
     if not result.complete:
         return INTERRUPTED
-    return 1 if result.failed else 0
+    return 1 if result.failed or unwritten else 0

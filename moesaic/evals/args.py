@@ -25,6 +25,13 @@ class EvalArgs:
     out: Annotated[str | None, Flag("Write figures and replies here.", metavar="FILE.json")] = None
     max_new_tokens: Annotated[int, Flag("Most tokens of a reply.", at_least=1)] = 256
     temperature: Annotated[float, Flag("0 takes the likeliest token.", at_least=0)] = 0.0
+    top_p: Annotated[
+        float, Flag("Share of the likeliest tokens to choose of.", above=0, at_most=1)
+    ] = 1.0
+    system: Annotated[
+        str | None,
+        Flag("System message of every problem that has none of its own.", metavar="TEXT"),
+    ] = None
     show_failures: Annotated[
         int, Flag("Print so many of the wrong replies.", metavar="K", at_least=0)
     ] = 0
@@ -58,3 +65,9 @@ class ServerTargetArgs:
         str | None, Flag("Key of the server; unset: that in OPENAI_API_KEY.", secret=True)
     ] = None
     concurrency: Annotated[int, Flag("Most requests at once.", at_least=1)] = 64
+    timeout: Annotated[
+        float, Flag("Most seconds of one try of a request.", metavar="S", above=0)
+    ] = 600.0
+    extra_body: Annotated[
+        str | None, Flag("Merged into the body of every request.", metavar="JSON")
+    ] = None

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from moesaic.tasks.problem import Problem
+from moesaic.tasks.problem import Message, Problem
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+INSTRUCTING: Final = ("system", "developer")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How problems are asked. `concurrency`: most at once, None for as many as the target takes;
-    `num` and `arguments` are only written down."""
+    """How problems are asked. `system`: said before those that have no such message of their own;
+    `concurrency`: most at once, None for as many as the target takes; `num` and `arguments` are
+    only written down."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
+    system: str | None = None
     concurrency: int | None = None
     progress: bool = True
     num: int | None = None
@@ -34,7 +39,14 @@ class Options:
     def sampling(self) -> dict[str, Any]:
         """With a seed where there is chance, so that a run can be repeated."""
         seed = {"seed": self.seed} if self.temperature > 0 else {}
-        return {"temperature": self.temperature, **seed}
+        top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
+        return {"temperature": self.temperature, **top_p, **seed}
+
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        turns = problem.conversation
+        if self.system is None or any(turn.role in INSTRUCTING for turn in turns):
+            return turns
+        return (Message("system", self.system), *turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,9 @@ class EngineAsker(Asker):
 
         sampling = {"max_new_tokens": options.max_new_tokens, **options.sampling}
         try:
-            call = GenerateInput(input_ids=self._tokens(problem), sampling_params=sampling)
+            call = GenerateInput(
+                input_ids=self._tokens(options.conversation(problem)), sampling_params=sampling
+            )
             async with aclosing(self._engine.follow(call, stream=False)) as stream:
                 pieces = [piece async for piece in stream]
         except (ValueError, RuntimeError) as error:
@@ -100,13 +114,11 @@ class EngineAsker(Asker):
             (reason.message or "aborted") if reason.type == "abort" else "",
         )
 
-    def _tokens(self, problem: Problem) -> list[int]:
+    def _tokens(self, conversation: Sequence[Message]) -> list[int]:
         if not self._tokenizer.templates:
-            text = "\n".join(message.content for message in problem.conversation)
+            text = "\n".join(message.content for message in conversation)
             return self._tokenizer.encode(text)
-        turns = [
-            {"role": message.role, "content": message.content} for message in problem.conversation
-        ]
+        turns = [{"role": message.role, "content": message.content} for message in conversation]
         text = self._tokenizer.apply_chat_template(turns)
         self._engine.limits.check_chars(len(text))
         return self._tokenizer.encode(text, add_special_tokens=False)

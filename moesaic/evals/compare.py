@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.evals.figures import mcnemar
-from moesaic.evals.report import columns
+from moesaic.evals.report import columns, name_of
 from moesaic.evals.result import Output, Result, by_task, score
 
 MOST_SHOWN: Final = 20  # names of problems in one line
@@ -72,7 +72,9 @@ def _keyed(result: Result) -> list[tuple[Key, Output]]:
 def block(names: tuple[str, str], a: Result, b: Result) -> str:
     """What is printed."""
     found = compare(a, b)
-    lines = [f"A: {names[0]} ({a.target})", f"B: {names[1]} ({b.target})", _problems(a, b, found)]
+    sides = zip("AB", names, (a, b), strict=True)
+    lines = [f"{side}: {name} ({name_of(of.target)})" for side, name, of in sides]
+    lines.append(_problems(a, b, found))
     if not found.pairs:
         return "\n".join(lines)
     total, differing = len(found.pairs), found.differing
@@ -103,13 +105,15 @@ def _table(found: Comparison) -> str:
     for task, outputs in sides[0].items():
         before, after = score(outputs).accuracy, score(sides[1][task]).accuracy
         gain = after - before
-        rows.append((task, str(len(outputs)), f"{before:.4f}", f"{after:.4f}", f"{gain:+.4f}"))
+        rows.append(
+            (name_of(task), str(len(outputs)), f"{before:.4f}", f"{after:.4f}", f"{gain:+.4f}")
+        )
     return columns(rows)
 
 
 def _names(outputs: list[Output]) -> str:
     if not outputs:
         return ""
-    names = [f"{output.task}/{output.id}" for output in outputs[:MOST_SHOWN]]
+    names = [name_of(f"{output.task}/{output.id}") for output in outputs[:MOST_SHOWN]]
     more = [f"and {len(outputs) - MOST_SHOWN} more"] if len(outputs) > MOST_SHOWN else []
     return " (" + ", ".join([*names, *more]) + ")"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.config.flags import nearest
-from moesaic.tasks.problem import MARK, MATCHES, Message, Problem
+from moesaic.evals.report import name_of
+from moesaic.tasks.problem import MARK, MATCHES, Message, Problem, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +31,16 @@ class BadLine(ValueError):
     """What is wrong with a line of a file."""
 
 
-def choose(tasks: str | None, data: str | None, seed: int, num: int | None) -> list[Problem]:
+def choose(
+    tasks: str | None, data: str | None, seed: int, num: int | None, progress: bool = False
+) -> list[Problem]:
     """Problems of tasks (a,b or all), then those of a file; with neither, of all tasks."""
     words = tasks or (None if data is not None else "all")
-    drawn = [] if words is None else draw_tasks(words, seed, num or DRAWN)
+    drawn = [] if words is None else draw_tasks(words, seed, num or DRAWN, progress)
     return drawn + ([] if data is None else first_of_each(read_problems(data), num))
 
 
-def draw_tasks(words: str, seed: int, num: int) -> list[Problem]:
+def draw_tasks(words: str, seed: int, num: int, progress: bool = False) -> list[Problem]:
     from moesaic.tasks.draw import TASKS, distinct
 
     names = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
@@ -49,7 +54,7 @@ def draw_tasks(words: str, seed: int, num: int) -> list[Problem]:
     return [
         replace(problem, id=problem.id or str(number))
         for name in chosen
-        for number, problem in enumerate(distinct(name, "test", seed, num))
+        for number, problem in enumerate(distinct(name, "test", seed, num, progress))
     ]
 
 
@@ -67,6 +72,7 @@ def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]
 def read_problems(path: str) -> list[Problem]:
     """ValueError with the line and what is wrong with it."""
     file = Path(path)
+    stem = file.stem.encode(errors="replace").decode()
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,14 +84,15 @@ def read_problems(path: str) -> list[Problem]:
             continue
         try:
             entry = _object(line)
-            found.append(_problem(entry, file.stem, str(number)))
+            found.append(_problem(entry, stem, str(number)))
         except BadLine as error:
             raise ValueError(f"--data {path}, line {number}: {error}") from None
         ignored |= entry.keys() - KNOWN
     if not found:
         raise ValueError(f'--data {path} has no problems: give lines {{"prompt": …, "answer": …}}')
     if ignored:
-        logger.info("--data %s: keys that mean nothing here: %s", path, ", ".join(sorted(ignored)))
+        names = ", ".join(map(name_of, sorted(ignored)))
+        logger.info("--data %s: keys that mean nothing here: %s", path, names)
     return found
 
 
@@ -96,7 +103,19 @@ def _object(line: str) -> dict[str, Any]:
         raise BadLine(f"it is not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise BadLine('it is not an object: write {"prompt": "…", "answer": "…"}')
+    for key in KNOWN & entry.keys():
+        if not is_text(json.dumps(entry[key], ensure_ascii=False)):
+            raise BadLine(f'"{key}" has half a surrogate pair, which is no character: mend it')
     return entry
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be sent and written at all."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
@@ -104,17 +123,19 @@ def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
     if len(asked) != 1:
         found = " and ".join(asked) or "neither"
         raise BadLine(f'it has {found}: give one of "prompt" and "messages"')
-    # A line of GSM8K: the answer is a worked solution with the number behind the mark.
-    solved = asked == ["question"]
     prompt = "" if asked == ["messages"] else _text(entry, asked[0])
     messages = _messages(entry["messages"]) if asked == ["messages"] else ()
     answer, solution = _text(entry, "answer"), entry.get("solution", "")
-    match = entry.get("match", "number" if solved else "auto")
-    if solved and MARK in answer:
-        solution, answer = answer, answer.rpartition(MARK)[2].strip().replace(",", "")
+    match = "auto"
+    if asked == ["question"]:
+        # A line of GSM8K: the answer is a worked solution with the number behind the mark.
+        match = "number" if MARK in answer or is_number(answer) else "auto"
+        if MARK in answer:
+            solution, answer = answer, answer.rpartition(MARK)[2].strip().replace(",", "")
+    match = entry.get("match", match)
     _check_match(match, answer)
     return Problem(
-        task=_text(entry, "task") if "task" in entry else task,
+        task=_task(entry, task),
         prompt=prompt,
         answer=answer,
         solution=solution if isinstance(solution, str) else "",
@@ -135,6 +156,13 @@ def _text(entry: dict[str, Any], key: str) -> str:
     return value
 
 
+def _task(entry: dict[str, Any], default: str) -> str:
+    name = _text(entry, "task") if "task" in entry else default
+    if name == "all":
+        raise BadLine('its task is "all", which is the name of the sum: give another "task"')
+    return name
+
+
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise BadLine('"messages" must be a list that is not empty')
@@ -152,9 +180,13 @@ def _check_match(name: Any, answer: str) -> None:
     if not isinstance(name, str) or name not in MATCHES:
         hint = nearest(str(name), MATCHES)
         raise BadLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
-    needs: dict[str, str] = {"number": "a number", "choice": "a letter from A to E"}
-    if name in needs and MATCHES[name].read(answer) is None:
-        raise BadLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {needs[name]}')
+    needs: dict[str, tuple[bool, str]] = {
+        "number": (is_number(answer), "a number, and nothing besides"),
+        "choice": (MATCHES["choice"].read(answer) is not None, "a letter from A to E"),
+    }
+    good, what = needs.get(name, (True, ""))
+    if not good:
+        raise BadLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {what}')
 
 
 def write_problems(path: str, problems: Sequence[Problem]) -> None:
@@ -168,23 +200,50 @@ def _line(problem: Problem) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
 
 
-def check_folder(flag: str, path: str) -> None:
+def check_target(flag: str, path: str) -> None:
     """Before anything slow: ValueError where no file can be written."""
+    if not path:
+        raise ValueError(f"{flag} is empty: name a file")
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {folder}: make it")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag} {path}: nothing may be written to {folder}: name another folder")
+    if _is_special(file):
+        if not os.access(file, os.W_OK):
+            raise ValueError(f"{flag} {path}: nothing may be written there: name a file")
+        return
+    try:
+        folder = file.resolve().parent
+        if not folder.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {folder}: make it")
+        probe = _beside(file.resolve())
+        probe.touch(exist_ok=False)  # permissions alone do not tell: see /proc
+        probe.unlink()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+        raise ValueError(f"{flag} {path}: nothing can be written there: {error}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """A pipe, a terminal, a device: what must be written to, and never be replaced."""
+    return path.exists() and not path.is_file()
+
+
+def _beside(path: Path) -> Path:
+    """A name of this run's own in the same folder."""
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.part")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing, whatever ends this process."""
-    part = path.with_name(f".{path.name}.part")
+    """All of it or nothing, whatever ends this process. A link stays one, and what it leads to is
+    written; what is no file is written as it comes."""
+    if _is_special(path):
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    part = _beside(path)
     try:
         part.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

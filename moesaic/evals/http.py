@@ -6,22 +6,25 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from base64 import b64encode
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
 from moesaic.evals.ask import Asker, Options, Reply
+from moesaic.evals.place import Place
 from moesaic.loadgen.client import reason, session
-from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text
+from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text, merged
 from moesaic.tasks.problem import Problem
 
 TRIES: Final = 6
 FIRST_WAIT: Final = 0.5  # seconds, doubled at every further try
 LONGEST_WAIT: Final = 30.0
-AGAIN: Final = (429, 503)  # too much at once, or not there yet
+AGAIN: Final = (429, 502, 503, 504)  # too much at once, or not there yet
 
 
 class Unreached(Exception):
@@ -32,13 +35,32 @@ class Unreached(Exception):
         self.wait = wait
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a server is asked. `timeout`: seconds of one try."""
+
+    model: str | None = None
+    key: str | None = None
+    limit: int = 64
+    timeout: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _authorization(place: Place, key: str | None) -> dict[str, str]:
+    if place.login and key:
+        raise ValueError(f"a name before {place.url} and --api-key: keep one")
+    if place.login:
+        return {"Authorization": f"Basic {b64encode(place.login.encode()).decode()}"}
+    key = key or os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class HttpAsker(Asker):
-    def __init__(self, url: str, model: str | None, key: str | None, limit: int) -> None:
-        self.target = url.rstrip("/").removesuffix("/v1")
-        self.limit = limit
-        self._model = model or ""
-        key = key or os.environ.get("OPENAI_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+    def __init__(self, place: Place, access: Access) -> None:
+        self.target, self.limit = place.url, access.limit
+        self._access, self._model = access, access.model or ""
+        self._headers = _authorization(place, access.key)
+        self._timeout = aiohttp.ClientTimeout(access.timeout, connect=min(120, access.timeout))
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -51,12 +73,13 @@ class HttpAsker(Asker):
         """Status and body of the list of models. That nobody is there is said once, here, and not
         of every problem."""
         try:
-            async with self._session.get(f"{self.target}/v1/models") as response:
+            url = f"{self.target}/v1/models"
+            async with self._session.get(url, timeout=self._timeout) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RuntimeError(
-                f"no server at {self.target}: {error}; start one with moesaic serve MODEL, or say "
-                "where it is with --base-url"
+                f"no server at {self.target}: {self._why(error)}; start one with "
+                "moesaic serve MODEL, or say where it is with --base-url"
             ) from None
 
     async def ask(self, problem: Problem, options: Options) -> Reply:
@@ -76,11 +99,12 @@ class HttpAsker(Asker):
 
     async def _once(self, problem: Problem, options: Options) -> Reply:
         url, started = f"{self.target}/v1/chat/completions", time.perf_counter()
+        body = self._body(problem, options)
         try:
-            async with self._session.post(url, json=self._body(problem, options)) as response:
+            async with self._session.post(url, json=body, timeout=self._timeout) as response:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreached(f"{type(error).__name__}: {error}") from None
+            raise Unreached(self._why(error)) from None
         if response.status != 200:
             text = f"status {response.status}: {reason(data)}"
             if response.status in AGAIN:
@@ -88,13 +112,20 @@ class HttpAsker(Asker):
             return Reply(error=text)
         return _reply(data, time.perf_counter() - started)
 
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no reply within {self._access.timeout:g} s"
+        return f"{type(error).__name__}: {error}"
+
     def _body(self, problem: Problem, options: Options) -> dict[str, Any]:
-        return {
+        turns = options.conversation(problem)
+        body = {
             "model": self._model,
-            "messages": [msgspec.to_builtins(message) for message in problem.conversation],
+            "messages": [msgspec.to_builtins(message) for message in turns],
             "max_tokens": options.max_new_tokens,
             **options.sampling,
         }
+        return merged(body, self._access.extra)
 
 
 class _Model(msgspec.Struct):

@@ -31,7 +31,7 @@ def _row(name: str, found: Score, outputs: Sequence[Output]) -> tuple[str, ...]:
     counts = [o.completion_tokens for o in answered if o.completion_tokens is not None]
     latency = Latency.of([output.latency_s for output in answered])
     return (
-        name,
+        name_of(name),
         str(found.n),
         f"{found.accuracy:.4f}",
         f"{found.ci_low:.4f}–{found.ci_high:.4f}",
@@ -74,8 +74,8 @@ def failures(result: Result, number: int) -> str:
 
 def _failure(output: Output) -> str:
     found = _shown(output.found or "nothing")
-    wanted = f"wanted {output.answer}, found {found} ({output.finish_reason})"
-    head = f"--- {output.task} {output.id}: {wanted}"
+    wanted = f"wanted {_shown(output.answer)}, found {found} ({name_of(str(output.finish_reason))})"
+    head = f"--- {name_of(output.task)} {name_of(output.id)}: {wanted}"
     return f"{head}\n{_shown(output.asked)}\n>>> {_shown(output.reply)}"
 
 
@@ -85,10 +85,15 @@ def _shown(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else BROKEN for char in text)
 
 
+def name_of(text: str) -> str:
+    """As `_shown`, and in one line."""
+    return _shown(text).replace("\n", BROKEN)
+
+
 def errors(result: Result) -> list[str]:
     """Why requests failed, the most frequent reasons first."""
     found = Counter(o.error for o in result.outputs if o.error is not msgspec.UNSET)
     if not found:
         return []
-    lines = [f"  {count} x {message}" for message, count in found.most_common(MOST_ERRORS)]
+    lines = [f"  {count} x {name_of(message)}" for message, count in found.most_common(MOST_ERRORS)]
     return [f"{result.failed} requests failed and count as wrong:", *lines]

@@ -53,15 +53,18 @@ class Output(msgspec.Struct, frozen=True):
         return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
 
-class Result(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """`complete`: no problem was left out; `num`: problems of each task that were asked for, None
-    if all of a file; `data`: the same for the same problems in the same order."""
+    if all of a file; `system`: said before every problem that has no such message of its own;
+    `data`: the same for the same problems in the same order, whatever the system message."""
 
     tasks: dict[str, Score]
     accuracy: float
     seed: int
     num: int | None
     temperature: float
+    top_p: float = 1.0
+    system: str | None = None
     max_new_tokens: int
     target: str
     arguments: dict[str, Any]

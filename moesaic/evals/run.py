@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -19,6 +20,8 @@ from moesaic.tasks.problem import Problem, grade
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -37,6 +40,7 @@ def evaluate(
 class _Run:
     def __init__(self, asker: Asker, problems: Sequence[Problem], options: Options) -> None:
         self._asker, self._problems, self._options = asker, problems, options
+        self._data = digest(problems)  # first: what it cannot take must not end a finished run
         self._found: dict[int, Output] = {}
         self._right = 0
         self._places: AbstractAsyncContextManager[object] = nullcontext()
@@ -61,12 +65,21 @@ class _Run:
     async def _one(self, number: int, bar: tqdm[Any]) -> None:
         problem = self._problems[number]
         async with self._places:
-            reply = await self._asker.ask(problem, self._options)
+            reply = await self._reply(problem)
         output = graded(problem, reply, number)
         self._found[number] = output
         self._right += output.right
         bar.set_postfix_str(f"accuracy {self._right / len(self._found):.3f}", refresh=False)
         bar.update()
+
+    async def _reply(self, problem: Problem) -> Reply:
+        """Whatever is wrong with one problem, the others are asked."""
+        try:
+            return await self._asker.ask(problem, self._options)
+        except Exception as error:
+            logger.debug("a problem of task %r failed", problem.task, exc_info=True)
+            text = f"{type(error).__name__}: {error}"
+            return Reply(error=text.encode(errors="replace").decode())
 
     def result(self) -> Result:
         options = self._options
@@ -79,6 +92,8 @@ class _Run:
             seed=options.seed,
             num=options.num,
             temperature=options.temperature,
+            top_p=options.top_p,
+            system=options.system,
             max_new_tokens=options.max_new_tokens,
             target=self._asker.target,
             arguments=options.arguments or {},
@@ -87,7 +102,7 @@ class _Run:
             requests_per_second=len(answered) / seconds,
             latency=Latency.of([output.latency_s for output in answered]),
             version=moesaic.__version__,
-            data=digest(self._problems),
+            data=self._data,
             complete=len(outputs) == len(self._problems),
             outputs=outputs,
         )

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
+from tqdm import tqdm
+
 from moesaic.tasks import chat, lists, lookup, tables, units, words
 from moesaic.tasks.problem import Problem, is_kept, plain
 
@@ -20,7 +22,9 @@ TASKS: Final[dict[str, Callable[[random.Random], Problem]]] = {
 }
 # Other ways to put the same question, where a task has such.
 FORMS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {"chat": chat.forms}
-MOST_MISSES: Final = 20_000  # draws without a new problem, after which a task has no more
+# A task is given up when so many draws, and so many for each problem found, were not enough.
+FREE_DRAWS: Final = 2_000
+DRAWS_EACH: Final = 4
 
 
 def split_of(problem: Problem) -> Split | None:
@@ -40,16 +44,21 @@ def problems(task: str, split: Split, seed: int) -> Iterator[Problem]:
             yield problem
 
 
-def distinct(task: str, split: Split, seed: int, number: int) -> list[Problem]:
-    """Spacing and case do not make another problem."""
+def distinct(
+    task: str, split: Split, seed: int, number: int, progress: bool = False
+) -> list[Problem]:
+    """Spacing and case do not make another problem. A bar, if wanted, is for what takes long."""
     found: dict[str, Problem] = {}
-    misses = 0
-    for problem in problems(task, split, seed):
-        if len(found) == number:
-            break
-        key = plain(problem.prompt).lower()
-        misses = misses + 1 if key in found else 0
-        if misses == MOST_MISSES:
-            raise ValueError(f"task {task} has only {len(found)} {split} problems: ask fewer")
-        found.setdefault(key, problem)
+    with tqdm(total=number, desc=task, delay=1, leave=False, disable=not progress) as bar:
+        for draws, problem in enumerate(problems(task, split, seed)):
+            if len(found) == number:
+                break
+            if draws > FREE_DRAWS + DRAWS_EACH * len(found):
+                raise ValueError(
+                    f"task {task}: only {len(found)} distinct {split} problems came in {draws} "
+                    f"draws, and {number} are wanted: ask fewer"
+                )
+            key = plain(problem.prompt).lower()
+            bar.update(key not in found)
+            found.setdefault(key, problem)
     return list(found.values())

@@ -128,6 +128,25 @@ def test_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "- mxfp4: ValueError: model.layers.0" in capsys.readouterr().out
 
 
+def test_a_smaller_run_keeps_the_routing_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file in the repository is of hundreds of problems; an own --out has an own picture."""
+    usual = Path(house.RESULTS) / "house_routing.json"
+    before = usual.read_bytes()
+    monkeypatch.setattr("sys.argv", ["routing", "--tasks", "lists", "--num", "1"])
+    with pytest.raises(SystemExit, match="problems and this run of 1: name another --out"):
+        house_routing.main()
+    assert usual.read_bytes() == before
+    picture = house_routing.PICTURE.read_bytes()
+    words = ["routing", "--model-path", TINY, "--tasks", "lists", "--num", "2"]
+    words += ["--max-new-tokens", "4", "--out", str(tmp_path / "small.json")]
+    monkeypatch.setattr("sys.argv", words)
+    assert house_routing.main() == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"small.json", "small.png"}
+    assert house_routing.PICTURE.read_bytes() == picture
+
+
 def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     routing = house_routing.measure(asked(tmp_path))
     assert list(routing.domains) == ["lists", "chat"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from moesaic.cli.main import main
 from moesaic.engine.engine import Engine
 from moesaic.evals import http
 from moesaic.evals.ask import Options
+from moesaic.evals.data import write_problems
 from moesaic.evals.run import evaluate
 from moesaic.tasks.problem import Message, Problem
 from tests.server.serving import served
@@ -126,6 +128,35 @@ def test_a_system_message_is_asked(engine: Engine, url: str) -> None:
     assert reply.usage is not None and output.prompt_tokens == reply.usage.prompt_tokens
 
 
+def test_a_system_message_for_all_that_have_none(engine: Engine, url: str, tmp_path: Path) -> None:
+    """Offline and over HTTP as the client with that message; --out says what it was."""
+    own = (Message("developer", "Be long."), Message("user", "Two words"))
+    problems = [Problem("t", "Name a colour.", "x"), Problem("t", "", "x", messages=own)]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    turns = [(Message("system", "Be short."), *problems[0].conversation), own]
+    wanted = [
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": m.role, "content": m.content} for m in some],  # type: ignore[misc]
+            max_tokens=TOKENS,
+            temperature=0,
+        )
+        for some in turns
+    ]
+    counts = [reply.usage.prompt_tokens for reply in wanted if reply.usage is not None]
+    options = Options(max_new_tokens=TOKENS, system="Be short.", progress=False)
+    offline = evaluate(engine, problems, options)
+    assert [o.reply for o in offline.outputs] == [w.choices[0].message.content for w in wanted]
+    assert [o.prompt_tokens for o in offline.outputs] == counts
+    write_problems(str(tmp_path / "d.jsonl"), problems)
+    flags = ["--base-url", f"{url}/v1/chat/completions", "--data", str(tmp_path / "d.jsonl")]
+    flags += ["--system", "Be short.", "--max-new-tokens", str(TOKENS)]
+    status, online = run(tmp_path / "out.json", *flags)
+    assert (status, online["system"], online["target"]) == (0, "Be short.", url)
+    assert [output["reply"] for output in online["outputs"]] == [o.reply for o in offline.outputs]
+    assert "prompt" in online["outputs"][0] and online["data"] == offline.data
+
+
 def test_a_prompt_that_does_not_fit_fails_alone(engine: Engine, said: dict[str, str]) -> None:
     problems = [*problems_of(said), Problem("long", "word " * 400, "x")]
     result = evaluate(engine, problems, OPTIONS)
@@ -165,6 +196,8 @@ class Faltering(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     asked: Counter[str]
     keys: set[str | None]
+    bodies: list[Body]
+    released: threading.Event
 
     def do_GET(self) -> None:
         if self.headers["Authorization"] == "Bearer wrong":
@@ -174,8 +207,9 @@ class Faltering(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = body["messages"][0]["content"]
+        prompt = body["messages"][-1]["content"]
         self.asked[prompt] += 1
+        self.bodies.append(body)
         self.keys.add(self.headers["Authorization"])
         first = self.asked[prompt] <= 2
         match prompt:
@@ -184,6 +218,11 @@ class Faltering(BaseHTTPRequestHandler):
             case "loading" if first:
                 self._send(503, {"error": {"message": "loading"}})
             case "drop" if first:
+                self.close_connection = True
+            case "gateway" if first:
+                self._send(502 if self.asked[prompt] == 1 else 504, {})
+            case "hang":
+                self.released.wait(60)
                 self.close_connection = True
             case "never":
                 self._send(503, {"error": {"message": "never"}})
@@ -215,11 +254,17 @@ def _answer(text: str, reason: str) -> Body:
 
 @pytest.fixture
 def faltering() -> Iterator[tuple[str, type[Faltering]]]:
-    kind = type("Kind", (Faltering,), {"asked": Counter(), "keys": set()})
+    released = threading.Event()
+    kind = type(
+        "Kind",
+        (Faltering,),
+        {"asked": Counter(), "keys": set(), "bodies": [], "released": released},
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}", kind
+    released.set()
     server.shutdown()
     thread.join(30)
     server.server_close()
@@ -234,25 +279,83 @@ def test_what_may_be_tried_again_is_and_the_rest_counts_as_failed(
     url, kind = faltering
     monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "from-outside")
-    names = ["fine", "busy", "loading", "drop", "never", "bad", "nonsense", "aborted"]
+    names = ["fine", "busy", "loading", "drop", "gateway"]
+    names += ["never", "bad", "nonsense", "aborted"]
     data = write(tmp_path / "d.jsonl", [Problem("t", name, name, "", "exact") for name in names])
     status, found = run(tmp_path / "out.json", "--base-url", url, "--data", data)
     assert status == 1
-    assert [output["right"] for output in found["outputs"]] == [True] * 4 + [False] * 4
+    assert [output["right"] for output in found["outputs"]] == [True] * 5 + [False] * 4
     scores = found["tasks"]["t"]
-    assert (scores["n"], scores["failed"], scores["accuracy"], scores["invalid"]) == (8, 4, 0.5, 0)
-    wanted = dict.fromkeys(("busy", "loading", "drop"), 3) | {"never": http.TRIES}
+    assert (scores["n"], scores["failed"], scores["accuracy"], scores["invalid"]) == (
+        9,
+        4,
+        5 / 9,
+        0,
+    )
+    wanted = dict.fromkeys(("busy", "loading", "drop", "gateway"), 3) | {"never": http.TRIES}
     assert kind.asked == dict.fromkeys(names, 1) | wanted
     assert kind.keys == {"Bearer from-outside"}
     messages = [output.get("error") for output in found["outputs"]]
-    assert messages[:4] == [None] * 4
-    assert messages[4] == f"status 503: never, {http.TRIES} times"
-    assert messages[5:] == [
+    assert messages[:5] == [None] * 5
+    assert messages[5] == f"status 503: never, {http.TRIES} times"
+    assert messages[6:] == [
         "status 400: not this",
         "the answer has no message",
         "it ended with finish_reason 'abort'",
     ]
     assert "4 requests failed and count as wrong:" in capsys.readouterr().err
+
+
+def test_a_server_that_hangs_and_one_with_a_password(
+    faltering: tuple[str, type[Faltering]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url, kind = faltering
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http, "TRIES", 2)
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    data = write(tmp_path / "d.jsonl", [Problem("t", p, p, "", "exact") for p in ("hang", "fine")])
+    address = url.replace("//", "//user:SECRET@")
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "temperature": 0.5}
+    flags = ["--base-url", address, "--data", data, "--timeout", "1.5", "--top-p", "0.9"]
+    with caplog.at_level("DEBUG"):
+        status, found = run(tmp_path / "out.json", *flags, "--extra-body", json.dumps(extra))
+    assert status == 1 and kind.asked == {"hang": 2, "fine": 1}
+    assert [output["right"] for output in found["outputs"]] == [False, True]
+    assert found["outputs"][0]["error"] == "no reply within 1.5 s, 2 times"
+    assert kind.keys == {f"Basic {b64encode(b'user:SECRET').decode()}"}
+    assert found["target"] == found["arguments"]["base_url"] == url
+    said = "".join(capsys.readouterr()) + caplog.text + (tmp_path / "out.json").read_text()
+    assert "SECRET" not in said and b64encode(b"user:SECRET").decode() not in said
+    for body in kind.bodies:
+        assert body.items() >= (extra | {"top_p": 0.9, "max_tokens": 256}).items()
+    assert (found["top_p"], found["system"]) == (0.9, None)
+
+
+def test_the_table_is_printed_where_the_file_cannot_be(
+    faltering: tuple[str, type[Faltering]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder goes while the server is asked; what was drawn is counted with a file, too."""
+    url, kind = faltering
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.setattr(kind, "do_GET", lambda self: (folder.rmdir(), Faltering.do_GET(self)))
+    data = write(tmp_path / "d.jsonl", [Problem("t", "fine", "fine", "", "exact")])
+    flags = ["--base-url", url, "--data", data, "--out", str(folder / "x.json"), "--disable-tqdm"]
+    assert main(["eval", *flags]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].split()[:3] == ["t", "1", "1.0000"]
+    assert f"error: --out {folder / 'x.json'} could not be written" in captured.err
+    monkeypatch.undo()
+    flags = ["--base-url", url, "--data", data, "--tasks", "lists"]
+    status, found = run(tmp_path / "out.json", *flags)
+    assert (status, found["num"], found["tasks"]["lists"]["n"]) == (0, 100, 100)
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,29 @@ def test_drafts_against_the_definition(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(mtp, "BATCH_TOKENS", 30)
     assert [len(batch) for batch in batches(replies)] == [3, 1, 1]
     assert score(models, replies) == Score(5, 47, drafts, expected)
+
+
+def test_a_smaller_run_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what was measured with more problems nor what is no result; before a model is
+    read."""
+    out, problems = tmp_path / "out.json", 3 * len(mtp.TASKS)
+    monkeypatch.setattr(mtp.Models, "load", lambda folder, dtype: 1 / 0)
+    words = ["mtp", "--model-path", str(tmp_path), "--num", "3", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    out.write_text(json.dumps({"tasks": {"all": {"problems": problems + 1}}}))
+    with pytest.raises(SystemExit, match=f"is of {problems + 1} problems and this run of"):
+        mtp.main()
+    for text in ("{}", "[1]", "not JSON", '{"tasks": 3}'):
+        out.write_text(text)
+        with pytest.raises(SystemExit, match="is there and not of this benchmark"):
+            mtp.main()
+    monkeypatch.setattr("sys.argv", [*words, "--again"])
+    with pytest.raises(ZeroDivisionError):
+        mtp.main()
+    monkeypatch.setattr("sys.argv", words)
+    out.write_text(json.dumps({"tasks": {"all": {"problems": problems}}}))
+    with pytest.raises(ZeroDivisionError):
+        mtp.main()
 
 
 def test_totals() -> None:

@@ -1,12 +1,16 @@
-"""Grading, statistics, problems in files, comparison: everything of `eval` but a model."""
+"""Statistics, problems in files, comparison: everything of `eval` but a model."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import os
+import random
 import signal
+import stat
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,11 +21,13 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.evals.ask import Asker, Options, Reply
 from moesaic.evals.compare import block, compare
-from moesaic.evals.data import read_problems, write_problems
+from moesaic.evals.data import check_target, read_problems, write_problems, write_whole
 from moesaic.evals.figures import Z95, mcnemar, wilson
+from moesaic.evals.place import Place
 from moesaic.evals.report import errors, failures, table
 from moesaic.evals.result import Result, digest
 from moesaic.evals.run import evaluate
+from moesaic.tasks import draw
 from moesaic.tasks.problem import Message, Problem, grade, is_kept
 
 # As `eval --out` promises it.
@@ -69,6 +75,8 @@ SCHEMA = {
         "arguments": {"type": "object"},
         "complete": {"type": "boolean"},
         "num": {"type": ["integer", "null"]},
+        "top_p": SHARE,
+        "system": {"type": ["string", "null"]},
         **{key: {"type": "string"} for key in ("target", "version")},
         **{key: {"type": "integer"} for key in ("seed", "max_new_tokens")},
         **{key: {"type": "number", "minimum": 0} for key in POSITIVE},
@@ -153,45 +161,6 @@ def test_mcnemar(lost: int, won: int, p: float) -> None:
     assert mcnemar(lost, won) == pytest.approx(p, rel=1e-6)
 
 
-GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 steps."
-
-
-@pytest.mark.parametrize(
-    ("match", "answer", "reply", "right", "found"),
-    [
-        ("final", "18", "9 + 9\n#### 18", True, "18"),
-        ("final", "18", "18", False, None),
-        ("final", "18", "#### ", False, None),
-        ("exact", "a  b", "a b\n", True, "a b"),
-        ("exact", "a b", "A b", False, "A b"),
-        ("exact", "a", " \n", False, None),
-        ("auto", "18", "#### 17\n#### 18", True, "18"),
-        ("auto", "18", " 18 ", True, "18"),
-        ("contains", "Paris", "It is PARIS, of course.", True, "It is PARIS, of course."),
-        ("contains", "1", "There are 21.", False, "There are 21."),
-        ("contains", "a.c", "abc", False, "abc"),
-        ("number", "1018", GSM8K_REPLY, True, "1018"),
-        ("number", "18", "It makes $18.00.", True, "18.00"),
-        ("number", "-3", "so x = -3", True, "-3"),
-        ("number", "3", "7-3", True, "3"),
-        ("number", "1234567", "1,234,567 in all", True, "1234567"),
-        ("number", "3", "They are 1,2,3", True, "3"),
-        ("number", "5", "no idea", False, None),
-        ("number", "5", "#### none of the 5", True, "5"),
-        ("choice", "B", "The answer is (B).", True, "B"),
-        ("choice", "A", "The answer is A because C is wrong", True, "A"),
-        ("choice", "b", "Answer: **B**", True, "B"),
-        ("choice", "(C)", "C", True, "C"),
-        ("choice", "A", "A dog is an animal, so B", False, "B"),
-        ("choice", "D", "d) because A is wrong", True, "D"),
-        ("choice", "A", "I do not know", False, None),
-    ],
-)
-def test_grades(match: str, answer: str, reply: str, right: bool, found: str | None) -> None:
-    grade_ = grade(problem("x", answer, match), reply)
-    assert (grade_.right, grade_.found) == (right, found)
-
-
 def lines(path: Path, *entries: object) -> str:
     path.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
     return str(path)
@@ -233,6 +202,17 @@ def test_files_of_problems(tmp_path: Path) -> None:
         ('{"messages": [{"role": "me", "content": "x"}], "answer": "1"}', "message 0 must be"),
         ('{"prompt": "a", "answer": "1", "match": "numbr"}', "did you mean number?"),
         ('{"prompt": "a", "answer": "x", "match": "number"}', "give a number"),
+        ('{"prompt": "a", "answer": "1/2", "match": "number"}', "give a number, and nothing"),
+        ('{"prompt": "a", "answer": "6 eggs", "match": "number"}', "give a number, and nothing"),
+        ('{"prompt": "a \\ud800 b", "answer": "1"}', '"prompt" has half a surrogate pair'),
+        ('{"prompt": "a", "answer": "\\udfff"}', '"answer" has half a surrogate pair'),
+        ('{"prompt": "a", "answer": "1", "task": "\\ud800"}', '"task" has half'),
+        ('{"prompt": "a", "answer": "1", "id": "\\ud800"}', '"id" has half'),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
+            '"messages" has half',
+        ),
+        ('{"prompt": "a", "answer": "1", "task": "all"}', 'its task is "all"'),
         ('{"question": "a", "answer": "#### none"}', "give a number"),
         ('{"prompt": "a", "answer": "F", "match": "choice"}', "give a letter from A to E"),
     ],
@@ -246,6 +226,44 @@ def test_a_bad_line_is_named(
     assert main(["eval", "--model-path", "tiny:qwen3_moe", "--data", str(path)]) == 2
     error = capsys.readouterr().err
     assert f"--data {path}, line 3: " in error and message in error
+
+
+def test_a_question_need_not_be_of_gsm8k(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "q.jsonl",
+        {"question": "Capital of France?", "answer": "Paris"},
+        {"question": "3 * 6?", "answer": "18"},
+        {"question": "3 * 6?", "answer": "18", "match": "exact"},
+        {"question": "A pair?", "answer": "😀"},
+    )
+    found = read_problems(path)
+    assert [one.match for one in found] == ["auto", "number", "exact", "auto"]
+    assert grade(found[0], "Paris").right and grade(found[1], "It is 18.0.").right
+
+
+def test_what_a_problem_breaks_is_its_own() -> None:
+    """Known has no reply to b: whoever asks it gets a KeyError."""
+    problems = [problem("a", "1"), problem("b", "1"), problem("c", "1")]
+    result = evaluate(Known({"a": "1", "c": "1"}), problems, QUIET)
+    assert (result.failed, result.complete, result.accuracy) == (1, True, 2 / 3)
+    assert result.outputs[1].error == "KeyError: 'b'"
+    assert [one.right for one in result.outputs] == [True, False, True]
+
+
+def test_names_cannot_write_to_the_terminal() -> None:
+    """Neither escape sequences nor lines of a table that are none."""
+    evil = "t\x1b[2J\nall  9  1.0000"
+    problems = [
+        Problem(evil, "a", "\x1b]0;x\x07", match="exact", id="i\nj"),
+        Problem("u", "b", "1", match="exact"),
+    ]
+    result = evaluate(Known({"a": "2", "b": "!no\x1b[31m\nmore"}), problems, QUIET)
+    texts = [table(result), failures(result, 9), *errors(result)]
+    texts.append(block(("a", "b"), result, evaluate(Known({"a": "2", "b": "1"}), problems, QUIET)))
+    assert all(char.isprintable() or char == "\n" for text in texts for char in text)
+    assert sum(line.startswith("all ") for line in texts[0].splitlines()) == 1
+    assert "t�[2J�all  9  1.0000 i�j: wanted �]0;x�" in texts[1]
+    assert texts[3] == "  1 x no�[31m�more"
 
 
 def test_figures_of_a_run() -> None:
@@ -342,15 +360,99 @@ def test_compare_of_other_problems() -> None:
         ("tiny:qwen3_moe --data gone.jsonl", "--data gone.jsonl: cannot be read"),
         ("tiny:qwen3_moe --skip-tokenizer-init", "an evaluation needs a tokenizer"),
         ("tiny:qwen3_moe --num 0", "--num is 0: give at least 1"),
+        ("tiny:qwen3_moe --data {data} --out=", "--out is empty: name a file"),
+        ("tiny:qwen3_moe --data {data} --out /proc/x.json", "--out /proc/x.json: nothing can be"),
+        ("tiny:qwen3_moe --data {data} --out {loop}", "--out {loop}: nothing can be written"),
+        ("--data {data} --write-data=", "--write-data is empty: name a file"),
+        ("tiny:qwen3_moe --data {data} --system=", "--system is '': give a text"),
+        ("tiny:qwen3_moe --timeout 3", "--timeout: for a server, and there is no --base-url"),
+        ("tiny:qwen3_moe --extra-body {{}}", "--extra-body: for a server, and there is no"),
+        ("--base-url http://x --extra-body [1]", "--extra-body is not an object"),
+        ("--base-url http://x --extra-body {{", "--extra-body is not JSON"),
+        ("--base-url http://x --timeout 0", "--timeout is 0.0: give"),
+        ("--base-url u:SECRET@x:1", "--base-url is 'x:1': give http://HOST:PORT"),
+        ("--base-url ftp://u:SECRET@x", "--base-url is 'x': give http://HOST:PORT"),
+        ("--base-url http://u:SEC/RET@x", "--base-url has an @ behind its first /"),
+        ("--base-url http://u:SECRET@x M", "--base-url http://x and --model-path M: keep one"),
+        ("--base-url http://u:SECRET@x --api-key k --data {data}", "a name before http://x and"),
     ],
 )
 def test_wrong_flags(
     argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"})
-    assert main(["eval", *argv.format(data=data).split()]) == 2
+    data, loop = lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}), tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert main(["eval", *argv.format(data=data, loop=loop).split()]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {message}") and captured.out == ""
+    assert captured.err.startswith(f"error: {message.format(loop=loop)}") and captured.out == ""
+    assert "SECRET" not in captured.err and "RET" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://h:1",
+        "http://h:1/",
+        "http://h:1/v1",
+        "http://h:1/v1/",
+        "http://h:1/v1/chat/completions",
+        "http://h:1/v1/chat/completions/",
+        "http://u:p%40@h:1/v1",
+    ],
+)
+def test_addresses_of_one_server(text: str) -> None:
+    place = Place.of(text)
+    assert place.url == "http://h:1" and "p@" not in repr(place)
+    assert place.login == ("u:p@" if "@" in text else "")
+    assert Place.of(text.replace("h:1", "h:1/proxy")).url == "http://h:1/proxy"
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    """A pipe stays a pipe, a link a link, and a file keeps its mode."""
+    pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
+    dangling, new = tmp_path / "dangling", tmp_path / "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    file.write_bytes(b"old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    dangling.symlink_to("new")
+    for path in (pipe, link, dangling):
+        check_target("--out", str(path))
+        write_whole(path, b"content")
+    assert os.read(reader, 100) == b"content" and pipe.is_fifo()
+    os.close(reader)
+    assert link.is_symlink() and file.read_bytes() == b"content"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert dangling.is_symlink() and new.read_bytes() == b"content"
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "file", "link", "dangling", "new"}
+
+
+def test_two_runs_with_one_file(tmp_path: Path) -> None:
+    """Every content is whole, whoever was last."""
+    path, contents = tmp_path / "out", [bytes([65 + n]) * 100_000 for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: write_whole(path, content), contents * 4))
+    assert path.read_bytes() in contents and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_task_that_is_nearly_exhausted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long tail something new comes now and then for ever."""
+    draws = 0
+
+    def tail(rng: random.Random) -> Problem:
+        nonlocal draws
+        draws += 1
+        return Problem("tail", str(int(rng.random() ** -1.5)), "1")
+
+    monkeypatch.setitem(draw.TASKS, "tail", tail)
+    with pytest.raises(ValueError, match=r"task tail: only \d+ distinct test problems") as e:
+        draw.distinct("tail", "test", 0, 100_000)
+    found = int(str(e.value).split("only ")[1].split()[0])
+    assert 10 < found < 5_000
+    assert draws < 40 * (draw.FREE_DRAWS + draw.DRAWS_EACH * found)
+    few = draw.distinct("tail", "test", 0, found)
+    assert len({one.prompt for one in few}) == found
 
 
 def test_write_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,90 @@
+"""How an answer is read from a reply, and when it is the one that was wanted."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.tasks.problem import Problem, grade
+
+GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 steps."
+
+
+@pytest.mark.parametrize(
+    ("match", "answer", "reply", "right", "found"),
+    [
+        ("final", "18", "9 + 9\n#### 18", True, "18"),
+        ("final", "18", "18", False, None),
+        ("final", "18", "#### ", False, None),
+        ("final", "18", "#### 18.", True, "18"),
+        ("final", "18", "#### **18**", True, "18"),
+        ("final", "18", "#### **18.**", True, "18"),
+        ("final", "18", "#### `18`.", True, "18"),
+        ("final", "18", "#### $18", True, "18"),
+        ("final", "U.S.", "#### U.S.", True, "U.S"),
+        ("final", "18", "#### 18..", False, "18."),
+        ("final", "18", "#### 18 apples", False, "18 apples"),
+        ("final", "18", "#### .", False, None),
+        ("auto", "18", "#### **18**.", True, "18"),
+        ("auto", "18", "18.", False, "18."),
+        ("exact", "a  b", "a b\n", True, "a b"),
+        ("exact", "a b", "A b", False, "A b"),
+        ("exact", "a", " \n", False, None),
+        ("auto", "18", "#### 17\n#### 18", True, "18"),
+        ("auto", "18", " 18 ", True, "18"),
+        ("contains", "Paris", "It is PARIS, of course.", True, "It is PARIS, of course."),
+        ("contains", "1", "There are 21.", False, "There are 21."),
+        ("contains", "a.c", "abc", False, "abc"),
+        ("contains", "漢字", "これは漢字です", True, "これは漢字です"),
+        ("contains", "Tokyo", "首都はTokyoです", True, "首都はTokyoです"),
+        ("contains", "art", "Cartagena", False, "Cartagena"),
+        ("contains", "é", "café", False, "café"),
+        ("contains", "café", "a café!", True, "a café!"),
+        ("contains", "3", "It is 3.5 m", False, "It is 3.5 m"),
+        ("contains", "5", "It is 3.5 m", False, "It is 3.5 m"),
+        ("contains", "5", "It is -5", False, "It is -5"),
+        ("contains", "5", "It costs $5.", True, "It costs $5."),
+        ("contains", "3", "It is 3.5 or 3.", True, "It is 3.5 or 3."),
+        ("contains", "-5", "It is -5", True, "It is -5"),
+        ("contains", "18", "1,018", False, "1,018"),
+        ("contains", "2", "1,2,3", True, "1,2,3"),
+        ("contains", "C++", "Use C++, or c", True, "Use C++, or c"),
+        ("number", "1018", GSM8K_REPLY, True, "1018"),
+        ("number", "18", "It makes $18.00.", True, "18.00"),
+        ("number", "-3", "so x = -3", True, "-3"),
+        ("number", "3", "7-3", True, "3"),
+        ("number", "1234567", "1,234,567 in all", True, "1234567"),
+        ("number", "3", "They are 1,2,3", True, "3"),
+        ("number", "5", "no idea", False, None),
+        ("number", "0.5", "It is .5", True, ".5"),
+        ("number", "-.5", "#### -.50", True, "-.50"),
+        ("number", "1e3", "x = 1,000", True, "1000"),
+        ("number", "1000", "about 1e3", True, "1e3"),
+        ("number", "1000", "1.0E+3 m", True, "1.0E+3"),
+        ("number", "2", "It is 1/2", False, "1/2"),
+        ("number", "0.5", "It is 1/2.", True, "1/2"),
+        ("number", "0", "It is 1/0.", False, "1/0"),
+        ("number", "2024", "On 1/2/2024", True, "2024"),
+        ("number", "3", "wait...3", True, "3"),
+        ("number", "1", "1e99999999999999999999", False, "1e99999999999999999999"),
+        ("number", "5", "#### none of the 5", True, "5"),
+        ("choice", "B", "The answer is (B).", True, "B"),
+        ("choice", "A", "The answer is A because C is wrong", True, "A"),
+        ("choice", "b", "Answer: **B**", True, "B"),
+        ("choice", "(C)", "C", True, "C"),
+        ("choice", "A", "A dog is an animal, so B", False, "B"),
+        ("choice", "D", "d) because A is wrong", True, "D"),
+        ("choice", "A", "I do not know", False, None),
+        ("choice", "B", "Answer: b", True, "B"),
+        ("choice", "A", "The answer is a.", True, "A"),
+        ("choice", "A", "The answer is a dog, (C)", False, "C"),
+        ("choice", "D", "Both (A) and (B) are wrong, so D", True, "D"),
+        ("choice", "A", "(B)? No, it is A", True, "A"),
+        ("choice", "C", "The answer is B. No, the answer is C.", True, "C"),
+        ("choice", "B", "The answer is B, since option C is wrong", True, "B"),
+        ("choice", "C", "It is (C) because (A) is small", True, "C"),
+        ("choice", "B", "So A is wrong. B", True, "B"),
+    ],
+)
+def test_grades(match: str, answer: str, reply: str, right: bool, found: str | None) -> None:
+    grade_ = grade(Problem("t", "x", answer, match=match), reply)
+    assert (grade_.right, grade_.found) == (right, found)
