@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from moesaic.evals.ask import Asker
     from moesaic.tasks.problem import Problem
 
+logger = logging.getLogger(__name__)
+
 DESCRIPTION = """\
 Ask a model, or a server, problems with known answers, and count the right ones.
 
@@ -40,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     add_model(parser)
     parser.add_flags(EvalArgs)
     parser.add_flags(ServerTargetArgs)
-    parser.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
+    parser.add_flags(ServerArgs)
     given = parser.parse(argv)
     asked, server = merge(EvalArgs, given, {}), merge(ServerTargetArgs, given, {})
     if asked.compare is not None:
@@ -96,7 +99,7 @@ def _ask_server(
     idle = [
         spec.name
         for field, spec in specs(ServerArgs).items()
-        if field in given and spec.group != ServeArgs.GROUP and field not in BESIDES_URL
+        if field in given and field not in {*BESIDES_URL, *specs(ServerTargetArgs)}
     ]
     if given["config"] is not None:
         idle.append("--config")
@@ -130,7 +133,7 @@ def _extra_body(text: str | None) -> dict[str, Any]:
 
 def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetArgs) -> int:
     idle = [spec.name for field, spec in specs(ServerTargetArgs).items() if field in given]
-    if idle := [name for name in idle if name != "--remote-model"]:
+    if idle := [name for name in idle if name not in ("--remote-model", "--api-key")]:
         raise ValueError(f"{', '.join(idle)}: for a server, and there is no --base-url")
     if server.remote_model is not None:  # --model, which elsewhere is the same as --model-path
         if (other := given["model"] or given.get("model_path")) not in (None, server.remote_model):
@@ -146,6 +149,7 @@ def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetA
     if args.skip_tokenizer_init:
         raise ValueError("an evaluation needs a tokenizer: leave out --skip-tokenizer-init")
     set_up_logging(args.log_level)
+    _say_unused(given)
     if resolved.node_rank > 0:
         return join_node(resolved)
     problems = _problems(asked)
@@ -153,6 +157,16 @@ def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetA
 
     with Engine(**asdict(args)) as engine:
         return _evaluate(engine, problems, asked, _changed(asked) | _changed(args))
+
+
+def _say_unused(given: Mapping[str, Any]) -> None:
+    """A command line that serves a model evaluates it as well, without what is HTTP's alone."""
+    fields = specs(ServerArgs).items()
+    names = [
+        spec.name for field, spec in fields if field in given and spec.group == ServeArgs.GROUP
+    ]
+    if names:
+        logger.info("%s: not used, as no server is started", ", ".join(names))
 
 
 def _changed(args: object) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class FlagParser(argparse.ArgumentParser):
                 continue
             if spec.group not in groups:
                 groups[spec.group] = self.add_argument_group(spec.group)
-            names = [name for name in spec.names if name not in self.flags]
-            _add_flag(groups[spec.group], spec, names)
-            self.flags.extend(names)
+            if names := [name for name in spec.names if name not in self.flags]:
+                _add_flag(groups[spec.group], spec, names)
+                self.flags.extend(names)
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
         """What was given on the command line, as text; an unknown flag is an error with a hint."""

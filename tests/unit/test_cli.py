@@ -238,7 +238,7 @@ def test_help_does_not_import_torch(command: str):
         return
     assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
     assert "Expert load balancing:" in done.stdout
-    assert ("--port" in done.stdout) == (command in ("serve", "doctor"))
+    assert ("--port" in done.stdout) == (command in ("serve", "doctor", "eval"))
 
 
 def test_package_offers_engine_lazily():

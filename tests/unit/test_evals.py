@@ -365,6 +365,7 @@ def test_compare_of_other_problems() -> None:
         ("tiny:qwen3_moe --data {data} --out {loop}", "--out {loop}: nothing can be written"),
         ("--data {data} --write-data=", "--write-data is empty: name a file"),
         ("tiny:qwen3_moe --data {data} --system=", "--system is '': give a text"),
+        ("--base-url http://127.0.0.1:9 --port 3", "--port: for an engine, not for a server"),
         ("tiny:qwen3_moe --timeout 3", "--timeout: for a server, and there is no --base-url"),
         ("tiny:qwen3_moe --extra-body {{}}", "--extra-body: for a server, and there is no"),
         ("--base-url http://x --extra-body [1]", "--extra-body is not an object"),
