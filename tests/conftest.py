@@ -1,10 +1,14 @@
 """For all tests."""
 
 import logging
+import signal
 
 import pytest
 
 import moesaic  # noqa: F401  before torch, as in every program that uses the engine
+
+# Shells make what they start in the background ignore Ctrl-C, and so would every process of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

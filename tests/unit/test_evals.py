@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -296,15 +296,6 @@ def test_figures_of_a_run() -> None:
     assert rows[3][:3] == ["all", "5", "0.2000"]
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Works even where the tests run in the background, which makes shells ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_there_is() -> None:
     result = evaluate(
         Known({"a": "1", "b": "0", "c": None}),
