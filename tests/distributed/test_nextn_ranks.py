@@ -28,6 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Ten
     return folder, reference_mtp(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_equal_the_whole(
     case: ModelCase, pools: Pools, whole: tuple[Path, dict[int, Tensor]]
