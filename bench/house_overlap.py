@@ -11,6 +11,7 @@ stands beside the one on all."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -21,8 +22,8 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from bench.common import RESULTS, print_table
-from bench.house import MODEL, ask, start
+from bench.common import RESULTS
+from bench.house import MODEL, ask, show, start
 from moesaic.evals.data import write_whole
 from moesaic.tasks.draw import TASKS, distinct
 from moesaic.tasks.problem import Problem, is_kept
@@ -84,15 +85,15 @@ def report(rows: list[Overlap], markdown: bool) -> None:
         ]
         for row in rows
     ]
-    if not markdown:
-        print_table(head, lines)
-        return
-    for line in (head, ["---"] * len(head), *lines):
-        print(f"| {' | '.join(line)} |")
+    show(head, lines, markdown)
 
 
 def main() -> int:
-    if "--markdown" in sys.argv:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--markdown", action="store_true", help="print what was measured")
+    if parser.parse_args().markdown:
         report(msgspec.json.decode(FILE.read_bytes(), type=list[Overlap]), True)
         return 0
     tests = {task: distinct(task, "test", SEED, TESTS) for task in TASKS}

@@ -37,6 +37,9 @@ Try it without a checkpoint; the weights are random, so the text is noise:
 Ask a model in a local Hugging Face folder, in chat form:
   moesaic generate --model-path DIR --chat
 
+Score a model on problems with known answers; nothing is downloaded:
+  moesaic eval --model-path DIR --num 100
+
 See which rank would hold what, and whether it fits, without loading anything:
   moesaic doctor tiny:deepseek_v3 --tp 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep
 
