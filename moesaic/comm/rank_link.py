@@ -31,6 +31,7 @@ from moesaic.core.process import keep_freed_memory
 
 BEAT_SECONDS: Final = 0.05
 LINGER_MS: Final = 1000
+WAIT_FOR_REQUESTS: Final = "wait for requests"
 # Exit code of a rank that ends because of another one; the supervisor knows of that already.
 ABANDONED: Final = 3
 
@@ -109,6 +110,8 @@ class RankLink:
 
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
+        # Before it is told: whoever hears of it may look at once.
+        self.seat.enter(State.IDLE, WAIT_FOR_REQUESTS)
         self.send(Ready(self.rank, facts))
 
     def send(self, message: Message) -> None:
@@ -124,7 +127,7 @@ class RankLink:
             if timeout == 0:
                 return None
             if waits_for is None:
-                self.seat.enter(State.IDLE, "wait for requests")
+                self.seat.enter(State.IDLE, WAIT_FOR_REQUESTS)
             else:
                 self.seat.enter(State.WAITING, waits_for)
             arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
