@@ -1,11 +1,16 @@
 """For all tests."""
 
 import logging
+import os
 import signal
 
 import pytest
 
 import moesaic  # noqa: F401  before torch, as in every program that uses the engine
+
+# Before anything imports Triton: without a GPU its kernels run in its interpreter.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Shells make what they start in the background ignore Ctrl-C, and so would every process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
