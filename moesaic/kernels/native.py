@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The first argument is a tensor and says where to compute."""
+    """The first argument says where to compute: a tensor, or what has one as its `values`."""
 
     def decorate(twin: Callable[P, R]) -> Callable[P, R]:
         kernel: Callable[P, R] | None = None
@@ -30,7 +30,7 @@ def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             nonlocal kernel
             first = args[0]
-            assert isinstance(first, Tensor), "the first argument says where to compute"
+            first = first if isinstance(first, Tensor) else first.values  # type: ignore[attr-defined]
             if not first.is_cuda:
                 return twin(*args, **kwargs)
             if kernel is None:

@@ -1,0 +1,232 @@
+"""The experts of a layer on a GPU: what its kernels take and give, and the same in torch.
+
+R rows · K chosen · N = R * K pairs of row and slot · E slots · P places · H hidden ·
+I intermediate · J = 2 * I · X tiles at most.
+
+    sort_pairs       which pairs go to which expert
+    gate_up          h = activation(x · w13), at places; quantised if the next product wants it
+    down             y = h · w2, weighted, back at pairs
+    sum_pairs        one row for each row of x
+
+A *place* is a row of the sorted order. Rows of a fixed block for each slot (the masked layout) are
+places already: `blocks` describes them in the same terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.native import native
+
+SORT = "moesaic.kernels.triton.sort"
+EXPERTS = "moesaic.kernels.triton.experts"
+FP8_GROUP = 128
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Places of each expert, and tiles of `block` of them; all int32, on the device.
+
+    `order_P`: the pair at each place, garbage from the last valid one on; None where rows are
+    places. `first_E`, `count_E`: an expert's places. `tile_expert_X`, `tile_place_X`: whose a tile
+    is and where it begins; only the first `num_tiles_1` of them count. `top_k`: pairs of a row.
+    """
+
+    order_P: Tensor | None
+    first_E: Tensor
+    count_E: Tensor
+    tile_expert_X: Tensor
+    tile_place_X: Tensor
+    num_tiles_1: Tensor
+    block: int
+    top_k: int
+    num_places: int
+    """At most; how many there are is on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Activations: in a float type without scales, or quantised: float8_e4m3fn with a float32 scale
+    for each 128 channels of a row, int8 with one for each row."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    scale: float = 1.0
+    """What all values are to be multiplied with besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A projection of all slots in the weight format `format` (a name of WEIGHT_FORMATS).
+
+    Planes are [E, parts, …] as moe.quant.weights has them: `values` first, then `scales`, `zeros`
+    or `global`, whichever the format has. `shape`: (E, rows, columns) of all parts together.
+    `group`: columns per scale of formats with groups.
+    """
+
+    format: str
+    planes: dict[str, Tensor]
+    shape: tuple[int, int, int]
+    parts: int
+    bias_EN: Tensor | None = None
+    group: int = 0
+
+
+@native(SORT)
+def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
+    """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any.
+
+    ids [[1, 0], [1, -1]], two experts, block 2: counts [1, 2], first [0, 1], order [1, 0, 2, …],
+    two tiles: of expert 0 at place 0, of expert 1 at place 1.
+    """
+    flat = ids_RK.flatten()
+    num_pairs, device = flat.numel(), ids_RK.device
+    keys = torch.where(flat < 0, num_experts, flat).long()
+    order = keys.argsort(stable=True).int()
+    counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts].int()
+    first = counts.cumsum(0).int() - counts
+    return _groups(order, first, counts, block, ids_RK.shape[1], num_pairs, device)
+
+
+@native(SORT)
+def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
+    """The first `count_E` rows of a block of `rows` for each expert, as places."""
+    experts = count_E.numel()
+    first = torch.arange(experts, dtype=torch.int32, device=count_E.device) * rows
+    total = experts * rows
+    return _groups(None, first, count_E.int(), block, 1, total, count_E.device)
+
+
+def max_tiles(num_places: int, num_experts: int, block: int) -> int:
+    """Every expert may end in a tile that is not full."""
+    return min(num_places, num_places // block + num_experts)
+
+
+def _groups(
+    order: Tensor | None,
+    first: Tensor,
+    counts: Tensor,
+    block: int,
+    top_k: int,
+    num_places: int,
+    device: torch.device,
+) -> Groups:
+    size = max(1, max_tiles(num_places, len(counts), block))
+    tile_expert = torch.zeros(size, dtype=torch.int32, device=device)
+    tile_place = torch.zeros(size, dtype=torch.int32, device=device)
+    used = 0
+    for expert, (start, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
+        for offset in range(0, count, block):
+            tile_expert[used], tile_place[used] = expert, start + offset
+            used += 1
+    num_tiles = torch.tensor([used], dtype=torch.int32, device=device)
+    return Groups(
+        order, first, counts, tile_expert, tile_place, num_tiles, block, top_k, num_places
+    )
+
+
+@native(SORT)
+def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor) -> Tensor:
+    """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k; rows
+    of pairs that are nobody's may hold anything."""
+    rows, top_k = ids_RK.shape
+    total = torch.zeros(rows, y_NH.shape[1], dtype=torch.float32, device=y_NH.device)
+    y_RKH = y_NH.view(rows, top_k, -1)
+    for k in range(top_k):
+        total += torch.where(ids_RK[:, k, None] >= 0, y_RKH[:, k].float(), 0.0)
+    return out_RH.copy_(total)
+
+
+@native(EXPERTS)
+def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
+    """h[place] = activation of the products of its row of x with the expert's two halves of w13.
+
+    `h.values` [P, I] is written at the places that are somebody's and nowhere else; with
+    `h.scales` (float32, [P, I / 128]) it is float8_e4m3fn, quantised by groups of 128 channels.
+    Products are summed in float32, and rounded once, when h is written.
+    """
+    x_RH = dense(x)
+    for expert, places in expert_places(groups):
+        product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
+        if w13.bias_EN is not None:
+            product += w13.bias_EN[expert].float()
+        gate, up = product.chunk(2, dim=-1)
+        store_rows(h, places, _activate(activation, gate, up))
+    return h
+
+
+@native(EXPERTS)
+def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
+    """y[pair] = weight * (h[place] · w2 + bias), at places where rows are places; rows that are
+    nobody's are not written. Without `weights_RK` (float32) all weights are 1."""
+    h_PI = dense(h)
+    for expert, places in expert_places(groups):
+        product = h_PI[places] @ dense_matrix(w2, expert).T
+        if w2.bias_EN is not None:
+            product += w2.bias_EN[expert].float()
+        to = places if groups.order_P is None else groups.order_P[places].long()
+        if weights_RK is not None:
+            product *= weights_RK.flatten()[to, None]
+        y[to] = product.to(y.dtype)
+    return y
+
+
+def expert_places(groups: Groups) -> Iterator[tuple[int, Tensor]]:
+    """Each expert that has any, with its places."""
+    pairs = zip(groups.first_E.tolist(), groups.count_E.tolist(), strict=True)
+    for expert, (first, count) in enumerate(pairs):
+        if count:
+            yield expert, torch.arange(first, first + count, device=groups.first_E.device)
+
+
+def rows_of(groups: Groups, places: Tensor) -> Tensor:
+    """The row of x at each place."""
+    if groups.order_P is None:
+        return places
+    return groups.order_P[places].long() // groups.top_k
+
+
+def dense(x: Rows) -> Tensor:
+    """In float32."""
+    values = x.values.float()
+    if x.scales is not None:
+        spread = x.scales.repeat_interleave(-(-values.shape[-1] // x.scales.shape[-1]), -1)
+        values = values * spread[..., : values.shape[-1]]
+    return values * x.scale
+
+
+def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
+    if h.scales is None:
+        h.values[places] = product.to(h.values.dtype)
+        return
+    assert h.values.dtype == torch.float8_e4m3fn
+    grouped = product.unflatten(-1, (-1, FP8_GROUP))
+    scales = (grouped.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    h.values[places] = scaled.flatten(-2).to(torch.float8_e4m3fn)
+    h.scales[places] = scales
+
+
+def dense_matrix(matrices: Matrices, expert: int) -> Tensor:
+    """[rows, columns] of all parts in float32."""
+    values = matrices.planes["values"][expert].float()
+    if "scales" in matrices.planes:
+        scales = matrices.planes["scales"][expert]
+        rows = FP8_GROUP if matrices.format == "fp8_block" else 1
+        columns = FP8_GROUP if matrices.format == "fp8_block" else values.shape[-1]
+        spread = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        values = values * spread[..., : values.shape[-2], : values.shape[-1]]
+    return values.flatten(0, 1)
+
+
+def _activate(spec: SwigluSpec, gate: Tensor, up: Tensor) -> Tensor:
+    if spec.limit is None:
+        return gate * torch.sigmoid(gate) * up
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit) + 1
+    return gate * torch.sigmoid(spec.alpha * gate) * up

@@ -1,0 +1,76 @@
+"""Kernels that start while the one before them still runs (programmatic dependent launch, Hopper).
+
+A kernel with `PDL` may begin before its predecessor has ended. Until `await_inputs` it must not
+touch what other kernels of the step write or still read; weights, which nobody writes, it may fetch
+before. `release_next` lets the successor begin. With PDL off both are nothing, as in the
+interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
+
+    pdl = dependent_launch(x)
+    kernel[grid](…, PDL=pdl.on, **pdl.options)
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    on: bool
+    options: dict[str, Any]
+
+
+OFF = Launch(False, {})
+ON = Launch(True, {"launch_pdl": True})
+
+
+def dependent_launch(x: Tensor) -> Launch:
+    """MOESAIC_PDL=0 turns it off, to see what it brings or whether it is to blame."""
+    return _launch_on(x.device.index) if x.is_cuda else OFF
+
+
+@cache
+def _launch_on(device: int | None) -> Launch:
+    able = torch.cuda.get_device_capability(device)[0] >= HOPPER
+    return ON if able and os.environ.get("MOESAIC_PDL", "1") != "0" else OFF
+
+
+@cache
+def num_processors(device: int | None) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release_next(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Asks for the 128-byte line behind each pointer to come into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
