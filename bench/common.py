@@ -182,7 +182,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells))
 
 
-def write_json(name: str, payload: dict[str, Any]) -> Path:
+def write_json(name: str, payload: dict[str, Any] | list[Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(payload, indent=2) + "\n")

@@ -3,6 +3,7 @@
     python -m bench.moe_layer                        # Qwen3-30B-A3B's layer, 1..2048 tokens
     python -m bench.moe_layer --shape mid --repeats 9
     python -m bench.moe_layer --deterministic        # and what deterministic mode costs
+    python -m bench.moe_layer --device cuda --help   # on a GPU: bench/moe_layer_gpu.py
 
 All take turns in every repeat on fresh tokens; routing is part of each. transformers runs with each
 of its implementations of experts, and the fastest one at a number of tokens is the one to beat. The
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +27,7 @@ from tqdm import tqdm
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from bench import moe_layer_gpu
 from bench.common import machine, print_table, write_json
 from moesaic.core.step import DECODE
 from moesaic.models.blocks import Router, SparseBlock
@@ -193,8 +196,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@torch.inference_mode()
 def main() -> None:
+    if "cuda" in sys.argv[1:]:
+        moe_layer_gpu.main([word for word in sys.argv[1:] if word not in ("--device", "cuda")])
+    else:
+        on_cpu()
+
+
+@torch.inference_mode()
+def on_cpu() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
