@@ -42,7 +42,8 @@ class LargeConfig:
     blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
     strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
     programs of a processor. `tensor_memory`: weights by the copy engine where there is one.
-    `specialised`: the kernels of experts_hopper.py where they can run."""
+    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages, `skew`: the
+    steps by which its second group of warps starts later."""
 
     block_m: int = 128
     block_n: int = 128
@@ -53,6 +54,8 @@ class LargeConfig:
     occupancy: int = 1
     tensor_memory: bool = True
     specialised: bool = True
+    ring: int = 4
+    skew: int = 1
 
 
 def large_config(x: Rows, w: Matrices) -> LargeConfig:
@@ -103,7 +106,8 @@ def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
         raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
     columns = w.shape[1] // w.parts
     scaling = SCALING[w.format]
-    promote = scaling == BLOCK or x.scales is not None
+    # The matrix units sum fp8 products in fewer bits than float32 has: not more than 128 of them.
+    promote = scaling == BLOCK or x.values.dtype == FP8
     return Product(w.shape[2], columns, w.parts, scaling, promote, gather)
 
 
@@ -168,7 +172,7 @@ def _launch(
     if config.specialised and x.values.is_cuda:
         from moesaic.kernels.triton import experts_hopper
 
-        if experts_hopper.can_run(x, product, config):
+        if experts_hopper.can_run(x, w, extra["out"], product, config):
             experts_hopper.launch(x, w, groups, product, extra, config)
             return
     pdl = dependent_launch(x.values)
@@ -259,7 +263,9 @@ def activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
 
 
 @triton.jit
-def _strip_rows(w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr):
+def _strip_rows(
+    w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
+):
     """[BN, BK] of the weights from a row on; rows from `limit` on may hold anything."""
     if COPIES:
         block = w.load([row, k])
