@@ -1,5 +1,6 @@
 """Experts with many rows: the kernels against their torch twins."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -7,21 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows, blocks, down, gate_up, sort_pairs
-from moesaic.kernels.triton.experts_large import LargeConfig, down_large, gate_up_large
+from moesaic.kernels.triton.experts_large import (
+    LargeConfig,
+    down_large,
+    gate_up_large,
+    large_config,
+    product_of,
+)
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
 FP8 = torch.float8_e4m3fn
-PLAIN = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# By the type that the products are computed in: what a whole result may be off by.
-BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, FP8: 2e-3}
+ROOT = Path(__file__).parents[2]
+# What a whole result may be off by, by its type; what fp8 products are rounded to.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+OUTPUT = {FP8: torch.bfloat16 if GPU else torch.float16}
+SILU = SwigluSpec()
 TINY = LargeConfig(block_m=16, block_n=16, block_k=32, warps=4, stages=2, group=2)
 TINY_FP8 = replace(TINY, block_n=128, block_k=128)
-needs_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 hopper = pytest.mark.skipif(
     not GPU or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU"
 )
@@ -39,7 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     format: str = "fp16"
     bias: bool = False
-    activation: SwigluSpec = SwigluSpec()
+    activation: SwigluSpec = SILU
     skew: float = 0.5
     absent: float = 0.1
 
@@ -113,11 +121,13 @@ def check_down(
 ) -> None:
     h = random_rows(groups.num_places, case.inner, case.dtype)
     w2 = random_matrices(case, 1, case.hidden, case.inner)
-    dtype = torch.float32 if case.dtype == FP8 else case.dtype
+    dtype = OUTPUT.get(case.dtype, case.dtype)
     size = (pairs, case.hidden, dtype)
     expected = down.twin(h, w2, groups, weights_RK, poisoned(*size).values)
     out = down_large(h, w2, groups, weights_RK, poisoned(*size).values, config)
-    same(out, expected, BOUNDS[case.dtype])
+    same(out, expected, BOUNDS[dtype])
+    again = down_large(h, w2, groups, weights_RK, poisoned(*size).values, config)
+    assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 
 def check(case: Case, config: LargeConfig) -> None:
@@ -180,3 +190,80 @@ def test_refuses_what_it_cannot_do() -> None:
         gate_up_large(x, w13, groups, case.activation, h, TINY)
     with pytest.raises(ValueError, match="weight format int4_w4a16"):
         gate_up_large(x, replace(w13, format="int4_w4a16"), groups, case.activation, h, TINY)
+
+
+def test_what_is_taken_where_nothing_was_measured() -> None:
+    """Strips of the docstring's shapes, and steps of 128 bytes."""
+    case = Case(experts=2, hidden=256, inner=96)
+    x = random_rows(1, case.hidden, torch.float16)
+    config = large_config(x, random_matrices(case, 2, case.inner, case.hidden))
+    assert (config.block_m, config.block_k) == (128, 64)
+    quantised = random_rows(1, 256, FP8)
+    w = random_matrices(replace(case, format="fp8_block"), 1, 300, 256)
+    config = large_config(quantised, w)
+    assert config.block_k == 128
+    assert product_of(quantised, w, False).num_strips(config) == 2
+    w13 = replace(w, shape=(2, 2 * 768, 256), parts=2)
+    assert product_of(quantised, w13, True).num_strips(config) == 6
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiles_for_hopper(quick: bool) -> None:
+    """Without spills, with asynchronous products of whole warp groups."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.aot_experts_large", "quick" if quick else "all"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+BF16 = Case(
+    rows=333, experts=5, hidden=512, inner=320, dtype=torch.bfloat16, format="bf16", skew=0.8
+)
+HOPPER_FP8 = replace(BF16, hidden=768, inner=640, dtype=FP8, format="fp8_block")
+HOPPER_CASES = {
+    "bf16": BF16,
+    "fp16": replace(BF16, dtype=torch.float16, format="fp16"),
+    "bias and limit": replace(BF16, bias=True, activation=SwigluSpec(1.702, 1.0)),
+    "odd columns": replace(BF16, hidden=576, inner=448),
+    "one expert": replace(BF16, skew=1e-9, absent=0.0, top_k=1),
+    "one row": replace(BF16, rows=1, absent=0.0),
+    "nobody": replace(BF16, absent=1.0),
+    "many items": replace(BF16, rows=3000, hidden=1024, inner=1024, top_k=3),
+    "fp8 blocks": HOPPER_FP8,
+    "fp8 channels": replace(HOPPER_FP8, format="fp8_channel", bias=True),
+    "fp8 tensor": replace(HOPPER_FP8, format="fp8_tensor", rows=3000),
+    "qwen3": Case(2048, 8, 128, 2048, 768, torch.bfloat16, "bf16", skew=1.0),
+    "qwen3 fp8": Case(2048, 8, 128, 2048, 768, FP8, "fp8_block", skew=0.98),
+    "deepseek": Case(4096, 1, 8, 7168, 2048, torch.bfloat16, "bf16", skew=1.0),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("specialised", [True, False])
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_on_hopper(name: str, specialised: bool) -> None:
+    from moesaic.kernels.triton.experts_hopper import can_run
+
+    torch.manual_seed(7)
+    case = HOPPER_CASES[name]
+    x = random_rows(1, case.hidden, case.dtype)
+    w13 = random_matrices(case, 2, case.inner, case.hidden)
+    config = replace(large_config(x, w13), specialised=specialised)
+    assert can_run(x, w13, x.values, product_of(x, w13, True), config)
+    check(case, config)
+    counts = torch.randint(0, 200, (case.experts,), device=DEVICE)
+    masked = blocks.twin(counts, 200, config.block_m)
+    check_gate_up(case, masked, case.experts * 200, config)
+    check_down(case, masked, None, config, case.experts * 200)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("skew", [0, 2])
+@pytest.mark.parametrize("ring", [3, 4])
+def test_rings_on_hopper(ring: int, skew: int) -> None:
+    case = HOPPER_CASES["many items"]
+    x = random_rows(1, case.hidden, case.dtype)
+    w13 = random_matrices(case, 2, case.inner, case.hidden)
+    check(case, replace(large_config(x, w13), ring=ring, skew=skew, group=3))

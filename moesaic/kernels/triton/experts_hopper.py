@@ -82,7 +82,7 @@ class Plan:
 @gluon.jit
 def _look(item, tables, tiles, P: gl.constexpr):
     """Strip, expert, first place and last place's end of an item; zeros where there is none."""
-    order, first_place, count, tile_expert, tile_place, num_tiles = tables
+    _, first_place, count, tile_expert, tile_place, _ = tables
     there = item < tiles * P.num_strips
     first = item // (P.group * P.num_strips) * P.group
     size = gl.maximum(gl.minimum(tiles - first, P.group), 1)
@@ -109,9 +109,9 @@ def _row_pointers(x, order, place, end, P: gl.constexpr):
 
 @gluon.jit
 def _load(x, x_desc, w_desc, tables, ring, P: gl.constexpr):
-    order, first_place, count, tile_expert, tile_place, num_tiles = tables
+    order = tables[0]
     a_bufs, b_bufs, ready, empty = ring
-    tiles = gl.load(num_tiles)
+    tiles = gl.load(tables[5])
     step = 0
     for item in range(gl.program_id(0), tiles * P.num_strips, gl.num_programs(0)):
         strip, expert, place, end = _look(item, tables, tiles, P)
@@ -228,7 +228,21 @@ def _finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl
 
 @gluon.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+    """1 / (1 + 2 ^ (x * -log2(e))), in five instructions instead of a dozen."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -276,7 +290,7 @@ def _quantise(h, out_scales, places, end, column, P: gl.constexpr):
     scales = gl.maximum(gl.max(gl.abs(h), 1) / FP8_LIMIT, TINY)
     at = out_scales + places.to(gl.int64) * (P.columns // 128) + column // 128
     gl.store(at, scales, mask=places < end)
-    return gl.minimum(gl.maximum(h / scales[:, None], -FP8_LIMIT), FP8_LIMIT)
+    return gl.minimum(gl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
 
 
 @gluon.jit
@@ -284,7 +298,7 @@ def _work(
     step, item, found, tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
 ):
     """64 places of an item; what is known of the next one besides."""
-    order, first_place, count, tile_expert, tile_place, num_tiles = tables
+    order = tables[0]
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers
     tiles, strip, expert, place, end = found
@@ -294,9 +308,9 @@ def _work(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     if P.promote:
-        rows = places
+        rows = gl.minimum(places, end - 1)
         if P.gather:
-            rows = gl.load(order + gl.minimum(places, end - 1)) // P.top_k
+            rows = gl.load(order + rows) // P.top_k
         first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
     else:
         sums, step = _sums(ring, step, P, WHICH)
@@ -333,7 +347,7 @@ def _work(
 @gluon.jit
 def _skip(step, ring, P: gl.constexpr):
     """An item without rows for this group."""
-    a_bufs, b_bufs, ready, empty = ring
+    _, _, ready, empty = ring
     for _ in range(P.steps):
         mbarrier.wait(ready.index(step % P.stages), step // P.stages & 1)
         mbarrier.arrive(empty.index(step % P.stages), count=1)
@@ -349,8 +363,7 @@ def _multiply(tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.co
     step = 0
     strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
     if WHICH * P.skew > 0:
-        if gl.program_id(0) < total:
-            mbarrier.wait(ring[2].index(P.skew), 0)
+        mbarrier.wait(ring[2].index(P.skew), 0, pred=gl.program_id(0) < total)
     for item in range(gl.program_id(0), total, programs):
         if place + 64 * WHICH < end:
             found = (tiles, strip, expert, place, end)

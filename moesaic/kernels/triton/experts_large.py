@@ -1,4 +1,4 @@
-"""Experts with many rows: the two products of `moesaic.kernels.experts` near the matrix units' rate.
+"""Experts with many rows: the products of moesaic.kernels.experts near the matrix units' rate.
 
 P places · H hidden · I intermediate · N columns of one part of a product · K its inner size.
 
@@ -359,7 +359,7 @@ def _finish(block, w_scales, bias, scale, at, inside, SCALING: tl.constexpr):
 def _store_quantised(h, out, out_scales, places, column, valid, N: tl.constexpr, BN: tl.constexpr):
     scales = tl.maximum(tl.max(tl.abs(h), 1) / FP8_LIMIT, TINY)
     tl.store(out_scales + places * (N // BN) + column // BN, scales, mask=valid)
-    h = tl.minimum(tl.maximum(h / scales[:, None], -FP8_LIMIT), FP8_LIMIT)
+    h = tl.minimum(tl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
     columns = column + tl.arange(0, BN)
     to = out + places[:, None] * N + columns[None, :]
     tl.store(to, h.to(out.dtype.element_ty), mask=valid[:, None])
