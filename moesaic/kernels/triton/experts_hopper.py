@@ -329,18 +329,21 @@ def _work(
         first = gl.convert_layout(first, mma, assert_trivial=True)
         second = gl.convert_layout(second, mma, assert_trivial=True)
     first = _finish(first, scales, bias, scale, expert, column, P, mma)
-    second = _finish(second, scales, bias, scale, expert, column + P.half, P, mma)
+    staged = staging.index(WHICH)
     if P.parts == 2:
+        second = _finish(second, scales, bias, scale, expert, column + P.half, P, mma)
         h = _activate(first, second, alpha, limit, P)
         if out_scales is not None:
             h = _quantise(h, out_scales, places, end, column, P)
-        _store(h, staging.index(WHICH), out, targets, column, P)
+        _store(h, staged, out, targets, column, P)
     else:
         if weights is not None:
             first = first * weight[:, None]
+        _store(first, staged, out, targets, column, P)
+        second = _finish(second, scales, bias, scale, expert, column + 128, P, mma)
+        if weights is not None:
             second = second * weight[:, None]
-        _store(first, staging.index(WHICH), out, targets, column, P)
-        _store(second, staging.index(WHICH), out, targets, column + 128, P)
+        _store(second, staged, out, targets, column + 128, P)
     return step, following
 
 
@@ -410,6 +413,7 @@ def experts_kernel(
         # With rows gathered, each of 128 threads says that its own have arrived.
         mbarrier.init(ready.index(i), count=129 if P.gather else 1)
         mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
     if P.pdl:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
