@@ -1,10 +1,11 @@
 """The two products of experts with many rows on a GPU, by configuration.
 
     python -m bench.experts_large                    # all shapes, bf16 and fp8, 8192 tokens
-    python -m bench.experts_large --shape qwen3_30b --format bf16 --tokens 2048 8192
+    python -m bench.experts_large --shape qwen3_30b --format bf16 --config default "skew 0" "skew 2"
 
 Rows are gathered and scattered as in a layer; sorting and the sum over a token's experts are not
-in it. TFLOP/s count the operations of rows, not those of tiles that are not full.
+in it. TFLOP/s count the operations of rows, not those of tiles that are not full. Every line is two
+kernels to be compiled, a few seconds each.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def rows_of(count: int, columns: int, weight_format: str) -> Rows:
     return Rows((values * 50).to(FP8), torch.rand(count, columns // 128, device="cuda") / 50)
 
 
-def measure(shape: Shape, weight_format: str, tokens: int) -> list[list[str]]:
+def measure(shape: Shape, weight_format: str, tokens: int, configs: list[str]) -> list[list[str]]:
     w13 = matrices(shape, weight_format, 2, shape.inner, shape.hidden)
     w2 = matrices(shape, weight_format, 1, shape.hidden, shape.inner)
     x = rows_of(tokens, shape.hidden, weight_format)
@@ -93,8 +94,8 @@ def measure(shape: Shape, weight_format: str, tokens: int) -> list[list[str]]:
     y = torch.empty(pairs, shape.hidden, dtype=torch.bfloat16, device="cuda")
     inward = 4e-6 * pairs * shape.hidden * shape.inner
     table = []
-    for name, changes in CONFIGS.items():
-        config = replace(large_config(x, w13), **changes)
+    for name in configs:
+        config = replace(large_config(x, w13), **CONFIGS[name])
         groups = sort_pairs.twin(ids, shape.experts, config.block_m)  # type: ignore[attr-defined]
         spec = SwigluSpec()
         first = microseconds(lambda: gate_up_large(x, w13, groups, spec, h, config))  # noqa: B023
@@ -114,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=[*SHAPES], choices=[*SHAPES])
     parser.add_argument("--format", nargs="+", default=["bf16", "fp8_block"])
+    parser.add_argument("--config", nargs="+", default=["default", "plain"], choices=[*CONFIGS])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -122,7 +124,7 @@ def main() -> None:
         for weight_format in options.format:
             for tokens in options.tokens:
                 print(f"{shape}, {weight_format}, {tokens} tokens")
-                rows = measure(SHAPES[shape], weight_format, tokens)
+                rows = measure(SHAPES[shape], weight_format, tokens, options.config)
                 print_table(["config", "gate and up", "down", "both"], rows)
 
 

@@ -3,8 +3,11 @@
 python -m tests.kernels.aot_experts_large [quick | all]
 """
 
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -18,7 +21,7 @@ from moesaic.kernels.triton.experts_large import (
     Product,
     constants,
 )
-from tests.kernels.aot import Usage, build
+from tests.kernels.aot import TOOLS, Usage, build
 
 SHARED = 227 * 1024
 TYPES = {PLAIN: "bf16", CHANNEL: "fp8e4nv", BLOCK: "fp8e4nv"}
@@ -107,11 +110,22 @@ def specialised(product: Product, sorted_rows: bool) -> Usage:
     )
 
 
+def warnings(usage: Usage) -> list[str]:
+    """Of the assembler, which gives up on asynchronous products without an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(usage.ptx)
+        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix("")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line for line in done.stderr.splitlines() if "Potential Performance Loss" in line]
+
+
 def check(name: str, usage: Usage, spills: int) -> None:
     print(f"{name}: {usage.registers} registers, {usage.local} local, {usage.shared} shared")
     assert usage.local <= spills, f"{name} spills {usage.local} bytes"
     assert usage.shared <= SHARED, f"{name} needs {usage.shared} bytes of shared memory"
     assert usage.count("wgmma.mma_async") and usage.count("cp.async.bulk.tensor"), name
+    assert not warnings(usage), warnings(usage)
 
 
 def main(names: tuple[str, ...]) -> None:

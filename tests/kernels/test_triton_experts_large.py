@@ -159,7 +159,7 @@ def test_equals_the_twin(name: str) -> None:
 
 def test_without_the_copy_engine_or_weights() -> None:
     case = Case(hidden=72, inner=40)
-    config = replace(TINY, tensor_memory=False)
+    config = replace(TINY, copies=False)
     groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
     check_gate_up(case, groups, case.rows, config)
     check_down(case, groups, None, config, case.rows * case.top_k)

@@ -41,7 +41,7 @@ class LargeConfig:
     """`block_m`: places of a tile, as `Groups.block`. `block_n`: columns of each of a strip's two
     blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
     strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
-    programs of a processor. `tensor_memory`: weights by the copy engine where there is one.
+    programs of a processor. `copies`: weights by the copy engine where there is one.
     `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages, `skew`: the
     steps by which its second group of warps starts later."""
 
@@ -52,7 +52,7 @@ class LargeConfig:
     stages: int = 3
     group: int = 16
     occupancy: int = 1
-    tensor_memory: bool = True
+    copies: bool = True
     specialised: bool = True
     ring: int = 4
     skew: int = 1
@@ -74,9 +74,11 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
     of 12, 25 and 3%, but read the weights twice as often: 70 bytes a cycle for each processor,
     where the L2 cache gives about 40. So 128; the specialised kernel skips halves without rows.
     """
+    step = 128 // x.values.element_size()
     if x.values.dtype == torch.float32:
-        return LargeConfig(block_n=64, block_k=32, stages=2, specialised=False)
-    return LargeConfig(block_k=128 // x.values.element_size())
+        return LargeConfig(block_m=64, block_n=32, block_k=step, stages=2, specialised=False)
+    # Before Hopper the matrix units take both operands from registers: too many for 128 places.
+    return LargeConfig(block_m=128 if _copy_engine(x.values) else 64, block_k=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def _launch(
             return
     pdl = dependent_launch(x.values)
     values = w.planes["values"]
-    copies = _copy_engine(x.values) and config.tensor_memory and _can_describe(values)
+    copies = _copy_engine(x.values) and config.copies and _can_describe(values)
     block = [config.block_n, config.block_k]
     experts_kernel[(_num_programs(x.values, groups, product, config),)](
         x.values,
@@ -406,6 +408,7 @@ def experts_kernel(
 ):
     await_inputs(PDL)
     tiles = tl.load(num_tiles)
+    # Not flattened into one loop: resetting the sums inside of it would serialise the products.
     for item in tl.range(tl.program_id(0), tiles * NUM_STRIPS, tl.num_programs(0)):
         tile, strip = place_item(item, tiles, NUM_STRIPS, GROUP)
         expert = tl.load(tile_expert + tile)
