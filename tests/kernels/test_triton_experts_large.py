@@ -39,7 +39,7 @@ hopper = pytest.mark.skipif(
 class Case:
     """`skew`: how much likelier an expert is than the next one."""
 
-    rows: int = 37
+    rows: int = 25
     top_k: int = 2
     experts: int = 3
     hidden: int = 64
@@ -63,8 +63,8 @@ def random_ids(case: Case) -> Tensor:
 
 def random_matrices(case: Case, parts: int, rows: int, columns: int) -> Matrices:
     weight_format = WEIGHT_FORMATS[case.format]
-    w = torch.randn(case.experts, parts, rows, columns) / columns**0.5
-    planes = {name: plane.to(DEVICE) for name, plane in weight_format.encode(w).items()}
+    w = torch.randn(case.experts, parts, rows, columns, device=DEVICE) / columns**0.5
+    planes = weight_format.encode(w)
     bias = torch.randn(case.experts, parts * rows, device=DEVICE) if case.bias else None
     return Matrices(case.format, planes, (case.experts, parts * rows, columns), parts, bias)
 
@@ -126,8 +126,9 @@ def check_down(
     expected = down.twin(h, w2, groups, weights_RK, poisoned(*size).values)
     out = down_large(h, w2, groups, weights_RK, poisoned(*size).values, config)
     same(out, expected, BOUNDS[dtype])
-    again = down_large(h, w2, groups, weights_RK, poisoned(*size).values, config)
-    assert torch.equal(out.nan_to_num(), again.nan_to_num())
+    if GPU:  # a race would show
+        again = down_large(h, w2, groups, weights_RK, poisoned(*size).values, config)
+        assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 
 def check(case: Case, config: LargeConfig) -> None:
@@ -140,21 +141,22 @@ def check(case: Case, config: LargeConfig) -> None:
 FP8_CASE = Case(rows=33, hidden=256, inner=128, dtype=FP8, format="fp8_block")
 CASES = {
     "odd": Case(hidden=72, inner=40),
-    "wide": Case(rows=70, top_k=1, hidden=96, inner=80, dtype=torch.float32, format="fp32"),
-    "one expert": Case(rows=40, top_k=1, skew=1e-9, absent=0.0),
+    "wide": Case(rows=40, top_k=1, hidden=96, inner=80, dtype=torch.float32, format="fp32"),
+    "one expert": Case(rows=34, top_k=1, skew=1e-9, absent=0.0),
     "nobody": Case(rows=5, absent=1.0),
     "bias and limit": Case(bias=True, activation=SwigluSpec(1.702, 1.0)),
     "fp8 blocks": FP8_CASE,
     "fp8 channels": replace(FP8_CASE, format="fp8_channel", bias=True),
     "fp8 tensor": replace(FP8_CASE, format="fp8_tensor"),
+    "fp8 weights alone": Case(rows=9, hidden=160, inner=128, format="fp8_block"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_twin(name: str) -> None:
-    torch.manual_seed(hash(name) % 1000)
+    torch.manual_seed(len(name))
     case = CASES[name]
-    check(case, TINY_FP8 if case.dtype == FP8 else TINY)
+    check(case, TINY_FP8 if case.format.startswith("fp8") else TINY)
 
 
 def test_without_the_copy_engine_or_weights() -> None:

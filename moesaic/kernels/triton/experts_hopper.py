@@ -31,7 +31,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from moesaic.kernels.experts import Groups, Matrices, Rows
-from moesaic.kernels.triton.experts_large import FP8, FP8_LIMIT, TINY, LargeConfig, Product
+from moesaic.kernels.triton.experts_epilogue import (
+    activate,
+    find_targets,
+    finish,
+    quantise,
+    store_block,
+)
+from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
 from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
 
 # Of 12 warps, before they share them out: 65,536 in all.
@@ -40,53 +47,55 @@ REGISTERS = 168
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before the kernel is built. `strip`, `half`: as of Product."""
+    """All that is known before the kernel is built, as in the kernel of experts_large.py."""
 
-    inner: int
-    columns: int
-    parts: int
-    top_k: int
-    scaling: int
-    promote: bool
-    gather: bool
-    scatter: bool
-    limited: bool
-    strip: int
-    half: int
-    num_strips: int
-    block_k: int
-    group: int
-    stages: int
-    skew: int
-    pdl: bool
+    K: int
+    N: int
+    PARTS: int
+    TOP_K: int
+    SCALING: int
+    PROMOTE: bool
+    GATHER: bool
+    STRIP: int
+    HALF: int
+    NUM_STRIPS: int
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    SCATTER: bool
+    LIMITED: bool
+    STAGES: int
+    SKEW: int
+    PDL: bool = True
 
     @property
     def steps(self) -> int:
-        return self.inner // self.block_k
+        return self.K // self.BK
 
     @property
     def rows(self) -> int:
         """Of an expert's weights."""
-        return self.parts * self.columns
+        return self.PARTS * self.N
 
     @property
     def inner_blocks(self) -> int:
-        return -(-self.inner // 128)
+        return -(-self.K // 128)
 
     @property
     def row_blocks(self) -> int:
         """Of a part."""
-        return -(-self.columns // 128)
+        return -(-self.N // 128)
 
 
 @gluon.jit
 def _look(item, tables, tiles, P: gl.constexpr):
     """Strip, expert, first place and last place's end of an item; zeros where there is none."""
     _, first_place, count, tile_expert, tile_place, _ = tables
-    there = item < tiles * P.num_strips
-    first = item // (P.group * P.num_strips) * P.group
-    size = gl.maximum(gl.minimum(tiles - first, P.group), 1)
-    within = item % (P.group * P.num_strips)
+    there = item < tiles * P.NUM_STRIPS
+    first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
+    size = gl.maximum(gl.minimum(tiles - first, P.GROUP), 1)
+    within = item % (P.GROUP * P.NUM_STRIPS)
     tile = first + within % size
     expert = gl.load(tile_expert + tile, mask=there, other=0)
     place = gl.load(tile_place + tile, mask=there, other=0)
@@ -97,14 +106,12 @@ def _look(item, tables, tiles, P: gl.constexpr):
 @gluon.jit
 def _row_pointers(x, order, place, end, P: gl.constexpr):
     """To the first channels of a tile's rows, 16 bytes for each thread."""
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, P.block_k // 8], [4, 8], [gl.num_warps(), 1], [1, 0]
-    )
+    layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
     # Places past the end repeat the last one: their sums are never stored.
-    rows = gl.load(order + gl.minimum(places, end - 1)) // P.top_k
-    ks = gl.arange(0, P.block_k, layout=gl.SliceLayout(0, layout))
-    return x + (rows.to(gl.int64) * P.inner)[:, None] + ks[None, :]
+    rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
+    ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
+    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :]
 
 
 @gluon.jit
@@ -113,24 +120,24 @@ def _load(x, x_desc, w_desc, tables, ring, P: gl.constexpr):
     a_bufs, b_bufs, ready, empty = ring
     tiles = gl.load(tables[5])
     step = 0
-    for item in range(gl.program_id(0), tiles * P.num_strips, gl.num_programs(0)):
+    for item in range(gl.program_id(0), tiles * P.NUM_STRIPS, gl.num_programs(0)):
         strip, expert, place, end = _look(item, tables, tiles, P)
-        row = expert * P.rows + strip * P.strip
-        if P.gather:
+        row = expert * P.rows + strip * P.STRIP
+        if P.GATHER:
             pointers = _row_pointers(x, order, place, end, P)
-        for k in range(0, P.inner, P.block_k):
-            stage = step % P.stages
+        for k in range(0, P.K, P.BK):
+            stage = step % P.STAGES
             bar = ready.index(stage)
             b = b_bufs.index(stage)
-            mbarrier.wait(empty.index(stage), step // P.stages & 1 ^ 1)
-            if P.gather:
+            mbarrier.wait(empty.index(stage), step // P.STAGES & 1 ^ 1)
+            if P.GATHER:
                 mbarrier.expect(bar, 2 * w_desc.block_type.nbytes)
             else:
                 mbarrier.expect(bar, 2 * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(x_desc, [place, k], bar, a_bufs.index(stage))
             tma.async_copy_global_to_shared(w_desc, [row, k], bar, b.slice(0, 128))
-            tma.async_copy_global_to_shared(w_desc, [row + P.half, k], bar, b.slice(128, 128))
-            if P.gather:
+            tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
+            if P.GATHER:
                 async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers + k)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
@@ -143,16 +150,16 @@ def _sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     sums = gl.zeros([64, 256], gl.float32, wide)
     for k in range(P.steps):
-        stage = step % P.stages
-        mbarrier.wait(ready.index(stage), step // P.stages & 1)
-        if P.gather:
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
             # What threads wrote, not the copy engine, must be fenced from the matrix units.
             fence_async_shared()
         a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage).permute((1, 0))
         sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))
-        mbarrier.arrive(empty.index((step + P.stages - 1) % P.stages), count=1, pred=k > 0)
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
         step += 1
     return sums, step
 
@@ -172,9 +179,9 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
     if x_scales is not None:
         x_at = x_scales + rows.to(gl.int64) * P.inner_blocks
         x_scale = gl.load(x_at)
-    if P.scaling == 2:
-        near = expert * (P.parts * P.row_blocks) + column // 128
-        if P.parts == 2:
+    if P.SCALING == 2:
+        near = expert * (P.PARTS * P.row_blocks) + column // 128
+        if P.PARTS == 2:
             far = near + P.row_blocks
         else:
             far = gl.minimum(near + 1, (expert + 1) * P.row_blocks - 1)
@@ -183,9 +190,9 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
         near_scale = gl.load(near_at)
         far_scale = gl.load(far_at)
     for k in range(P.steps):
-        stage = step % P.stages
-        mbarrier.wait(ready.index(stage), step // P.stages & 1)
-        if P.gather:
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
             fence_async_shared()
         a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage)
@@ -196,7 +203,7 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
         following = gl.minimum(k + 1, P.steps - 1)
         if x_scales is not None:
             x_scale = gl.load(x_at + following)
-        if P.scaling == 2:
+        if P.SCALING == 2:
             near_scale = gl.load(near_at + following)
             far_scale = gl.load(far_at + following)
         part = warpgroup_mma_wait(0, deps=(part,))
@@ -212,88 +219,6 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
 
 
 @gluon.jit
-def _finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.constexpr):
-    """What a block's columns are scaled with and moved by; `column` of all parts."""
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
-    at = expert.to(gl.int64) * P.rows + columns
-    if P.scaling == 1:
-        block = block * (gl.load(scales[1] + at, mask=columns < P.rows, other=0.0) * scale)[None, :]
-    else:
-        block = block * scale
-    if bias is not None:
-        moved = gl.load(bias + at, mask=columns < P.rows, other=0.0).to(gl.float32)
-        block = block + moved[None, :]
-    return block
-
-
-@gluon.jit
-def _sigmoid(x):
-    """1 / (1 + 2 ^ (x * -log2(e))), in five instructions instead of a dozen."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 t;
-        mul.f32 t, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 t, t;
-        add.f32 t, t, 0f3F800000;
-        rcp.approx.ftz.f32 $0, t;
-        }""",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _activate(gate, up, alpha, limit, P: gl.constexpr):
-    if P.limited:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
-        up = up * _sigmoid(alpha * gate)
-    else:
-        up = up * _sigmoid(gate)
-    return gate * up
-
-
-@gluon.constexpr_function
-def _row_layout(bits):
-    """Rows of 128 elements, 16 bytes for each thread of four warps."""
-    return gl.BlockedLayout([1, 128 // bits], [32 // bits, bits], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _targets(out, order, place, end, P: gl.constexpr):
-    """The row of `out` for each of 64 places, or -1."""
-    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
-    places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    rows = places
-    if P.scatter:
-        rows = gl.load(order + places, mask=places < end, other=0)
-    return gl.where(places < end, rows, -1)
-
-
-@gluon.jit
-def _store(block, staging, out, targets, column, P: gl.constexpr):
-    """Rows of a block to their targets, by way of shared memory so that each thread writes 16
-    bytes."""
-    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
-    staging.store(block.to(out.dtype.element_ty))
-    block = staging.load(layout)
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    to = out + (targets.to(gl.int64) * P.columns)[:, None] + columns[None, :]
-    gl.store(to, block, mask=(targets >= 0)[:, None] & (columns < P.columns)[None, :])
-
-
-@gluon.jit
-def _quantise(h, out_scales, places, end, column, P: gl.constexpr):
-    scales = gl.maximum(gl.max(gl.abs(h), 1) / FP8_LIMIT, TINY)
-    at = out_scales + places.to(gl.int64) * (P.columns // 128) + column // 128
-    gl.store(at, scales, mask=places < end)
-    return gl.minimum(gl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
-
-
-@gluon.jit
 def _work(
     step, item, found, tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
 ):
@@ -303,47 +228,47 @@ def _work(
     scale, alpha, limit = numbers
     tiles, strip, expert, place, end = found
     place += 64 * WHICH
-    column = strip * P.strip
-    KSTEP: gl.constexpr = 32 if P.promote else 16
+    column = strip * P.STRIP
+    KSTEP: gl.constexpr = 32 if P.PROMOTE else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    if P.promote:
+    if P.PROMOTE:
         rows = gl.minimum(places, end - 1)
-        if P.gather:
-            rows = gl.load(order + rows) // P.top_k
+        if P.GATHER:
+            rows = gl.load(order + rows) // P.TOP_K
         first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
     else:
         sums, step = _sums(ring, step, P, WHICH)
     # Looked up while the last product is under way.
     following = _look(item + gl.num_programs(0), tables, tiles, P)
-    targets = _targets(out, order, place, end, P)
+    targets = find_targets(out, order, place, end, P)
     if weights is not None:
         pairs = places
-        if P.scatter:
+        if P.SCATTER:
             pairs = gl.load(order + places, mask=places < end, other=0)
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
-    if not P.promote:
+    if not P.PROMOTE:
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        mbarrier.arrive(ring[3].index((step + P.stages - 1) % P.stages), count=1)
+        mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
         first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
         first = gl.convert_layout(first, mma, assert_trivial=True)
         second = gl.convert_layout(second, mma, assert_trivial=True)
-    first = _finish(first, scales, bias, scale, expert, column, P, mma)
+    first = finish(first, scales, bias, scale, expert, column, P, mma)
     staged = staging.index(WHICH)
-    if P.parts == 2:
-        second = _finish(second, scales, bias, scale, expert, column + P.half, P, mma)
-        h = _activate(first, second, alpha, limit, P)
+    if P.PARTS == 2:
+        second = finish(second, scales, bias, scale, expert, column + P.HALF, P, mma)
+        h = activate(first, second, alpha, limit, P)
         if out_scales is not None:
-            h = _quantise(h, out_scales, places, end, column, P)
-        _store(h, staged, out, targets, column, P)
+            h = quantise(h, out_scales, places, end, column, P)
+        store_block(h, staged, out, targets, column, P)
     else:
         if weights is not None:
             first = first * weight[:, None]
-        _store(first, staged, out, targets, column, P)
-        second = _finish(second, scales, bias, scale, expert, column + 128, P, mma)
+        store_block(first, staged, out, targets, column, P)
+        second = finish(second, scales, bias, scale, expert, column + 128, P, mma)
         if weights is not None:
             second = second * weight[:, None]
-        _store(second, staged, out, targets, column + 128, P)
+        store_block(second, staged, out, targets, column + 128, P)
     return step, following
 
 
@@ -352,8 +277,8 @@ def _skip(step, ring, P: gl.constexpr):
     """An item without rows for this group."""
     _, _, ready, empty = ring
     for _ in range(P.steps):
-        mbarrier.wait(ready.index(step % P.stages), step // P.stages & 1)
-        mbarrier.arrive(empty.index(step % P.stages), count=1)
+        mbarrier.wait(ready.index(step % P.STAGES), step // P.STAGES & 1)
+        mbarrier.arrive(empty.index(step % P.STAGES), count=1)
         step += 1
     return step
 
@@ -362,11 +287,11 @@ def _skip(step, ring, P: gl.constexpr):
 def _multiply(tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     tiles = gl.load(tables[5])
     programs = gl.num_programs(0)
-    total = tiles * P.num_strips
+    total = tiles * P.NUM_STRIPS
     step = 0
     strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
-    if WHICH * P.skew > 0:
-        mbarrier.wait(ring[2].index(P.skew), 0, pred=gl.program_id(0) < total)
+    if WHICH * P.SKEW > 0:
+        mbarrier.wait(ring[2].index(P.SKEW), 0, pred=gl.program_id(0) < total)
     for item in range(gl.program_id(0), total, programs):
         if place + 64 * WHICH < end:
             found = (tiles, strip, expert, place, end)
@@ -401,20 +326,20 @@ def experts_kernel(
     limit,
     P: gl.constexpr,
 ):
-    STAGES: gl.constexpr = P.stages
+    STAGES: gl.constexpr = P.STAGES
     out_type: gl.constexpr = out.dtype.element_ty
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, P.block_k], w_desc.layout)
-    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.block_k], w_desc.layout)
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, P.BK], w_desc.layout)
+    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.BK], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
     for i in gl.static_range(STAGES):
         # With rows gathered, each of 128 threads says that its own have arrived.
-        mbarrier.init(ready.index(i), count=129 if P.gather else 1)
+        mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    if P.pdl:
+    if P.PDL:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
     ring = (a_bufs, b_bufs, ready, empty)
@@ -427,8 +352,8 @@ def experts_kernel(
             (_multiply, (tables, ring, scales, ends, numbers, P, 1)),
             (_load, (x, x_desc, w_desc, tables, ring, P)),
         ],
-        [4, 4 if P.gather else 1],
-        [224 if P.gather else 232, 56 if P.gather else 40],
+        [4, 4 if P.GATHER else 1],
+        [224 if P.GATHER else 232, 56 if P.GATHER else 40],
     )
 
 
@@ -457,25 +382,8 @@ def _is_hopper(device: int | None) -> bool:
 def plan_of(
     product: Product, top_k: int, scatter: bool, limited: bool, config: LargeConfig
 ) -> Plan:
-    return Plan(
-        inner=product.inner,
-        columns=product.columns,
-        parts=product.parts,
-        top_k=top_k,
-        scaling=product.scaling,
-        promote=product.promote,
-        gather=product.gather,
-        scatter=scatter,
-        limited=limited,
-        strip=product.strip(config),
-        half=product.half(config),
-        num_strips=product.num_strips(config),
-        block_k=config.block_k,
-        group=config.group,
-        stages=config.ring,
-        skew=config.skew,
-        pdl=True,
-    )
+    known = constants(product, top_k, config)
+    return Plan(**known, SCATTER=scatter, LIMITED=limited, STAGES=config.ring, SKEW=config.skew)
 
 
 def launch(
@@ -489,7 +397,7 @@ def launch(
     pdl = dependent_launch(x.values)
     plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config)
     rows = None if product.gather else _descriptor(x.values, config)
-    most = len(groups.tile_expert_X) * plan.num_strips
+    most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
         rows,
@@ -509,7 +417,7 @@ def launch(
         x.scale,
         extra["alpha"],
         extra["limit"],
-        replace(plan, pdl=pdl.on),
+        replace(plan, PDL=pdl.on),
         num_warps=4,
         maxnreg=REGISTERS,
         **pdl.options,

@@ -71,8 +71,9 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
         Mixtral   16,384 of 8       132 (260)   14784:  112 of 112  2112: 16.0 of 16
 
     The last round wastes 3% at most. Tiles of 64 would waste 6, 12 and 2% of their rows instead
-    of 12, 25 and 3%, but read the weights twice as often: 70 bytes a cycle for each processor,
-    where the L2 cache gives about 40. So 128; the specialised kernel skips halves without rows.
+    of 12, 25 and 3%, but at the matrix units' full rate they would read 80 bytes a cycle for each
+    processor instead of 48, and the L2 cache gives about 50. So 128; the specialised kernel skips
+    halves of tiles without rows.
     """
     step = 128 // x.values.element_size()
     if x.values.dtype == torch.float32:
