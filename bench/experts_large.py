@@ -46,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "skew 2": {"skew": 2},
     "group 8": {"group": 8},
     "group 32": {"group": 32},
+    "gathered first": {"gather_first": True},
     "plain": {"specialised": False},
     "plain, 4 stages": {"specialised": False, "stages": 4},
 }

@@ -167,6 +167,12 @@ def test_without_the_copy_engine_or_weights() -> None:
     check_down(case, groups, None, config, case.rows * case.top_k)
 
 
+def test_rows_gathered_first() -> None:
+    case = replace(FP8_CASE, rows=20)
+    config = replace(TINY_FP8, gather_first=True)
+    check_gate_up(case, sort_pairs.twin(random_ids(case), 3, 16), case.rows, config)
+
+
 def test_blocks_of_rows() -> None:
     """The masked layout, with an expert that has nothing and one that is full."""
     case = Case()
@@ -255,6 +261,8 @@ def test_on_hopper(name: str, specialised: bool) -> None:
     assert can_run(x, w13, x.values, product_of(x, w13, True), config)
     check(case, config)
     counts = torch.randint(0, 200, (case.experts,), device=DEVICE)
+    groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
+    check_gate_up(case, groups, case.rows, replace(config, gather_first=True))
     masked = blocks.twin(counts, 200, config.block_m)
     check_gate_up(case, masked, case.experts * 200, config)
     check_down(case, masked, None, config, case.experts * 200)

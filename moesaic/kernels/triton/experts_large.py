@@ -9,7 +9,7 @@ back. What both kernels here and in experts_hopper.py need to know of a product 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Groups, Matrices, Rows
+from moesaic.kernels.triton.experts_gather import gather_rows
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
 
 FP8 = torch.float8_e4m3fn
@@ -42,6 +43,7 @@ class LargeConfig:
     blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
     strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
     programs of a processor. `copies`: weights by the copy engine where there is one.
+    `gather_first`: rows are copied to their places by a kernel of its own, and read from there.
     `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages, `skew`: the
     steps by which its second group of warps starts later."""
 
@@ -53,6 +55,7 @@ class LargeConfig:
     group: int = 16
     occupancy: int = 1
     copies: bool = True
+    gather_first: bool = False
     specialised: bool = True
     ring: int = 4
     skew: int = 1
@@ -119,6 +122,8 @@ def gate_up_large(
 ) -> Rows:
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
     product = product_of(x, w13, groups.order_P is not None)
+    if config.gather_first and product.gather and groups.num_places:
+        x, product = gather_rows(x, groups), replace(product, gather=False)
     if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
         raise ValueError(
             f"h is quantised by {FP8_GROUP} channels: blocks of {config.block_n} of "
