@@ -110,10 +110,11 @@ def check_gate_up(case: Case, groups: Groups, rows: int, config: LargeConfig) ->
         same(out.values, expected.values, BOUNDS[case.dtype])
         return
     assert out.scales is not None and expected.scales is not None
-    same(out.scales, expected.scales, 1e-3)
+    # The matrix units sum fp8 products in some 14 bits.
+    same(out.scales, expected.scales, 5e-3 if GPU else 1e-5)
     # A sum next to the middle of two fp8 numbers may be rounded to either; the interpreter rounds
     # many to the wrong one.
-    same(dequantised(out), dequantised(expected), 1e-2 if GPU else 0.08)
+    same(dequantised(out), dequantised(expected), 0.03 if GPU else 0.08)
 
 
 def check_down(
@@ -233,7 +234,7 @@ HOPPER_CASES = {
     "fp16": replace(BF16, dtype=torch.float16, format="fp16"),
     "bias and limit": replace(BF16, bias=True, activation=SwigluSpec(1.702, 1.0)),
     "odd columns": replace(BF16, hidden=576, inner=448),
-    "one expert": replace(BF16, skew=1e-9, absent=0.0, top_k=1),
+    "two experts": replace(BF16, skew=1e-9, absent=0.0),
     "one row": replace(BF16, rows=1, absent=0.0),
     "nobody": replace(BF16, absent=1.0),
     "many items": replace(BF16, rows=3000, hidden=1024, inner=1024, top_k=3),
@@ -246,34 +247,45 @@ HOPPER_CASES = {
 }
 
 
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("specialised", [True, False])
-@pytest.mark.parametrize("name", HOPPER_CASES)
-def test_on_hopper(name: str, specialised: bool) -> None:
+def hopper_config(case: Case, specialised: bool) -> LargeConfig:
     from moesaic.kernels.triton.experts_hopper import can_run
 
-    torch.manual_seed(7)
-    case = HOPPER_CASES[name]
     x = random_rows(1, case.hidden, case.dtype)
     w13 = random_matrices(case, 2, case.inner, case.hidden)
     config = replace(large_config(x, w13), specialised=specialised)
     assert can_run(x, w13, x.values, product_of(x, w13, True), config)
-    check(case, config)
-    counts = torch.randint(0, 200, (case.experts,), device=DEVICE)
-    groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
-    check_gate_up(case, groups, case.rows, replace(config, gather_first=True))
-    masked = blocks.twin(counts, 200, config.block_m)
-    check_gate_up(case, masked, case.experts * 200, config)
-    check_down(case, masked, None, config, case.experts * 200)
+    return config
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("skew", [0, 2])
-@pytest.mark.parametrize("ring", [3, 4])
+@pytest.mark.parametrize(
+    "name, specialised",
+    [*((name, True) for name in HOPPER_CASES), ("bf16", False), ("qwen3 fp8", False)],
+)
+def test_on_hopper(name: str, specialised: bool) -> None:
+    torch.manual_seed(7)
+    check(HOPPER_CASES[name], hopper_config(HOPPER_CASES[name], specialised))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["bf16", "fp8 blocks"])
+def test_rows_at_places_on_hopper(name: str) -> None:
+    """Rows that the copy engine loads: the masked layout, and rows gathered before."""
+    case = HOPPER_CASES[name]
+    config = hopper_config(case, True)
+    counts = torch.randint(0, 200, (case.experts,), device=DEVICE)
+    masked = blocks.twin(counts, 200, config.block_m)
+    check_gate_up(case, masked, case.experts * 200, config)
+    check_down(case, masked, None, config, case.experts * 200)
+    groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
+    check_gate_up(case, groups, case.rows, replace(config, gather_first=True))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("ring, skew", [(3, 2), (4, 0)])
 def test_rings_on_hopper(ring: int, skew: int) -> None:
     case = HOPPER_CASES["many items"]
-    x = random_rows(1, case.hidden, case.dtype)
-    w13 = random_matrices(case, 2, case.inner, case.hidden)
-    check(case, replace(large_config(x, w13), ring=ring, skew=skew, group=3))
+    check(case, replace(hopper_config(case, True), ring=ring, skew=skew, group=3))

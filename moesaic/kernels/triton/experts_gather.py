@@ -1,6 +1,6 @@
 """Rows of x copied to their places: what experts_large.py can do instead of gathering as it goes.
 
-It costs the bytes of all places once more, written and read, but then the copy engine can load them.
+The bytes of all places are written and read once more, but then the copy engine can load them.
 """
 
 from __future__ import annotations
