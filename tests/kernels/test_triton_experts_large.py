@@ -216,6 +216,7 @@ def test_what_is_taken_where_nothing_was_measured() -> None:
     assert product_of(quantised, w13, True).num_strips(config) == 6
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiles_for_hopper(quick: bool) -> None:
     """Without spills, with asynchronous products of whole warp groups."""
