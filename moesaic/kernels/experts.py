@@ -48,6 +48,9 @@ class Groups:
     top_k: int
     num_places: int
     """At most; how many there are is on the device."""
+    counters: Tensor | None = None
+    """Zeros for kernels that count finished tiles, one for each tile and two more; whoever counts
+    with them leaves zeros again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +135,19 @@ def _groups(
 
 
 @native(SORT)
-def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor) -> Tensor:
-    """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k; rows
-    of pairs that are nobody's may hold anything."""
+def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
+    """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k, and
+    add[r] last; rows of pairs that are nobody's may hold anything. `out_RH` may be `add_RH`.
+
+    y [[1], [2], [4], [nan]], ids [[3, 0], [5, -1]], add [[10], [20]]: out [[13], [24]].
+    """
     rows, top_k = ids_RK.shape
     total = torch.zeros(rows, y_NH.shape[1], dtype=torch.float32, device=y_NH.device)
     y_RKH = y_NH.view(rows, top_k, -1)
     for k in range(top_k):
         total += torch.where(ids_RK[:, k, None] >= 0, y_RKH[:, k].float(), 0.0)
+    if add_RH is not None:
+        total += add_RH.float()
     return out_RH.copy_(total)
 
 
