@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
@@ -157,9 +158,10 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 
     `h.values` [P, I] is written at the places that are somebody's and nowhere else; with
     `h.scales` (float32, [P, I / 128]) it is float8_e4m3fn, quantised by groups of 128 channels.
-    Products are summed in float32, and rounded once, when h is written.
+    Products are summed in float32, and rounded once, when h is written. Rows in a float type for
+    weights in fp8 are quantised first, as `store_rows` does; those of h in `down` likewise.
     """
-    x_RH = dense(x)
+    x_RH = dense(operand(x, w13))
     for expert, places in expert_places(groups):
         product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
         if w13.bias_EN is not None:
@@ -173,7 +175,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
     """y[pair] = weight * (h[place] · w2 + bias), at places where rows are places; rows that are
     nobody's are not written. Without `weights_RK` (float32) all weights are 1."""
-    h_PI = dense(h)
+    h_PI = dense(operand(h, w2))
     for expert, places in expert_places(groups):
         product = h_PI[places] @ dense_matrix(w2, expert).T
         if w2.bias_EN is not None:
@@ -183,6 +185,22 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
             product *= weights_RK.flatten()[to, None]
         y[to] = product.to(y.dtype)
     return y
+
+
+@native(EXPERTS)
+def gate_up_down(
+    x: Rows,
+    w13: Matrices,
+    w2: Matrices,
+    groups: Groups,
+    activation: SwigluSpec,
+    weights_RK: Tensor | None,
+    h: Rows,
+    y: Tensor,
+) -> Tensor:
+    """`gate_up`, then `down`; one kernel may do both where that is faster."""
+    gate_up(x, w13, groups, activation, h)
+    return down(h, w2, groups, weights_RK, y)
 
 
 def expert_places(groups: Groups) -> Iterator[tuple[int, Tensor]]:
@@ -200,11 +218,26 @@ def rows_of(groups: Groups, places: Tensor) -> Tensor:
     return groups.order_P[places].long() // groups.top_k
 
 
+def operand(x: Rows, matrices: Matrices) -> Rows:
+    """Rows as they are multiplied with the matrices."""
+    if x.scales is not None or not matrices.format.startswith("fp8"):
+        return x
+    rows, columns = x.values.shape
+    padded = F.pad(x.values.float(), (0, -columns % FP8_GROUP))
+    quantised = Rows(
+        torch.empty_like(padded, dtype=torch.float8_e4m3fn),
+        padded.new_empty(rows, padded.shape[1] // FP8_GROUP),
+    )
+    store_rows(quantised, torch.arange(rows, device=padded.device), padded)
+    return Rows(quantised.values[:, :columns].contiguous(), quantised.scales, x.scale)
+
+
 def dense(x: Rows) -> Tensor:
     """In float32."""
     values = x.values.float()
     if x.scales is not None:
-        spread = x.scales.repeat_interleave(-(-values.shape[-1] // x.scales.shape[-1]), -1)
+        group = FP8_GROUP if x.values.dtype == torch.float8_e4m3fn else values.shape[-1]
+        spread = x.scales.repeat_interleave(group, -1)
         values = values * spread[..., : values.shape[-1]]
     return values * x.scale
 

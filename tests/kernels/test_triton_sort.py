@@ -46,9 +46,7 @@ def check_tiles(groups: Groups, num_experts: int, block: int) -> None:
     used = int(groups.num_tiles_1)
     tiles = zip(groups.tile_expert_X.tolist(), groups.tile_place_X.tolist(), strict=True)
     assert list(tiles)[:used] == expected
-    assert groups.tile_expert_X.numel() == max(
-        1, max_tiles(groups.num_places, num_experts, block)
-    )
+    assert groups.tile_expert_X.numel() == max(1, max_tiles(groups.num_places, num_experts, block))
     assert groups.block == block
     assert groups.counters is not None
     assert groups.counters.tolist() == [0] * (groups.tile_expert_X.numel() + 2)
@@ -76,9 +74,7 @@ def test_the_example_of_the_docstring() -> None:
         (33, 300, 8, 32, torch.int64),
     ],
 )
-def test_few_pairs(
-    rows: int, num_experts: int, top_k: int, block: int, dtype: torch.dtype
-) -> None:
+def test_few_pairs(rows: int, num_experts: int, top_k: int, block: int, dtype: torch.dtype) -> None:
     ids = draw_ids(rows, num_experts, top_k).to(dtype)
     check(sort.sort_pairs(ids, num_experts, block), ids, num_experts, block)
 

@@ -140,7 +140,7 @@ def _write_tiles(
     count_E, first_E, experts_E, tile_expert, tile_place, begin, step,
     BLOCK: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin, begin + 1 .. begin + BX - 1, then `step` further on; gives how many there are."""
+    """BX tiles from `begin` on, then `step` further on; gives how many tiles there are."""
     tiles_E = (count_E + BLOCK - 1) // BLOCK
     end_E = tl.cumsum(tiles_E, 0)
     total = tl.sum(tiles_E, 0)
@@ -282,10 +282,11 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     assert y_NH.is_contiguous() and ids_RK.is_contiguous() and out_RH.is_contiguous()
     assert add_RH is None or add_RH.is_contiguous()
     # Few rows: narrow programs, so that there are more of them.
-    width = min(triton.next_power_of_2(hidden), 512 if rows < 128 else 2048)
+    few = rows < 128
+    width = min(triton.next_power_of_2(hidden), 512 if few else 2048)
     pdl = dependent_launch(y_NH)
     _sum_pairs[(rows, triton.cdiv(hidden, width))](
-        y_NH, ids_RK, add_RH, out_RH, H=hidden, K=top_k, BH=width, PDL=pdl.on,
+        y_NH, ids_RK, add_RH, out_RH, H=hidden, K=top_k, BH=width, EAGER=few, PDL=pdl.on,
         num_warps=max(1, min(8, width // 256)), **pdl.options,
     )  # fmt: skip
     return out_RH
@@ -293,8 +294,9 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
 
 @triton.jit
 def _sum_pairs(
-    y, ids, add, out, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
-):
+    y, ids, add, out, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr,
+    EAGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     inside = column < H
@@ -304,7 +306,12 @@ def _sum_pairs(
     for k in tl.static_range(K):
         pair = row * K + k
         known = tl.load(ids + pair) >= 0
-        part = tl.load(y + pair * H + column, mask=inside & known, other=0.0)
+        if EAGER:
+            # A row that is nobody's is read for nothing, but no row waits for its id.
+            part = tl.load(y + pair * H + column, mask=inside, other=0.0)
+            part = tl.where(known, part, 0.0)
+        else:
+            part = tl.load(y + pair * H + column, mask=inside & known, other=0.0)
         total += part.to(tl.float32)
     if add is not None:
         total += tl.load(add + row * H + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,242 @@
+"""With what configuration the experts' kernels run: what was measured on the device, or a guess.
+
+Measured configurations are in `tuned/<device>-<format>.json`, one entry a shape and size:
+
+    {"E=128 H=2048 I=768": {
+        "256": {"implementation": "small", "fused": false, "us": 251.3,
+                "gate_up": {"block_m": 16, "block_n": 32, …}, "down": {"block_m": 16, …}}}}
+
+`256` stands for 129 to 256 pairs of row and expert; `us` is what was measured, for people. Fields
+of `gate_up` and `down` are those of the implementation's configuration. Entries are written one by
+one, so a tuner that was stopped goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TUNED = Path(__file__).parent / "tuned"
+KIB = 1024
+LINE = 128
+"""Bytes of a cache line."""
+FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(FP8_FORMATS, 1)}
+"""Formats of `small` and `large`; all others are `formats`."""
+LARGE_BLOCK = 128
+MANY_ROWS = 40
+"""Rows of an expert, on average, from which the matrix units are worth being filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
+    and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
+    fetched before the product before it has ended."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layer's two products are computed. None: the implementation's own default."""
+
+    implementation: str
+    block: int
+    gate_up: Any = None
+    down: Any = None
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer's experts: `format`, E, H, I."""
+
+    format: str
+    experts: int
+    hidden: int
+    inner: int
+
+    def __str__(self) -> str:
+        return f"E={self.experts} H={self.hidden} I={self.inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    processors: int
+    shared: int
+    """Bytes of a processor's shared memory that programs can have."""
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """Of what is not a GPU: numbers that make the interpreter take the same ways."""
+    if device.type != "cuda":
+        return Device(device.type, 8, 224 * KIB)
+    facts = torch.cuda.get_device_properties(device)
+    shared = getattr(facts, "shared_memory_per_multiprocessor", 100 * KIB)
+    return Device(facts.name, facts.multi_processor_count, shared - 4 * KIB)
+
+
+def block_for(
+    format: str,
+    experts: int,
+    hidden: int,
+    inner: int,
+    num_pairs: int,
+    device: torch.device | None = None,
+) -> int:
+    """Places of a tile, for `sort_pairs` and `blocks`; without a device, of the current GPU."""
+    if device is None:
+        here = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
+    return plan_for(device, Shape(format, experts, hidden, inner), num_pairs).block
+
+
+def bucket(num_pairs: int) -> int:
+    """The power of two that stands for a number of pairs: 129..256 -> 256."""
+    return 1 << max(0, num_pairs - 1).bit_length()
+
+
+def plan_for(device: torch.device, shape: Shape, num_pairs: int) -> Plan:
+    return _plan(device, shape, bucket(num_pairs))
+
+
+@cache
+def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
+    facts = device_facts(device)
+    measured = load(facts.name, shape.format).get((str(shape), pairs))
+    return measured or guess(facts, shape, pairs)
+
+
+def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) -> Plan:
+    """What to take where nothing was measured; with `block`, for tiles of that many places."""
+    mean = pairs / shape.experts
+    if block is None:
+        wanted = 1.5 * mean
+        block = next((size for size in (16, 32, 64) if size >= wanted), LARGE_BLOCK)
+        block = LARGE_BLOCK if mean > MANY_ROWS else min(block, 64)
+    if shape.format not in ITEM_BYTES:
+        return Plan("formats", block)
+    if block >= LARGE_BLOCK:
+        return Plan("large", block)
+    touched = shape.experts * (1 - (1 - 1 / shape.experts) ** pairs)
+    tiles = max(touched, pairs / block)
+    return Plan("small", block, *guess_small(device, shape, block, tiles))
+
+
+def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple[Config, Config]:
+    """Of gate_up and down.
+
+    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor several
+    programs: their loads then fill each other's gaps, and the last ones are soon done. Stages fill
+    the shared memory of a processor with three programs, about 60 KiB on their way from each;
+    40 KiB would do when all programs run, more keeps the memory busy when only a few are left.
+    """
+    item = ITEM_BYTES[shape.format]
+    block_k = LINE // item
+    quantised = shape.format in FP8_FORMATS
+
+    def widest(total: int, widths: tuple[int, ...]) -> int:
+        for width in widths:
+            if tiles * -(-total // width) >= 3 * device.processors:
+                return width
+        return widths[-1]
+
+    # A group of 128 channels, which get one scale, must not be split.
+    gate_n = LINE if quantised else widest(shape.inner, (64, 32, 16))
+    down_n = widest(shape.hidden, (128, 64, 32))
+    lines = -(-shape.inner * item // LINE)
+    prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))
+    return (
+        _staged(device, Config(block, gate_n, block_k), 2 * gate_n),
+        _staged(device, Config(block, down_n, block_k, prefetch=prefetch), down_n),
+    )
+
+
+def _staged(device: Device, config: Config, lines: int) -> Config:
+    stage = (lines + config.block_m) * LINE
+    programs = 3 if 4 * stage <= device.shared // 3 else 2
+    stages = device.shared // programs // stage
+    wide = lines * config.block_m >= 256 * 64
+    return replace(config, num_stages=max(2, min(8, stages)), num_warps=8 if wide else 4)
+
+
+def config_class(implementation: str) -> type:
+    if implementation == "small":
+        return Config
+    if implementation == "large":
+        return import_module("moesaic.kernels.triton.experts_large").LargeConfig
+    raise ValueError(
+        f"implementation {implementation!r} has no configurations: expected 'small' or 'large'"
+    )
+
+
+def file_name(device: str, format: str) -> str:
+    return f"{re.sub('[^A-Za-z0-9]+', '_', device).strip('_')}-{format}.json"
+
+
+def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], Plan]:
+    """What was measured, by shape ("E=… H=… I=…") and number of pairs."""
+    path = folder / file_name(device, format)
+    shapes = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        (shape, int(pairs)): _decode(entry, path)
+        for shape, sizes in shapes.items()
+        for pairs, entry in sizes.items()
+    }
+
+
+def _decode(entry: dict[str, Any], path: Path) -> Plan:
+    try:
+        kind = config_class(entry["implementation"])
+        gate_up, down = kind(**entry["gate_up"]), kind(**entry["down"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error} in entry {entry}: remove it or tune again") from error
+    if gate_up.block_m != down.block_m:
+        raise ValueError(f"{path}: gate_up and down have different block_m in entry {entry}")
+    return Plan(entry["implementation"], gate_up.block_m, gate_up, down, entry.get("fused", False))
+
+
+def save(
+    device: str, shape: Shape, pairs: int, plan: Plan, us: float, folder: Path = TUNED
+) -> None:
+    """Adds an entry or replaces it; a reader sees the file before or after, never between."""
+    path = folder / file_name(device, shape.format)
+    shapes = json.loads(path.read_text()) if path.exists() else {}
+    shapes.setdefault(str(shape), {})[str(bucket(pairs))] = {
+        "implementation": plan.implementation,
+        "fused": plan.fused,
+        "us": round(us, 2),
+        "gate_up": asdict(plan.gate_up),
+        "down": asdict(plan.down),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(_text(shapes))
+    written.replace(path)
+    _plan.cache_clear()
+
+
+def _text(shapes: dict[str, dict[str, Any]]) -> str:
+    """A line for each entry, in the order of shapes and sizes."""
+    parts = []
+    for shape in sorted(shapes):
+        sizes = sorted(shapes[shape].items(), key=lambda item: int(item[0]))
+        lines = ",\n".join(f"    {json.dumps(size)}: {json.dumps(plan)}" for size, plan in sizes)
+        parts.append(f"  {json.dumps(shape)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
