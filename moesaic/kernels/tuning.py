@@ -107,6 +107,17 @@ def block_for(
     return plan_for(device, Shape(format, experts, hidden, inner), num_pairs).block
 
 
+def quantises_inner(
+    format: str, experts: int, hidden: int, inner: int, num_pairs: int, device: torch.device
+) -> bool:
+    """Whether `gate_up` should be given h with scales; else `down` quantises float rows itself,
+    which lets the tiles of `gate_up` be narrow where there are few."""
+    if format not in FP8_FORMATS:
+        return False
+    plan = plan_for(device, Shape(format, experts, hidden, inner), num_pairs)
+    return plan.implementation != "small" or plan.gate_up.block_n == LINE
+
+
 def bucket(num_pairs: int) -> int:
     """The power of two that stands for a number of pairs: 129..256 -> 256."""
     return 1 << max(0, num_pairs - 1).bit_length()
@@ -153,12 +164,12 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
 
     def widest(total: int, widths: tuple[int, ...]) -> int:
         for width in widths:
-            if tiles * -(-total // width) >= 3 * device.processors:
+            if tiles * -(-total // width) >= 2 * device.processors:
                 return width
         return widths[-1]
 
-    # A group of 128 channels, which get one scale, must not be split.
-    gate_n = LINE if quantised else widest(shape.inner, (64, 32, 16))
+    # A tile of 128 can quantise h; where those are too few, h stays as it is and `down` does it.
+    gate_n = widest(shape.inner, (LINE, 64, 32) if quantised else (64, 32, 16))
     down_n = widest(shape.hidden, (128, 64, 32))
     lines = -(-shape.inner * item // LINE)
     prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))

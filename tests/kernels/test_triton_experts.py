@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels import experts as contract
+from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
 from moesaic.kernels.triton import experts, experts_small, sort
-from moesaic.kernels.tuning import Config
+from moesaic.kernels.tuning import Config, Shape
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests import moe_oracle
@@ -143,16 +144,18 @@ def compare(out: Tensor, expected: Tensor, rows: Tensor, bound: float) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_floats(dtype: torch.dtype, bias: bool) -> None:
     """Odd sizes: columns that fill no tile and no step."""
-    layer = Layer.random(5, 72, 40, NAMES[dtype], dtype, bias)
-    ids = draw_ids(21, 5, 2)
-    groups = sort.sort_pairs(ids, 5, 16)
-    weights = torch.rand(21, 2, device=DEVICE)
-    configs = Config(16, 16, 32), Config(16, 32, 16)
-    check(layer, layer.rows(21), groups, weights, False, configs)
+    layer = Layer.random(3, 72, 40, NAMES[dtype], dtype, bias)
+    ids = draw_ids(12, 3, 2)
+    groups = sort.sort_pairs(ids, 3, 16)
+    weights = torch.rand(12, 2, device=DEVICE)
+    configs = Config(16, 32, 32), Config(16, 32, 32)
+    check(layer, layer.rows(12), groups, weights, False, configs)
 
 
-@pytest.mark.parametrize("format", FP8)
-@pytest.mark.parametrize("h_scales", [False, True])
+@pytest.mark.parametrize(
+    "format, h_scales",
+    [("fp8_block", False), ("fp8_block", True), ("fp8_channel", True), ("fp8_tensor", False)],
+)
 def test_fp8(format: str, h_scales: bool) -> None:
     layer = Layer.random(3, 256, 128, format, torch.float16)
     ids = draw_ids(9, 3, 2)
@@ -211,7 +214,7 @@ def run_layer(layer: Layer, x_TH: Tensor, topk: TopKOutput, h_scales: bool) -> T
     """A layer after its routing, as runners compute it."""
     num_experts, hidden, inner = layer.shape
     ids, weights = topk.ids_TK.int().to(DEVICE), topk.weights_TK.float().to(DEVICE)
-    block = experts.tuning.block_for(layer.w2.format, num_experts, hidden, inner, ids.numel())
+    block = tuning.block_for(layer.w2.format, num_experts, hidden, inner, ids.numel())
     groups = sort.sort_pairs(ids, num_experts, block)
     h = poisoned(layer, groups.num_places, h_scales)
     y = torch.full((ids.numel(), hidden), torch.nan, device=DEVICE).to(layer.dtype)
@@ -231,9 +234,9 @@ def run_layer(layer: Layer, x_TH: Tensor, topk: TopKOutput, h_scales: bool) -> T
 def test_a_layer_is_near_the_truth(
     format: str, dtype: torch.dtype, h_scales: bool, bound: float
 ) -> None:
-    layer = Layer.random(6, 128, 128, format, dtype)
+    layer = Layer.random(3, 128, 128, format, dtype)
     x = torch.randn(5, 128).to(dtype)
-    topk = moe_oracle.random_topk(5, 6, 2, seed=3)
+    topk = moe_oracle.random_topk(5, 3, 2, seed=3)
     topk.ids_TK[1, 0] = topk.ids_TK[4] = -1
     truth = moe_oracle.reference(layer.truth, x.float(), topk)
     out = run_layer(layer, x.to(DEVICE), topk, h_scales)
@@ -261,3 +264,75 @@ def test_both_products_in_one_kernel(format: str, dtype: torch.dtype) -> None:
         out = experts_small.gate_up_down_small(*args, *configs)
         assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert groups.counters is not None and not bool(groups.counters.any())
+
+
+SHAPES = {"qwen3_30b": (128, 8, 2048, 768), "dsv3_ep8": (32, 1, 7168, 2048), "odd": (5, 3, 200, 72)}
+CASES = [
+    *((format, shape, rows, False) for format in ("bf16", "fp8_block") for shape in SHAPES
+      for rows in (1, 33, 512)),
+    *((format, shape, rows, True) for format in ("bf16", "fp8_block") for shape in SHAPES
+      for rows in (1, 33)),
+    *((format, "odd", 33, False) for format in FP8),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("format, shape, rows, fused", CASES)
+def test_realistic_sizes(
+    format: str, shape: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configurations guessed for them; with all rows on the same experts too."""
+    num_experts, top_k, hidden, inner = SHAPES[shape]
+    layer = gpu_layer(num_experts, hidden, inner, format)
+    device = layer.w2.planes["values"].device
+    sizes = (format, num_experts, hidden, inner, rows * top_k)
+    quantised = tuning.quantises_inner(*sizes, device)
+    plan = tuning.guess(tuning.device_facts(device), Shape(*sizes[:4]), tuning.bucket(sizes[4]))
+    monkeypatch.setattr(tuning, "plan_for", lambda *_: replace(plan, fused=fused))
+    if plan.implementation != "small":
+        pytest.skip("many rows")
+    for ids in (draw_ids(rows, num_experts, top_k), one_for_all(rows, num_experts, top_k)):
+        x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+        weights = torch.rand(rows, top_k, device=DEVICE)
+        rows_x = contract.operand(Rows(x), layer.w13) if quantised else Rows(x)
+        groups = sort.sort_pairs(ids, num_experts, plan.block)
+        h = poisoned(layer, groups.num_places, quantised)
+        y = torch.full((ids.numel(), hidden), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+        args = (rows_x, layer.w13, layer.w2, groups, layer.activation, weights)
+        experts.gate_up_down(*args, h, y)
+        expected_h = poisoned(layer, groups.num_places, quantised)
+        expected = twin("gate_up_down")(*args, expected_h, torch.full_like(y, torch.nan))
+        places = written(groups)
+        compare(y, expected, groups.order_P[places].long(), 3e-2 if format in FP8 else 1e-2)
+        assert groups.counters is not None and not bool(groups.counters.any())
+
+
+def one_for_all(rows: int, num_experts: int, top_k: int) -> Tensor:
+    ids = draw_ids(rows, num_experts, top_k, missing=0.0)
+    return ids[:1].expand(rows, top_k).contiguous()
+
+
+def gpu_layer(num_experts: int, hidden: int, inner: int, format: str) -> Layer:
+    """Made on the GPU: drawing and encoding 1.4 billion numbers takes a CPU minutes. Experts are the
+    first one with its bytes shifted and its scales changed."""
+
+    def plane_of_all(name: str, plane: Tensor) -> Tensor:
+        if name == "scales":
+            return torch.stack([plane * (1 + 0.1 * (e % 7)) for e in range(num_experts)])
+        whole = plane.view(torch.uint8 if plane.element_size() == 1 else torch.int16)
+        return torch.stack([whole.roll(e, -1) for e in range(num_experts)]).view(plane.dtype)
+
+    def matrices(parts: int, rows: int, columns: int) -> Matrices:
+        one = torch.randn(parts, rows, columns, device=DEVICE) * columns**-0.5
+        planes = WEIGHT_FORMATS[format].encode(one).items()
+        return Matrices(
+            format,
+            {name: plane_of_all(name, plane) for name, plane in planes},
+            (num_experts, parts * rows, columns),
+            parts,
+        )
+
+    w13, w2 = matrices(2, inner, hidden), matrices(1, hidden, inner)
+    truth = moe_oracle.Experts(*(torch.empty(0) for _ in range(3)))
+    return Layer(truth, w13, w2, SwigluSpec(), torch.bfloat16)

@@ -31,7 +31,7 @@ from moesaic.kernels.tuning import Config, device_facts
 
 BLOCK_SCALED = ("fp8_block",)
 PROGRAMS = 3
-"""Of each processor, that share all tiles; those for which there is no room come when others end."""
+"""Of each processor, that share all tiles; those that find no room come when others have ended."""
 
 
 def gate_up_small(
@@ -93,7 +93,7 @@ def down_small(
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
         _checked(h), h.scales, *_planes(w2), weights_RK, y, *_lists(groups), h.scale,
-        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k,
+        HIDDEN=hidden, INNER=inner,
         **_constants(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
@@ -143,26 +143,23 @@ def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, 
 
 
 @triton.jit
-def _tile_rows(
-    tile, order, first, count, tile_expert, tile_place, TOP_K: tl.constexpr, BM: tl.constexpr
-):
-    """The expert of a tile, its places, pairs and rows of x, and which of them are somebody's."""
-    expert = tl.load(tile_expert + tile)
-    begin = tl.load(tile_place + tile)
+def _tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
+    """A tile's places and pairs, and which of them are somebody's. In 32 bits until they become
+    addresses: they may live in registers all through a product."""
     place_M = begin + tl.arange(0, BM)
     valid_M = place_M < tl.load(first + expert) + tl.load(count + expert)
     if order is None:
         pair_M = place_M
     else:
         pair_M = tl.load(order + place_M, mask=valid_M, other=0)
-    return expert.to(tl.int64), place_M.to(tl.int64), pair_M.to(tl.int64), valid_M
+    return place_M, pair_M, valid_M
 
 
 @triton.jit
 def _rows_of_x(x, row_M, valid_M, group, K: tl.constexpr, BK: tl.constexpr):
     """[BK, M] of a group of columns."""
     column_K = group * BK + tl.arange(0, BK)
-    at = row_M[None, :] * K + column_K[:, None]
+    at = row_M[None, :].to(tl.int64) * K + column_K[:, None]
     if K % BK == 0:
         return tl.load(x + at, mask=valid_M[None, :], other=0.0)
     else:
@@ -218,9 +215,11 @@ def _product(
             x_KM = _rows_of_x(x, row_M, valid_M, group, K, BK)
             acc_LM = tl.dot(w_LK, x_KM, acc_LM, input_precision=PRECISION)
     else:
-        # Scales are fetched one turn ahead: nothing else hides their latency.
+        # Scales are fetched one turn ahead: nothing else hides their latency. Nobody's rows
+        # are zeros, any scale will do for them: no mask, and 32 bits, save many registers.
+        at_M = tl.where(valid_M, row_M, tl.min(row_M, 0)) * groups
         if x_scales is not None:
-            x_scale_M = tl.load(x_scales + row_M * groups, mask=valid_M, other=0.0)
+            x_scale_M = tl.load(x_scales + at_M)
         if BLOCK_SCALES:
             w_scale_L = tl.load(w_scales + scale_line_L * groups)
         for group in range(groups):
@@ -230,7 +229,7 @@ def _product(
             if x_scales is None:
                 x_KM, x_scale_M = _quantised(x_KM.to(tl.float32))
             else:
-                next_x_M = tl.load(x_scales + row_M * groups + ahead, mask=valid_M, other=0.0)
+                next_x_M = tl.load(x_scales + (at_M + ahead))
             part_LM = tl.dot(w_LK, x_KM)
             if BLOCK_SCALES:
                 next_w_L = tl.load(w_scales + scale_line_L * groups + ahead)
@@ -261,26 +260,24 @@ def _store_inner(
 ):
     """h at its places; quantised if there are scales, where the tile is one group of 128."""
     column_N = column * BN + tl.arange(0, BN)
-    at = place_M[None, :] * INNER + column_N[:, None]
+    at = place_M[None, :].to(tl.int64) * INNER + column_N[:, None]
     mask = valid_M[None, :] & (column_N[:, None] < INNER)
     if h_scales is not None:
         tl.static_assert(BN == 128, "a group of 128 channels is one tile")
         value_NM, scale_M = _quantised(value_NM)
-        tl.store(h_scales + place_M * (INNER // BN) + column, scale_M, mask=valid_M)
+        tl.store(h_scales + place_M.to(tl.int64) * (INNER // BN) + column, scale_M, mask=valid_M)
     tl.store(h + at, value_NM.to(h.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gate_up_tile(
-    tile, column, x, x_scales, w, w_scales, bias, h, h_scales,
-    order, first, count, tile_expert, tile_place, x_scale, alpha, limit,
+    expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
+    order, first, count, x_scale, alpha, limit,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    expert, place_M, pair_M, valid_M = _tile_rows(
-        tile, order, first, count, tile_expert, tile_place, TOP_K, BM
-    )
+    place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
     index_L = tl.arange(0, 2 * BN)
     # Lines past the end repeat the last one; what comes of them is not stored.
     inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
@@ -294,6 +291,9 @@ def _gate_up_tile(
         x, x_scales, pair_M // TOP_K, valid_M, w, w_scales, line_L, scale_line_L,
         HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,
     )  # fmt: skip
+    if BM > 16:
+        # Looked up again rather than kept in registers all the while.
+        place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
     acc_LM *= x_scale
     if bias is not None:
         acc_LM += tl.load(bias + line_L).to(tl.float32)[:, None]
@@ -304,15 +304,13 @@ def _gate_up_tile(
 
 @triton.jit
 def _down_tile(
-    tile, column, h, h_scales, w, w_scales, bias, weights, y,
-    order, first, count, tile_expert, tile_place, h_scale,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    expert, begin, column, h, h_scales, w, w_scales, bias, weights, y,
+    order, first, count, h_scale,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    expert, place_M, pair_M, valid_M = _tile_rows(
-        tile, order, first, count, tile_expert, tile_place, TOP_K, BM
-    )
+    place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
     column_N = column * BN + tl.arange(0, BN)
     inner_N = tl.minimum(column_N, HIDDEN - 1)
     line_N = expert * HIDDEN + inner_N
@@ -324,12 +322,15 @@ def _down_tile(
         h, h_scales, place_M, valid_M, w, w_scales, line_N, scale_line_N,
         INNER, BN, BM, BK, PRECISION, BLOCK_SCALES,
     )  # fmt: skip
+    if BM > 16:
+        # Looked up again rather than kept in registers all the while.
+        place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
     acc_NM *= h_scale
     if bias is not None:
         acc_NM += tl.load(bias + line_N).to(tl.float32)[:, None]
     if weights is not None:
         acc_NM *= tl.load(weights + pair_M, mask=valid_M, other=0.0)[None, :]
-    at = pair_M[None, :] * HIDDEN + column_N[:, None]
+    at = pair_M[None, :].to(tl.int64) * HIDDEN + column_N[:, None]
     mask = valid_M[None, :] & (column_N[:, None] < HIDDEN)
     tl.store(y + at, acc_NM.to(y.dtype.element_ty), mask=mask)
 
@@ -347,22 +348,24 @@ def _gate_up_kernel(
     # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
     await_inputs(PDL)
     release_next(PDL)
-    if tile < tl.load(num_tiles):
+    used = tl.load(num_tiles)
+    # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
+    expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+    if tile < used:
         _gate_up_tile(
-            tile, column, x, x_scales, w, w_scales, bias, h, h_scales,
-            order, first, count, tile_expert, tile_place, x_scale, alpha, limit,
+            expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
+            order, first, count, x_scale, alpha, limit,
             HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefetch_down(
-    tile, column, tile_expert, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, PREFETCH: tl.constexpr, ON: tl.constexpr,
 ):  # fmt: skip
     """PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
     if ON and PREFETCH:
-        expert = tl.load(tile_expert + tile).to(tl.int64)
         line_N = expert * HIDDEN + tl.minimum(column * BN + tl.arange(0, BN), HIDDEN - 1)
         step: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
         column_X = tl.arange(0, PREFETCH) * step
@@ -373,22 +376,24 @@ def _prefetch_down(
 def _down_kernel(
     h, h_scales, w, w_scales, bias, weights, y,
     order, first, count, tile_expert, tile_place, num_tiles, h_scale,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    if tile < tl.load(num_tiles):
+    used = tl.load(num_tiles)
+    expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+    if tile < used:
         # While gate_up still runs, weights can come into the cache.
-        _prefetch_down(tile, column, tile_expert, w, HIDDEN, INNER, BN, PREFETCH, PDL)
+        _prefetch_down(expert, column, w, HIDDEN, INNER, BN, PREFETCH, PDL)
         await_inputs(PDL)
         release_next(PDL)
         _down_tile(
-            tile, column, h, h_scales, w, w_scales, bias, weights, y,
-            order, first, count, tile_expert, tile_place, h_scale,
-            HIDDEN, INNER, TOP_K, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            expert, begin, column, h, h_scales, w, w_scales, bias, weights, y,
+            order, first, count, h_scale,
+            HIDDEN, INNER, BM, BN, BK, PRECISION, BLOCK_SCALES,
         )  # fmt: skip
     else:
         await_inputs(PDL)
@@ -423,9 +428,10 @@ def _gate_up_down_kernel(
         following = tl.atomic_add(claims, 1, sem="relaxed")
         if task < inner_tasks:
             tile, column = task // inner_columns, task % inner_columns
+            expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
             _gate_up_tile(
-                tile, column, x, x_scales, w13, w13_scales, b13, h, h_scales,
-                order, first, count, tile_expert, tile_place, x_scale, alpha, limit,
+                expert, begin, column, x, x_scales, w13, w13_scales, b13, h, h_scales,
+                order, first, count, x_scale, alpha, limit,
                 HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have stored before one of them says so
@@ -433,15 +439,16 @@ def _gate_up_down_kernel(
         else:
             tile = (task - inner_tasks) // outer_columns
             column = (task - inner_tasks) % outer_columns
-            _prefetch_down(tile, column, tile_expert, w2, HIDDEN, INNER, DOWN_BN, PREFETCH, PDL)
+            expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+            _prefetch_down(expert, column, w2, HIDDEN, INNER, DOWN_BN, PREFETCH, PDL)
             finished = tl.atomic_add(counters + tile, 0, sem="acquire")
             while finished < inner_columns:
                 finished = tl.atomic_add(counters + tile, 0, sem="acquire")
             tl.debug_barrier()
             _down_tile(
-                tile, column, h, h_scales, w2, w2_scales, b2, weights, y,
-                order, first, count, tile_expert, tile_place, h_scale,
-                HIDDEN, INNER, TOP_K, BM, DOWN_BN, BK, PRECISION, BLOCK_SCALES,
+                expert, begin, column, h, h_scales, w2, w2_scales, b2, weights, y,
+                order, first, count, h_scale,
+                HIDDEN, INNER, BM, DOWN_BN, BK, PRECISION, BLOCK_SCALES,
             )  # fmt: skip
         task = following
     ended = tl.atomic_add(claims + 1, 1, sem="acq_rel")
