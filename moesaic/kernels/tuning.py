@@ -14,11 +14,14 @@ one, so a tuner that was stopped goes on with those that are missing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -153,38 +156,70 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
 def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple[Config, Config]:
     """Of gate_up and down.
 
-    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor several
-    programs: their loads then fill each other's gaps, and the last ones are soon done. Stages fill
-    the shared memory of a processor with three programs, about 60 KiB on their way from each;
-    40 KiB would do when all programs run, more keeps the memory busy when only a few are left.
+    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor two
+    programs, but never so narrow that Hopper's products of 64 lines do not fit: of one kind of
+    product, rows get the same bits whatever comes with them. Programs of a processor share its
+    memory for what is on its way to them: 40 KiB would do while all of them run, more keeps the
+    memory busy when few are left.
     """
     item = ITEM_BYTES[shape.format]
-    block_k = LINE // item
-    quantised = shape.format in FP8_FORMATS
-
-    def widest(total: int, widths: tuple[int, ...]) -> int:
-        for width in widths:
-            if tiles * -(-total // width) >= 2 * device.processors:
-                return width
-        return widths[-1]
-
     # A tile of 128 can quantise h; where those are too few, h stays as it is and `down` does it.
-    gate_n = widest(shape.inner, (LINE, 64, 32) if quantised else (64, 32, 16))
-    down_n = widest(shape.hidden, (128, 64, 32))
+    gate_widths = (LINE, 64, 32) if shape.format in FP8_FORMATS else (64, 32)
+    gate_n, gates = _widest(device, tiles, shape.inner, gate_widths)
+    down_n, downs = _widest(device, tiles, shape.hidden, (128, 64))
     lines = -(-shape.inner * item // LINE)
     prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))
     return (
-        _staged(device, Config(block, gate_n, block_k), 2 * gate_n),
-        _staged(device, Config(block, down_n, block_k, prefetch=prefetch), down_n),
+        _staged(device, Config(block, gate_n, LINE // item), 2 * gate_n, gates),
+        _staged(device, Config(block, down_n, LINE // item, prefetch=prefetch), down_n, downs),
     )
 
 
-def _staged(device: Device, config: Config, lines: int) -> Config:
+def _widest(device: Device, tiles: float, total: int, widths: tuple[int, ...]) -> tuple[int, float]:
+    """The first width that gives every processor two programs, and how many it gives."""
+    for width in widths:
+        programs = tiles * -(-total // width) / device.processors
+        if programs >= 2:
+            break
+    return width, programs
+
+
+def _staged(device: Device, config: Config, lines: int, programs: float) -> Config:
+    """`lines` of weights in a tile; `programs` that each processor gets."""
     stage = (lines + config.block_m) * LINE
-    programs = 3 if 4 * stage <= device.shared // 3 else 2
-    stages = device.shared // programs // stage
+    resident = 3 if 4 * stage <= device.shared // 3 else 2
+    resident = max(1, min(resident, math.ceil(programs)))
+    stages = device.shared // resident // stage
     wide = lines * config.block_m >= 256 * 64
-    return replace(config, num_stages=max(2, min(8, stages)), num_warps=8 if wide else 4)
+    return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
+
+
+def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], list[Config]]:
+    """Configurations of gate_up and of down that are worth being measured; each product's by
+    itself, as neither depends on the other's."""
+    item = ITEM_BYTES[shape.format]
+    quantised = shape.format in FP8_FORMATS
+    steps = (LINE,) if quantised else (LINE // item, 2 * LINE // item)
+    gates = [
+        Config(block, width, step, warps, stages)
+        for width, step in product((128, 64, 32) if quantised else (128, 64, 32, 16), steps)
+        for warps, stages in _fitting_stages(device, 2 * width, step * item, block)
+    ]
+    downs = [
+        Config(block, width, step, warps, stages, prefetch)
+        for width, step in product((128, 64, 32), steps)
+        for warps, stages in _fitting_stages(device, width, step * item, block)
+        for prefetch in (0, 256 // width)
+    ]
+    return gates, downs
+
+
+def _fitting_stages(device: Device, lines: int, step: int, block: int) -> Iterator[tuple[int, int]]:
+    """Warps and stages that leave room for four, three, two programs or one on a processor."""
+    stage = (lines + block) * step
+    warps = 8 if lines * block >= 256 * 64 else 4
+    counts = {min(10, device.shared // programs // stage) for programs in (1, 2, 3, 4)}
+    return ((warps, count) for count in sorted(counts) if count >= 2)
 
 
 def config_class(implementation: str) -> type:

@@ -314,7 +314,7 @@ def one_for_all(rows: int, num_experts: int, top_k: int) -> Tensor:
 
 
 def gpu_layer(num_experts: int, hidden: int, inner: int, format: str) -> Layer:
-    """Made on the GPU: drawing and encoding 1.4 billion numbers takes a CPU minutes. Experts are the
+    """Made on the GPU: a CPU takes minutes to draw and encode so many numbers. Every expert is the
     first one with its bytes shifted and its scales changed."""
 
     def plane_of_all(name: str, plane: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
 CHUNK = 512
 MAX_EXPERTS = 1024
-COMPARES = 8192
-"""Elements of a two-dimensional tile that a program compares at once."""
+COUNTS = 8192
+"""Elements of `hist_CE` that a program adds at once."""
 ALIGN = 16
 
 
@@ -36,22 +36,15 @@ class _Sizes:
     experts: int
     padded: int
     block: int
-    tiles_at_once: int
 
     @classmethod
     def of(cls, experts: int, block: int) -> _Sizes:
         if not 0 < experts <= MAX_EXPERTS:
             raise ValueError(f"{experts} experts cannot be sorted: there may be 1..{MAX_EXPERTS}")
-        padded = max(32, triton.next_power_of_2(experts))
-        return cls(experts, padded, block, max(16, COMPARES // padded))
+        return cls(experts, max(32, triton.next_power_of_2(experts)), block)
 
     def constants(self) -> dict[str, int]:
-        return {
-            "E": self.experts,
-            "EP": self.padded,
-            "BLOCK": self.block,
-            "BX": self.tiles_at_once,
-        }
+        return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
@@ -77,7 +70,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     )  # fmt: skip
     _place_chunks[(chunks,)](
         ids_RK, hist_CE, *out, num_pairs, groups.counters.numel(), chunks, **sizes.constants(),
-        CHUNK=CHUNK, BC=max(4, COMPARES // sizes.padded), BJ=32, PDL=pdl.on,
+        CHUNK=CHUNK, BC=max(4, COUNTS // sizes.padded), BJ=32, PDL=pdl.on,
         num_warps=8, **pdl.options,
     )  # fmt: skip
     return groups
@@ -137,23 +130,16 @@ def _keys(ids, places, num_pairs, E: tl.constexpr):
 
 @triton.jit
 def _write_tiles(
-    count_E, first_E, experts_E, tile_expert, tile_place, begin, step,
-    BLOCK: tl.constexpr, BX: tl.constexpr,
-):  # fmt: skip
-    """BX tiles from `begin` on, then `step` further on; gives how many tiles there are."""
+    count_E, first_E, experts_E, tile_expert, tile_place, begin, step, BLOCK: tl.constexpr
+):
+    """Tile `begin` of every expert that has so many, then `step` further on; gives how many tiles
+    there are of all. Nearly always experts have one or two."""
     tiles_E = (count_E + BLOCK - 1) // BLOCK
-    end_E = tl.cumsum(tiles_E, 0)
-    total = tl.sum(tiles_E, 0)
-    # place = offset of the expert + number of the tile * BLOCK
-    offset_E = first_E - (end_E - tiles_E) * BLOCK
-    for start in range(begin, total, step):
-        tile_X = start + tl.arange(0, BX)
-        expert_X = tl.sum((end_E[None, :] <= tile_X[:, None]).to(tl.int32), 1)
-        offset_XE = tl.where(expert_X[:, None] == experts_E[None, :], offset_E[None, :], 0)
-        place_X = tl.sum(offset_XE, 1) + tile_X * BLOCK
-        tl.store(tile_expert + tile_X, expert_X, mask=tile_X < total)
-        tl.store(tile_place + tile_X, place_X, mask=tile_X < total)
-    return total
+    at_E = tl.cumsum(tiles_E, 0) - tiles_E
+    for tile in range(begin, tl.max(tiles_E, 0), step):
+        tl.store(tile_expert + at_E + tile, experts_E, mask=tile < tiles_E)
+        tl.store(tile_place + at_E + tile, first_E + tile * BLOCK, mask=tile < tiles_E)
+    return tl.sum(tiles_E, 0)
 
 
 @triton.jit
@@ -173,7 +159,7 @@ def _write_summary(
 def _sort_few(
     ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
     num_pairs, num_counters,
-    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BX: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 counts and writes the tiles; each other one places BI pairs."""
@@ -185,7 +171,7 @@ def _sort_few(
         experts_E = tl.arange(0, EP)
         count_E = tl.histogram(key_N, EP, mask=key_N < E)
         first_E = tl.cumsum(count_E, 0) - count_E
-        total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, BX, BLOCK, BX)
+        total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
         _write_summary(
             count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
             E, EP,
@@ -215,7 +201,7 @@ def _count_chunks(ids, hist, num_pairs, EP: tl.constexpr, CHUNK: tl.constexpr, P
 def _place_chunks(
     ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters,
     num_pairs, num_counters, num_chunks,
-    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BX: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program places its chunk and writes its share of the tiles."""
@@ -249,7 +235,7 @@ def _place_chunks(
     tl.store(order + offset_I + tl.sum(less_IJ, 1), pair_I, mask=key_I < EP)
 
     total = _write_tiles(
-        count_E, first_E, experts_E, tile_expert, tile_place, pid * BX, num_chunks * BX, BLOCK, BX
+        count_E, first_E, experts_E, tile_expert, tile_place, pid, num_chunks, BLOCK
     )
     if pid == 0:
         _write_summary(
@@ -261,14 +247,14 @@ def _place_chunks(
 @triton.jit
 def _blocks(
     counts, first, count, tile_expert, tile_place, num_tiles, counters, rows, num_counters,
-    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BX: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     release_next(PDL)
     experts_E = tl.arange(0, EP)
     count_E = tl.load(counts + experts_E, mask=experts_E < E, other=0).to(tl.int32)
     first_E = experts_E * rows
-    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, BX, BLOCK, BX)
+    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
     _write_summary(
         count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters, E, EP
     )
