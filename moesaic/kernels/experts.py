@@ -8,8 +8,8 @@ I intermediate · J = 2 * I · X tiles at most.
     down             y = h · w2, weighted, back at pairs
     sum_pairs        one row for each row of x
 
-A *place* is a row of the sorted order. Rows of a fixed block for each slot (the masked layout) are
-places already: `blocks` describes them in the same terms.
+`gate_up_down` is both products. A *place* is a row of the sorted order. Rows of a fixed block for
+each slot (the masked layout) are places already: `blocks` describes them in the same terms.
 """
 
 from __future__ import annotations
@@ -80,6 +80,15 @@ class Matrices:
     parts: int
     bias_EN: Tensor | None = None
     group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The experts' two projections and what is between them."""
+
+    w13: Matrices
+    w2: Matrices
+    activation: SwigluSpec
 
 
 @native(SORT)
@@ -189,18 +198,11 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
 
 @native(EXPERTS)
 def gate_up_down(
-    x: Rows,
-    w13: Matrices,
-    w2: Matrices,
-    groups: Groups,
-    activation: SwigluSpec,
-    weights_RK: Tensor | None,
-    h: Rows,
-    y: Tensor,
+    x: Rows, experts: FeedForward, groups: Groups, weights_RK: Tensor | None, h: Rows, y: Tensor
 ) -> Tensor:
     """`gate_up`, then `down`; one kernel may do both where that is faster."""
-    gate_up(x, w13, groups, activation, h)
-    return down(h, w2, groups, weights_RK, y)
+    gate_up(x, experts.w13, groups, experts.activation, h)
+    return down(h, experts.w2, groups, weights_RK, y)
 
 
 def expert_places(groups: Groups) -> Iterator[tuple[int, Tensor]]:

@@ -53,7 +53,8 @@ def fused_usage(shape: Shape, plan: Plan) -> Usage:
     types |= dict.fromkeys(("x_scale", "h_scale", "alpha", "limit"), "fp32")
     scales = dict.fromkeys(("x_scales", "h_scales", "w13_scales", "w2_scales"), quantised)
     constants = {"b13": None, "b2": None, "LIMITED": False, **_constants(shape, plan.gate_up)}
-    constants |= {"DOWN_BN": plan.down.block_n, "PREFETCH": plan.down.prefetch}
+    constants |= {"DOWN_BN": plan.down.block_n, "DOWN_BK": plan.down.block_k}
+    constants["PREFETCH"] = plan.down.prefetch
     stages = min(plan.gate_up.num_stages, plan.down.num_stages)
     config = replace(plan.gate_up, num_stages=stages)
     return _build(experts_small._gate_up_down_kernel, types, scales, constants, config)

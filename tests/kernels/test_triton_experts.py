@@ -11,9 +11,9 @@ from torch import Tensor
 from moesaic.kernels import experts as contract
 from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
 from moesaic.kernels.triton import experts, experts_small, sort
-from moesaic.kernels.tuning import Config, Shape
+from moesaic.kernels.tuning import Config, Plan, Shape
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests import moe_oracle
@@ -63,6 +63,10 @@ class Layer:
     def shape(self) -> tuple[int, int, int]:
         """E, H, I."""
         return self.w2.shape
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        return FeedForward(self.w13, self.w2, self.activation)
 
     def rows(self, count: int) -> Rows:
         x = torch.randn(count, self.shape[1], device=DEVICE).to(self.dtype)
@@ -218,7 +222,7 @@ def run_layer(layer: Layer, x_TH: Tensor, topk: TopKOutput, h_scales: bool) -> T
     groups = sort.sort_pairs(ids, num_experts, block)
     h = poisoned(layer, groups.num_places, h_scales)
     y = torch.full((ids.numel(), hidden), torch.nan, device=DEVICE).to(layer.dtype)
-    experts.gate_up_down(Rows(x_TH), layer.w13, layer.w2, groups, layer.activation, weights, h, y)
+    experts.gate_up_down(Rows(x_TH), layer.feed_forward, groups, weights, h, y)
     return sort.sum_pairs(y, ids, torch.empty_like(x_TH))
 
 
@@ -253,15 +257,15 @@ def test_both_products_in_one_kernel(format: str, dtype: torch.dtype) -> None:
     groups = sort.sort_pairs(draw_ids(11, 3, 2), 3, 16)
     weights = torch.rand(11, 2, device=DEVICE)
     x = layer.rows(11)
-    configs = Config(16, 128, block_k), Config(16, 64, block_k)
+    configs = Config(16, 128, block_k), Config(16, 64, 128)
     h = poisoned(layer, groups.num_places, quantised)
     y = torch.full((22, 128), torch.nan, device=DEVICE, dtype=dtype)
     experts_small.gate_up_small(x, layer.w13, groups, layer.activation, h, configs[0])
     expected = experts_small.down_small(h, layer.w2, groups, weights, y.clone(), configs[1])
     for _ in range(2):
         h = poisoned(layer, groups.num_places, quantised)
-        args = (x, layer.w13, layer.w2, groups, layer.activation, weights, h, y.clone())
-        out = experts_small.gate_up_down_small(*args, *configs)
+        args = (x, layer.feed_forward, groups, weights, h, y.clone())
+        out = experts_small.gate_up_down_small(*args, Plan("small", 16, *configs, fused=True))
         assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert groups.counters is not None and not bool(groups.counters.any())
 
@@ -299,7 +303,7 @@ def test_realistic_sizes(
         groups = sort.sort_pairs(ids, num_experts, plan.block)
         h = poisoned(layer, groups.num_places, quantised)
         y = torch.full((ids.numel(), hidden), torch.nan, device=DEVICE, dtype=torch.bfloat16)
-        args = (rows_x, layer.w13, layer.w2, groups, layer.activation, weights)
+        args = (rows_x, layer.feed_forward, groups, weights)
         experts.gate_up_down(*args, h, y)
         expected_h = poisoned(layer, groups.num_places, quantised)
         expected = twin("gate_up_down")(*args, expected_h, torch.full_like(y, torch.nan))
@@ -336,3 +340,52 @@ def gpu_layer(num_experts: int, hidden: int, inner: int, format: str) -> Layer:
     w13, w2 = matrices(2, inner, hidden), matrices(1, hidden, inner)
     truth = moe_oracle.Experts(*(torch.empty(0) for _ in range(3)))
     return Layer(truth, w13, w2, SwigluSpec(), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_captured_layer_follows_its_inputs(
+    format: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows and other experts in the same graph; many layers behind each other, as kernels that
+    start early could overtake each other, give the same bits as one by itself."""
+    num_experts, top_k, hidden, inner = SHAPES["qwen3_30b"]
+    layer = gpu_layer(num_experts, hidden, inner, format)
+    device = layer.w2.planes["values"].device
+    shape = Shape(format, num_experts, hidden, inner)
+    plan = tuning.guess(tuning.device_facts(device), shape, tuning.bucket(rows * top_k))
+    monkeypatch.setattr(tuning, "plan_for", lambda *_: replace(plan, fused=fused))
+    x = torch.empty(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.zeros(rows, top_k, device=DEVICE, dtype=torch.int32)
+    weights = torch.rand(rows, top_k, device=DEVICE)
+
+    def once(x_RH: Tensor) -> Tensor:
+        groups = sort.sort_pairs(ids, num_experts, plan.block)
+        h = Rows(torch.empty(ids.numel(), inner, device=DEVICE, dtype=torch.bfloat16))
+        y = torch.empty(ids.numel(), hidden, device=DEVICE, dtype=torch.bfloat16)
+        experts.gate_up_down(Rows(x_RH), layer.feed_forward, groups, weights, h, y)
+        return sort.sum_pairs(y, ids, torch.empty_like(x_RH), x_RH)
+
+    def draw() -> None:
+        x.normal_()
+        ids.copy_(draw_ids(rows, num_experts, top_k))
+
+    draw()
+    once(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(8):
+            out = once(out)
+    for _ in range(5):
+        draw()
+        graph.replay()
+        expected = x
+        for _ in range(8):
+            expected = once(expected)
+            torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert bool(out.isfinite().all())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
 from moesaic.kernels.tuning import Plan, Shape
 
 MODULES = {
@@ -37,22 +37,16 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
 
 
 def gate_up_down(
-    x: Rows,
-    w13: Matrices,
-    w2: Matrices,
-    groups: Groups,
-    activation: SwigluSpec,
-    weights_RK: Tensor | None,
-    h: Rows,
-    y: Tensor,
+    x: Rows, experts: FeedForward, groups: Groups, weights_RK: Tensor | None, h: Rows, y: Tensor
 ) -> Tensor:
+    w13, w2 = experts.w13, experts.w2
     _, hidden, inner = w2.shape
     plan = plan_of(w2, groups, x.values.device, hidden=hidden, inner=inner)
-    if not plan.fused or w13.format != w2.format:
-        gate_up(x, w13, groups, activation, h)
-        return down(h, w2, groups, weights_RK, y)
-    fused = _function(plan.implementation, "gate_up_down")
-    return fused(x, w13, w2, groups, activation, weights_RK, h, y, plan.gate_up, plan.down)
+    if plan.fused and w13.format == w2.format:
+        fused = _function(plan.implementation, "gate_up_down")
+        return fused(x, experts, groups, weights_RK, h, y, plan)
+    gate_up(x, w13, groups, experts.activation, h)
+    return down(h, w2, groups, weights_RK, y)
 
 
 def plan_of(

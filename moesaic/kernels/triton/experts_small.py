@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FP8_GROUP, Groups, Matrices, Rows
+from moesaic.kernels.experts import FP8_GROUP, FeedForward, Groups, Matrices, Rows
 from moesaic.kernels.triton.launch import (
     INTERPRETED,
     await_inputs,
@@ -27,7 +27,7 @@ from moesaic.kernels.triton.launch import (
     prefetch_lines,
     release_next,
 )
-from moesaic.kernels.tuning import Config, device_facts
+from moesaic.kernels.tuning import Config, Plan, device_facts
 
 BLOCK_SCALED = ("fp8_block",)
 PROGRAMS = 3
@@ -54,31 +54,29 @@ def gate_up_small(
 
 def gate_up_down_small(
     x: Rows,
-    w13: Matrices,
-    w2: Matrices,
+    experts: FeedForward,
     groups: Groups,
-    activation: SwigluSpec,
     weights_RK: Tensor | None,
     h: Rows,
     y: Tensor,
-    gate_up: Config,
-    down: Config,
+    plan: Plan,
 ) -> Tensor:
-    """Both products in one launch; programs are of the larger need of the two."""
-    gate_up = _fitting(gate_up, h)
+    """Both products in one launch; every program can do either, so it needs the more of the two."""
+    gate_up, down = _fitting(plan.gate_up, h), plan.down
+    w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
     assert groups.counters is not None, "the groups were made without counters"
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
     programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
-    constants = _constants(gate_up, groups, w13) | {"BN": gate_up.block_n}
     pdl = dependent_launch(y)
     _gate_up_down_kernel[(programs,)](
         _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_planes(w2), weights_RK, y,
         *_lists(groups), groups.counters, slots, x.scale, h.scale,
         activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **constants, DOWN_BN=down.block_n, PREFETCH=down.prefetch, PDL=pdl.on,
+        **_constants(gate_up, groups, w13),
+        DOWN_BN=down.block_n, DOWN_BK=down.block_k, PREFETCH=down.prefetch, PDL=pdl.on,
         num_warps=max(gate_up.num_warps, down.num_warps),
         num_stages=min(gate_up.num_stages, down.num_stages), **pdl.options,
     )  # fmt: skip
@@ -88,7 +86,10 @@ def gate_up_down_small(
 def down_small(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: Config
 ) -> Tensor:
+    """Behind `gate_up_small` of the same groups: where kernels start early this one reads the tiles
+    while that one still runs."""
     _, hidden, inner = w2.shape
+    assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     tiles = groups.tile_expert_X.numel() * triton.cdiv(hidden, config.block_n)
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
@@ -115,9 +116,9 @@ def _checked(rows: Rows) -> Tensor:
 
 
 def _planes(matrices: Matrices) -> tuple[Tensor | None, ...]:
-    values, scales = matrices.planes["values"], matrices.planes.get("scales")
-    assert values.is_contiguous() and (scales is None or scales.is_contiguous())
-    return values, scales, matrices.bias_EN
+    planes = (matrices.planes["values"], matrices.planes.get("scales"), matrices.bias_EN)
+    assert all(plane is None or plane.is_contiguous() for plane in planes)
+    return planes
 
 
 def _lists(groups: Groups) -> tuple[Tensor | None, ...]:
@@ -405,7 +406,8 @@ def _gate_up_down_kernel(
     order, first, count, tile_expert, tile_place, num_tiles, counters, num_slots,
     x_scale, h_scale, alpha, limit,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DOWN_BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DOWN_BN: tl.constexpr, DOWN_BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -448,7 +450,7 @@ def _gate_up_down_kernel(
             _down_tile(
                 expert, begin, column, h, h_scales, w2, w2_scales, b2, weights, y,
                 order, first, count, h_scale,
-                HIDDEN, INNER, BM, DOWN_BN, BK, PRECISION, BLOCK_SCALES,
+                HIDDEN, INNER, BM, DOWN_BN, DOWN_BK, PRECISION, BLOCK_SCALES,
             )  # fmt: skip
         task = following
     ended = tl.atomic_add(claims + 1, 1, sem="acq_rel")
