@@ -350,7 +350,7 @@ def gpu_layer(num_experts: int, hidden: int, inner: int, format: str) -> Layer:
 def test_a_captured_layer_follows_its_inputs(
     format: str, rows: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other rows and other experts in the same graph; many layers behind each other, as kernels that
+    """Other rows and experts in the same graph; many layers behind each other, as kernels that
     start early could overtake each other, give the same bits as one by itself."""
     num_experts, top_k, hidden, inner = SHAPES["qwen3_30b"]
     layer = gpu_layer(num_experts, hidden, inner, format)
