@@ -201,8 +201,8 @@ def gate_up_down(
     x: Rows, experts: FeedForward, groups: Groups, weights_RK: Tensor | None, h: Rows, y: Tensor
 ) -> Tensor:
     """`gate_up`, then `down`; one kernel may do both where that is faster."""
-    gate_up(x, experts.w13, groups, experts.activation, h)
-    return down(h, experts.w2, groups, weights_RK, y)
+    gate_up.twin(x, experts.w13, groups, experts.activation, h)
+    return down.twin(h, experts.w2, groups, weights_RK, y)
 
 
 def expert_places(groups: Groups) -> Iterator[tuple[int, Tensor]]:
@@ -252,7 +252,9 @@ def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
     grouped = product.unflatten(-1, (-1, FP8_GROUP))
     scales = (grouped.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
-    h.values[places] = scaled.flatten(-2).to(torch.float8_e4m3fn)
+    # As bytes: not every device can scatter float8.
+    scaled = scaled.flatten(-2).to(torch.float8_e4m3fn)
+    h.values.view(torch.uint8)[places] = scaled.view(torch.uint8)
     h.scales[places] = scales
 
 

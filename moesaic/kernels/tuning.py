@@ -33,7 +33,10 @@ LINE = 128
 """Bytes of a cache line."""
 FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(FP8_FORMATS, 1)}
-"""Formats of `small` and `large`; all others are `formats`."""
+"""Formats of `small`; those that are not here are `formats`."""
+SCRATCH = 2 * KIB
+"""Of a program's shared memory, for all but what is on its way."""
+LARGE_FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 LARGE_BLOCK = 128
 MANY_ROWS = 40
 """Rows of an expert, on average, from which the matrix units are worth being filled."""
@@ -146,7 +149,7 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
         block = LARGE_BLOCK if mean > MANY_ROWS else min(block, 64)
     if shape.format not in ITEM_BYTES:
         return Plan("formats", block)
-    if block >= LARGE_BLOCK:
+    if block >= LARGE_BLOCK and shape.format in LARGE_FORMATS:
         return Plan("large", block)
     touched = shape.experts * (1 - (1 - 1 / shape.experts) ** pairs)
     tiles = max(touched, pairs / block)
@@ -163,6 +166,7 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     memory busy when few are left.
     """
     item = ITEM_BYTES[shape.format]
+    step = LINE // item
     # A tile of 128 can quantise h; where those are too few, h stays as it is and `down` does it.
     gate_widths = (LINE, 64, 32) if shape.format in FP8_FORMATS else (64, 32)
     gate_n, gates = _widest(device, tiles, shape.inner, gate_widths)
@@ -170,8 +174,8 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     lines = -(-shape.inner * item // LINE)
     prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))
     return (
-        _staged(device, Config(block, gate_n, LINE // item), 2 * gate_n, gates),
-        _staged(device, Config(block, down_n, LINE // item, prefetch=prefetch), down_n, downs),
+        _staged(device, Config(block, gate_n, step), item, 2 * gate_n, gates),
+        _staged(device, Config(block, down_n, step, prefetch=prefetch), item, down_n, downs),
     )
 
 
@@ -184,42 +188,54 @@ def _widest(device: Device, tiles: float, total: int, widths: tuple[int, ...]) -
     return width, programs
 
 
-def _staged(device: Device, config: Config, lines: int, programs: float) -> Config:
-    """`lines` of weights in a tile; `programs` that each processor gets."""
-    stage = (lines + config.block_m) * LINE
-    resident = 3 if 4 * stage <= device.shared // 3 else 2
-    resident = max(1, min(resident, math.ceil(programs)))
-    stages = device.shared // resident // stage
-    wide = lines * config.block_m >= 256 * 64
+def _staged(device: Device, config: Config, item: int, lines: int, programs: float) -> Config:
+    """`item` bytes of a weight, `lines` of them in a tile; `programs` that each processor gets."""
+    stage = _stage_bytes(item, lines, config.block_m, config.block_k)
+    wide = _is_wide(lines, config.block_m)
+    # Wide tiles of fp8, whose partial sums are scaled one by one, take the registers of all.
+    most = 1 if wide else 3 if 4 * stage <= device.shared // 3 else 2
+    resident = max(1, min(most, math.ceil(programs)))
+    stages = (device.shared // resident - SCRATCH) // stage
     return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
+
+
+def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
+    """Rows for weights of one byte may be quantised only here."""
+    return (lines * item + rows * max(2, item)) * step
+
+
+def _is_wide(lines: int, rows: int) -> bool:
+    """Sums of a tile that need eight warps."""
+    return lines * rows >= 256 * 64
 
 
 def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], list[Config]]:
     """Configurations of gate_up and of down that are worth being measured; each product's by
     itself, as neither depends on the other's."""
-    item = ITEM_BYTES[shape.format]
-    quantised = shape.format in FP8_FORMATS
+    item, quantised = ITEM_BYTES[shape.format], shape.format in FP8_FORMATS
     steps = (LINE,) if quantised else (LINE // item, 2 * LINE // item)
+
+    def fitting(lines: int, step: int) -> Iterator[tuple[int, int]]:
+        """Warps and stages that leave room for one, two, three or four programs a processor."""
+        stage = _stage_bytes(item, lines, block, step)
+        counts = {
+            min(10, (device.shared // programs - SCRATCH) // stage) for programs in (1, 2, 3, 4)
+        }
+        warps = 8 if _is_wide(lines, block) else 4
+        return ((warps, count) for count in sorted(counts) if count >= 2)
+
     gates = [
         Config(block, width, step, warps, stages)
         for width, step in product((128, 64, 32) if quantised else (128, 64, 32, 16), steps)
-        for warps, stages in _fitting_stages(device, 2 * width, step * item, block)
+        for warps, stages in fitting(2 * width, step)
     ]
     downs = [
         Config(block, width, step, warps, stages, prefetch)
         for width, step in product((128, 64, 32), steps)
-        for warps, stages in _fitting_stages(device, width, step * item, block)
+        for warps, stages in fitting(width, step)
         for prefetch in (0, 256 // width)
     ]
     return gates, downs
-
-
-def _fitting_stages(device: Device, lines: int, step: int, block: int) -> Iterator[tuple[int, int]]:
-    """Warps and stages that leave room for four, three, two programs or one on a processor."""
-    stage = (lines + block) * step
-    warps = 8 if lines * block >= 256 * 64 else 4
-    counts = {min(10, device.shared // programs // stage) for programs in (1, 2, 3, 4)}
-    return ((warps, count) for count in sorted(counts) if count >= 2)
 
 
 def config_class(implementation: str) -> type:

@@ -133,7 +133,8 @@ def check(layer: Layer, x: Rows, groups: Groups, weights_RK: Tensor | None, h_sc
     places = written(groups)
     to = places if groups.order_P is None else groups.order_P[places].long()
     compare(contract.dense(h), contract.dense(expected_h), places, bound)
-    compare(y, expected_y, to, BOUNDS[layer.dtype])
+    # Hopper's products of fp8 keep 14 bits of their sums.
+    compare(y, expected_y, to, BOUNDS[layer.dtype] + 2e-3 * quantised)
 
 
 def compare(out: Tensor, expected: Tensor, rows: Tensor, bound: float) -> None:

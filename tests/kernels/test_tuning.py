@@ -79,7 +79,7 @@ def test_stages_fit_into_shared_memory(device: Device, format: str, pairs: int) 
         (plan.gate_up, 2 * plan.gate_up.block_n),
         (plan.down, plan.down.block_n),
     ):
-        used = config.num_stages * (lines + config.block_m) * config.block_k * item
+        used = config.num_stages * (lines * item + config.block_m * max(2, item)) * config.block_k
         assert 32 * KIB <= used <= device.shared
         assert config.num_stages >= 2
         assert config.block_k * item == 128
