@@ -118,7 +118,7 @@ def quantises_inner(
 ) -> bool:
     """Whether `gate_up` should be given h with scales; else `down` quantises float rows itself,
     which lets the tiles of `gate_up` be narrow where there are few."""
-    if format not in FP8_FORMATS:
+    if format not in FP8_FORMATS or inner % LINE:
         return False
     plan = plan_for(device, Shape(format, experts, hidden, inner), num_pairs)
     return plan.implementation != "small" or plan.gate_up.block_n == LINE
@@ -144,9 +144,9 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
     """What to take where nothing was measured; with `block`, for tiles of that many places."""
     mean = pairs / shape.experts
     if block is None:
-        wanted = 1.5 * mean
-        block = next((size for size in (16, 32, 64) if size >= wanted), LARGE_BLOCK)
-        block = LARGE_BLOCK if mean > MANY_ROWS else min(block, 64)
+        # Most experts then are one tile: weights are read once.
+        enough = (size for size in (16, 32, 64) if size >= 1.5 * mean)
+        block = LARGE_BLOCK if mean > MANY_ROWS else next(enough)
     if shape.format not in ITEM_BYTES:
         return Plan("formats", block)
     if block >= LARGE_BLOCK and shape.format in LARGE_FORMATS:

@@ -177,6 +177,13 @@ def test_fp8_blocks_that_are_not_whole() -> None:
     check(layer, layer.rows(5), groups, None, False, configs)
 
 
+def test_groups_that_are_not_whole_get_no_scales() -> None:
+    layer = Layer.random(2, 128, 72, "fp8_block", torch.float16)
+    groups = sort.sort_pairs(draw_ids(5, 2, 1), 2, 16)
+    with pytest.raises(ValueError, match="h of 72 channels cannot be quantised by 128"):
+        check(layer, layer.rows(5), groups, None, True, (Config(16, 32, 128),) * 2)
+
+
 def test_rows_are_quantised_on_the_way_as_before_it() -> None:
     """The same bits, whoever quantises."""
     layer = Layer.random(2, 256, 64, "fp8_block", torch.float16)
@@ -203,9 +210,9 @@ def test_blocks_of_rows() -> None:
 def test_one_expert_takes_all_and_scale() -> None:
     layer = Layer.random(3, 64, 32, "fp32", torch.float32)
     ids = torch.full((35, 1), 2, dtype=torch.int32, device=DEVICE)
-    groups = sort.sort_pairs(ids, 3, 16)
+    groups = sort.sort_pairs(ids, 3, 32)
     x = replace(layer.rows(35), scale=0.25)
-    check(layer, x, groups, None, False, (Config(16, 16, 32), Config(16, 32, 32)))
+    check(layer, x, groups, None, False, (Config(32, 16, 32), Config(32, 32, 32)))
 
 
 @pytest.mark.parametrize("rows, missing", [(0, 0.0), (3, 1.0)])

@@ -103,6 +103,12 @@ def down_small(
 
 def _fitting(config: Config, h: Rows) -> Config:
     """A group of channels that get one scale must be one tile."""
+    inner = h.values.shape[1]
+    if h.scales is not None and inner % FP8_GROUP:
+        raise ValueError(
+            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: leave out its scales, "
+            "then `down` quantises it"
+        )
     if h.scales is None or config.block_n == FP8_GROUP:
         return config
     stages = max(2, config.num_stages * config.block_n // FP8_GROUP)
@@ -134,6 +140,7 @@ def _lists(groups: Groups) -> tuple[Tensor | None, ...]:
 
 def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, Any]:
     exact = matrices.planes["values"].dtype == torch.float32
+    assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
     return {
         "BM": groups.block,
         "BN": config.block_n,
