@@ -3,7 +3,7 @@
 R rows · K chosen · N = R * K pairs of row and slot · E slots · P places · H hidden ·
 I intermediate · J = 2 * I · X tiles at most.
 
-    sort_pairs       which pairs go to which expert
+    group_pairs      which pairs go to which expert (sort_pairs, with a block of one's own)
     gate_up          h = activation(x · w13), at places; quantised if the next product wants it
     down             y = h · w2, weighted, back at pairs
     sum_pairs        one row for each row of x
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.native import native
+from moesaic.kernels.tuning import block_for
 
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
@@ -52,6 +53,9 @@ class Groups:
     counters: Tensor | None = None
     """Zeros for kernels that count finished tiles, one for each tile and two more; whoever counts
     with them leaves zeros again."""
+    ids_K: Tensor | None = None
+    """Of one row, whose pairs are a tile each: `gate_up` reads these, takes pairs for places, as
+    `down` does, and fills the lists for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,14 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts].int()
     first = counts.cumsum(0).int() - counts
     return _groups(order, first, counts, block, ids_RK.shape[1], num_pairs, device)
+
+
+@native(SORT)
+def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+    """`sort_pairs` with the block that suits these experts; for `gate_up` and `down` of them alone,
+    as the pairs of a single row may be left for `gate_up` to sort."""
+    block = block_for(w2.format, *w2.shape, ids_RK.numel(), ids_RK.device)
+    return sort_pairs.twin(ids_RK, w2.shape[0], block)
 
 
 @native(SORT)

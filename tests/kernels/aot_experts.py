@@ -25,13 +25,21 @@ LISTS = dict.fromkeys(
 MOST_SHARED = 227 * KIB
 
 
-def gate_up_usage(shape: Shape, config: Config, h_scales: bool | None = None) -> Usage:
+def gate_up_usage(
+    shape: Shape, config: Config, h_scales: bool | None = None, direct: bool = False
+) -> Usage:
     kind, quantised = _kind(shape)
     h_scales = quantised if h_scales is None else h_scales
     types = {"x": kind, "w": kind, "h": kind if h_scales else "*bf16", **LISTS}
     types |= dict.fromkeys(("x_scale", "alpha", "limit"), "fp32")
     scales = {"x_scales": quantised, "w_scales": quantised, "h_scales": h_scales}
     constants = {"bias": None, "LIMITED": False, **_constants(shape, config)}
+    types |= {"num_pairs": "i32", "num_counters": "i32"}
+    if direct:
+        types |= {"ids": INTEGERS, "counters": INTEGERS}
+        constants |= {"E": shape.experts, "EP": shape.experts, "NP": 32}
+    else:
+        constants |= {"ids": None, "counters": None, "E": 0, "EP": 0, "NP": 0}
     return _build(experts_small._gate_up_kernel, types, scales, constants, config)
 
 
@@ -42,6 +50,7 @@ def down_usage(shape: Shape, config: Config, h_scales: bool = True) -> Usage:
     types |= {"h_scale": "fp32", **LISTS}
     scales = {"h_scales": quantised and h_scales, "w_scales": quantised}
     constants = {"bias": None, "PREFETCH": config.prefetch, **_constants(shape, config)}
+    constants["ids"] = None
     del constants["TOP_K"]
     return _build(experts_small._down_kernel, types, scales, constants, config)
 
@@ -153,6 +162,9 @@ def main() -> None:
             top_k = {"qwen3_30b": 8, "dsv3_ep8": 1, "mixtral": 2}[name]
             for tokens in (1, 8, 32, 128, 512, 2048):
                 check_shape(shape, tokens * top_k)
+            gate = tuning.guess(H200, shape, top_k).gate_up
+            usage = gate_up_usage(shape, gate, h_scales=False, direct=True)
+            check(f"{format} {shape} gate_up of one row", gate, usage, 2 * gate.block_n)
             plan = tuning.guess(H200, shape, 32 * top_k)
             usage = fused_usage(shape, plan)
             check(f"{format} {shape} fused", plan.gate_up, usage, 2 * plan.gate_up.block_n)

@@ -256,6 +256,40 @@ def test_a_layer_is_near_the_truth(
     assert bool((out[4] == 0).all())
 
 
+@pytest.mark.parametrize("missing", [0.1, 1.0])
+def test_one_row_needs_no_sorting(missing: float) -> None:
+    """Results as of sorted pairs, and the lists too, once gate_up has run."""
+    layer = Layer.random(4, 64, 32, "fp32", torch.float32)
+    ids, weights = draw_ids(1, 9, 7, missing), torch.rand(1, 7, device=DEVICE)
+    ids = ids.masked_fill(ids >= 4, -1)  # of experts elsewhere
+    groups = sort.group_pairs(ids, layer.w2)
+    assert groups.ids_K is not None
+    x = layer.rows(1)
+    y = torch.full((7, 64), torch.nan, device=DEVICE)
+    h = poisoned(layer, 7, False)
+    experts.gate_up_down(x, layer.feed_forward, groups, weights, h, y)
+    sorted_groups = sort.sort_pairs(ids, 4, groups.block)
+    expected = twin("gate_up_down")(
+        x, layer.feed_forward, sorted_groups, weights, h, torch.full_like(y, torch.nan)
+    )
+    known = (ids.flatten() >= 0).nonzero().flatten()
+    compare(y, expected, known, 1e-5)
+    used = int(sorted_groups.num_tiles_1)
+    for name in ("order_P", "first_E", "count_E", "num_tiles_1", "counters"):
+        assert torch.equal(getattr(groups, name), getattr(sorted_groups, name)), name
+    for name in ("tile_expert_X", "tile_place_X"):
+        assert torch.equal(getattr(groups, name)[:used], getattr(sorted_groups, name)[:used]), name
+
+
+def test_more_rows_are_sorted() -> None:
+    layer = Layer.random(4, 64, 32, "fp32", torch.float32)
+    ids = draw_ids(2, 4, 2)
+    groups = sort.group_pairs(ids, layer.w2)
+    assert groups.ids_K is None and groups.block == 16
+    expected = twin("group_pairs")(ids, layer.w2)
+    assert torch.equal(groups.count_E, expected.count_E)
+
+
 @pytest.mark.parametrize("format, dtype", [("fp32", torch.float32), ("fp8_block", torch.float16)])
 def test_both_products_in_one_kernel(format: str, dtype: torch.dtype) -> None:
     """The same bits as two kernels give, twice: the counters are zeros again."""
@@ -365,13 +399,14 @@ def test_a_captured_layer_follows_its_inputs(
     device = layer.w2.planes["values"].device
     shape = Shape(format, num_experts, hidden, inner)
     plan = tuning.guess(tuning.device_facts(device), shape, tuning.bucket(rows * top_k))
-    monkeypatch.setattr(tuning, "plan_for", lambda *_: replace(plan, fused=fused))
+    for module in (tuning, sort):
+        monkeypatch.setattr(module, "plan_for", lambda *_: replace(plan, fused=fused))
     x = torch.empty(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.zeros(rows, top_k, device=DEVICE, dtype=torch.int32)
     weights = torch.rand(rows, top_k, device=DEVICE)
 
     def once(x_RH: Tensor) -> Tensor:
-        groups = sort.sort_pairs(ids, num_experts, plan.block)
+        groups = sort.group_pairs(ids, layer.w2)
         h = Rows(torch.empty(ids.numel(), inner, device=DEVICE, dtype=torch.bfloat16))
         y = torch.empty(ids.numel(), hidden, device=DEVICE, dtype=torch.bfloat16)
         experts.gate_up_down(Rows(x_RH), layer.feed_forward, groups, weights, h, y)

@@ -27,6 +27,7 @@ from moesaic.kernels.triton.launch import (
     prefetch_lines,
     release_next,
 )
+from moesaic.kernels.triton.sort import row_arguments, sort_row
 from moesaic.kernels.tuning import Config, Plan, device_facts
 
 BLOCK_SCALED = ("fp8_block",)
@@ -40,13 +41,13 @@ def gate_up_small(
     config = _fitting(config, h)
     _, double, hidden = w13.shape
     inner = double // 2
-    tiles = groups.tile_expert_X.numel() * triton.cdiv(inner, config.block_n)
+    tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
     pdl = dependent_launch(x.values)
     _gate_up_kernel[(tiles,)](
         _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_lists(groups),
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **_constants(config, groups, w13), PDL=pdl.on,
+        **_constants(config, groups, w13), **row_arguments(groups), PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -65,7 +66,7 @@ def gate_up_down_small(
     gate_up, down = _fitting(plan.gate_up, h), plan.down
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
-    assert groups.counters is not None, "the groups were made without counters"
+    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
     programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
@@ -90,10 +91,11 @@ def down_small(
     while that one still runs."""
     _, hidden, inner = w2.shape
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
-    tiles = groups.tile_expert_X.numel() * triton.cdiv(hidden, config.block_n)
+    tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
-        _checked(h), h.scales, *_planes(w2), weights_RK, y, *_lists(groups), h.scale,
+        _checked(h), h.scales, *_planes(w2), weights_RK, y,
+        *_lists(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
         HIDDEN=hidden, INNER=inner,
         **_constants(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
@@ -115,6 +117,11 @@ def _fitting(config: Config, h: Rows) -> Config:
     return replace(config, block_n=FP8_GROUP, num_stages=stages)
 
 
+def _slots(groups: Groups) -> int:
+    """Tiles at most; of one row every pair may be one."""
+    return groups.tile_expert_X.numel() if groups.ids_K is None else groups.num_places
+
+
 def _checked(rows: Rows) -> Tensor:
     assert rows.values.is_contiguous()
     assert rows.scales is None or rows.scales.is_contiguous()
@@ -127,7 +134,10 @@ def _planes(matrices: Matrices) -> tuple[Tensor | None, ...]:
     return planes
 
 
-def _lists(groups: Groups) -> tuple[Tensor | None, ...]:
+def _lists(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
+    """`direct`: none, for a kernel that only needs a row's ids."""
+    if direct:
+        return (None,) * 6
     return (
         groups.order_P,
         groups.first_E,
@@ -152,10 +162,13 @@ def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, 
 
 @triton.jit
 def _tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
-    """A tile's places and pairs, and which of them are somebody's. In 32 bits until they become
-    addresses: they may live in registers all through a product."""
+    """A tile's places and pairs, and which of them are somebody's: without lists, the first. In 32
+    bits until they become addresses: they may live in registers all through a product."""
     place_M = begin + tl.arange(0, BM)
-    valid_M = place_M < tl.load(first + expert) + tl.load(count + expert)
+    if first is None:
+        valid_M = tl.arange(0, BM) == 0
+    else:
+        valid_M = place_M < tl.load(first + expert) + tl.load(count + expert)
     if order is None:
         pair_M = place_M
     else:
@@ -347,24 +360,41 @@ def _down_tile(
 def _gate_up_kernel(
     x, x_scales, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, x_scale, alpha, limit,
+    ids, counters, num_pairs, num_counters,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """With `ids` of one row its pairs are the tiles, and one more program writes the lists."""
     columns: tl.constexpr = (INNER + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
     # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
     await_inputs(PDL)
     release_next(PDL)
-    used = tl.load(num_tiles)
-    # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
-    expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
-    if tile < used:
-        _gate_up_tile(
-            expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
-            order, first, count, x_scale, alpha, limit,
-            HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+    if ids is None:
+        used = tl.load(num_tiles)
+        # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
+        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+        if tile < used:
+            _gate_up_tile(
+                expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
+                order, first, count, x_scale, alpha, limit,
+                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
+    elif tile == num_pairs:
+        sort_row(
+            ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+            num_pairs, num_counters, E, EP, BM, NP,
         )  # fmt: skip
+    else:
+        expert = tl.load(ids + tile).to(tl.int64)
+        if expert >= 0:
+            _gate_up_tile(
+                expert, tile, column, x, x_scales, w, w_scales, bias, h, h_scales,
+                None, None, None, x_scale, alpha, limit,
+                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -383,7 +413,7 @@ def _prefetch_down(
 @triton.jit
 def _down_kernel(
     h, h_scales, w, w_scales, bias, weights, y,
-    order, first, count, tile_expert, tile_place, num_tiles, h_scale,
+    order, first, count, tile_expert, tile_place, num_tiles, ids, h_scale,
     HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
@@ -391,9 +421,13 @@ def _down_kernel(
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    used = tl.load(num_tiles)
-    expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
-    if tile < used:
+    if ids is None:
+        used = tile < tl.load(num_tiles)
+        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+    else:
+        expert, begin = tl.load(ids + tile).to(tl.int64), tile
+        used = expert >= 0
+    if used:
         # While gate_up still runs, weights can come into the cache.
         _prefetch_down(expert, column, w, HIDDEN, INNER, BN, PREFETCH, PDL)
         await_inputs(PDL)

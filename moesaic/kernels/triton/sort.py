@@ -10,15 +10,16 @@ and pairs are compared within their chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.experts import Groups, max_tiles
+from moesaic.kernels.experts import Groups, Matrices, max_tiles
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.tuning import Shape, plan_for
 
 FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
@@ -74,6 +75,32 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
         num_warps=8, **pdl.options,
     )  # fmt: skip
     return groups
+
+
+def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+    ids_RK = ids_RK.contiguous()
+    num_experts, num_pairs = w2.shape[0], ids_RK.numel()
+    plan = plan_for(ids_RK.device, Shape(w2.format, *w2.shape), num_pairs)
+    if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
+        return sort_pairs(ids_RK, num_experts, plan.block)
+    sizes = _Sizes.of(num_experts, plan.block)
+    groups = _room(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
+    return replace(groups, ids_K=ids_RK.view(-1))
+
+
+def row_arguments(groups: Groups) -> dict[str, object]:
+    """What `sort_row` takes besides a kernel's lists, by its names."""
+    sizes = _Sizes.of(groups.count_E.numel(), groups.block)
+    direct = groups.ids_K is not None
+    return {
+        "ids": groups.ids_K,
+        "counters": groups.counters if direct else None,
+        "num_counters": groups.counters.numel() if direct else 0,
+        "num_pairs": groups.num_places if direct else 0,
+        "E": sizes.experts if direct else 0,
+        "EP": sizes.padded if direct else 0,
+        "NP": max(32, triton.next_power_of_2(groups.num_places)) if direct else 0,
+    }
 
 
 def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
@@ -156,6 +183,53 @@ def _write_summary(
 
 
 @triton.jit
+def _write_lists(
+    ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """All but the order, by one program that looks at all pairs."""
+    key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
+    experts_E = tl.arange(0, EP)
+    count_E = tl.histogram(key_N, EP, mask=key_N < E)
+    first_E = tl.cumsum(count_E, 0) - count_E
+    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
+    _write_summary(
+        count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
+        E, EP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_pairs(
+    ids, order, begin, num_pairs,
+    E: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """BI pairs from `begin` on go where as many pairs come before them."""
+    pair_I = begin + tl.arange(0, BI)
+    rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
+    before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
+    for start in range(0, num_pairs, BJ):
+        pair_J = start + tl.arange(0, BJ)
+        rank_J = _keys(ids, pair_J, num_pairs, E) * NP + pair_J
+        before_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
+    tl.store(order + tl.sum(before_IJ, 1), pair_I, mask=pair_I < num_pairs)
+
+
+@triton.jit
+def sort_row(
+    ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    num_pairs, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """All lists of one row's pairs, by one program of a kernel that needs none of them."""
+    _write_lists(
+        ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
+        E, EP, BLOCK, NP,
+    )  # fmt: skip
+    _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
+
+
+@triton.jit
 def _sort_few(
     ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
     num_pairs, num_counters,
@@ -167,24 +241,12 @@ def _sort_few(
     release_next(PDL)
     pid = tl.program_id(0)
     if pid == 0:
-        key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
-        experts_E = tl.arange(0, EP)
-        count_E = tl.histogram(key_N, EP, mask=key_N < E)
-        first_E = tl.cumsum(count_E, 0) - count_E
-        total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
-        _write_summary(
-            count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
-            E, EP,
+        _write_lists(
+            ids, first, count, tile_expert, tile_place, num_tiles, counters,
+            num_pairs, num_counters, E, EP, BLOCK, NP,
         )  # fmt: skip
     else:
-        pair_I = (pid - 1) * BI + tl.arange(0, BI)
-        rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
-        before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
-        for start in range(0, num_pairs, BJ):
-            pair_J = start + tl.arange(0, BJ)
-            rank_J = _keys(ids, pair_J, num_pairs, E) * NP + pair_J
-            before_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
-        tl.store(order + tl.sum(before_IJ, 1), pair_I, mask=pair_I < num_pairs)
+        _place_pairs(ids, order, (pid - 1) * BI, num_pairs, E, BI, BJ, NP)
 
 
 @triton.jit
