@@ -171,8 +171,7 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     gate_widths = (LINE, 64, 32) if shape.format in FP8_FORMATS else (64, 32)
     gate_n, gates = _widest(device, tiles, shape.inner, gate_widths)
     down_n, downs = _widest(device, tiles, shape.hidden, (128, 64))
-    lines = -(-shape.inner * item // LINE)
-    prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))
+    prefetch = _prefetch(shape, down_n)
     return (
         _staged(device, Config(block, gate_n, step), item, 2 * gate_n, gates),
         _staged(device, Config(block, down_n, step, prefetch=prefetch), item, down_n, downs),
@@ -197,6 +196,12 @@ def _staged(device: Device, config: Config, item: int, lines: int, programs: flo
     resident = max(1, min(most, math.ceil(programs)))
     stages = (device.shared // resident - SCRATCH) // stage
     return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
+
+
+def _prefetch(shape: Shape, width: int) -> int:
+    """Lines of a row: 32 KiB a program, of all that run a quarter of Hopper's L2 cache."""
+    lines = -(-shape.inner * ITEM_BYTES[shape.format] // LINE)
+    return min(256 // width, 1 << (lines.bit_length() - 1))
 
 
 def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
@@ -233,7 +238,7 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
         Config(block, width, step, warps, stages, prefetch)
         for width, step in product((128, 64, 32), steps)
         for warps, stages in fitting(width, step)
-        for prefetch in (0, 256 // width)
+        for prefetch in (0, _prefetch(shape, width))
     ]
     return gates, downs
 
