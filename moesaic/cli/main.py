@@ -26,6 +26,7 @@ COMMANDS = (
     Command("bench", "measure a server, or the engine alone", "moesaic.cli.bench"),
     Command("eval", "score a model, or a server, on problems with answers", "moesaic.cli.eval"),
     Command("quantize", "write a checkpoint anew with fewer bits", "moesaic.cli.quantize"),
+    Command("tune", "find the fastest kernel configurations on this GPU", "moesaic.cli.tune"),
     Command(
         "doctor", "what this machine has, and how a model would be laid out", "moesaic.cli.doctor"
     ),

@@ -18,6 +18,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -130,14 +131,36 @@ def bucket(num_pairs: int) -> int:
 
 
 def plan_for(device: torch.device, shape: Shape, num_pairs: int) -> Plan:
-    return _plan(device, shape, bucket(num_pairs))
+    return _tried.get(shape) or _plan(device, shape, bucket(num_pairs))
+
+
+_tried: dict[Shape, Plan] = {}
+
+
+@contextmanager
+def trying(shape: Shape, plan: Plan) -> Iterator[None]:
+    """Everything of that shape goes by this plan meanwhile; for the tuner."""
+    _tried[shape] = plan
+    try:
+        yield
+    finally:
+        del _tried[shape]
 
 
 @cache
 def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
     facts = device_facts(device)
-    measured = load(facts.name, shape.format).get((str(shape), pairs))
-    return measured or guess(facts, shape, pairs)
+    for folder in folders():
+        measured = load(facts.name, shape.format, folder).get((str(shape), pairs))
+        if measured is not None:
+            return measured
+    return guess(facts, shape, pairs)
+
+
+def folders() -> list[Path]:
+    """Of measured configurations: the user's, then the package's."""
+    own = os.environ.get("MOESAIC_TUNED")
+    return [*([Path(own)] if own else []), TUNED]
 
 
 def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) -> Plan:

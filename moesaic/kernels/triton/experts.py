@@ -27,13 +27,13 @@ DEFAULTS = {"large": "large_config"}
 def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
     plan = plan_of(w13, groups, x.values.device, hidden=w13.shape[2], inner=w13.shape[1] // 2)
     config = _config(plan, plan.gate_up, x, w13)
-    return _function(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
+    return function_of(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
 
 
 def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
     plan = plan_of(w2, groups, h.values.device, hidden=w2.shape[1], inner=w2.shape[2])
     config = _config(plan, plan.down, h, w2)
-    return _function(plan.implementation, "down")(h, w2, groups, weights_RK, y, *config)
+    return function_of(plan.implementation, "down")(h, w2, groups, weights_RK, y, *config)
 
 
 def gate_up_down(
@@ -43,7 +43,7 @@ def gate_up_down(
     _, hidden, inner = w2.shape
     plan = plan_of(w2, groups, x.values.device, hidden=hidden, inner=inner)
     if plan.fused and w13.format == w2.format:
-        fused = _function(plan.implementation, "gate_up_down")
+        fused = function_of(plan.implementation, "gate_up_down")
         return fused(x, experts, groups, weights_RK, h, y, plan)
     gate_up(x, w13, groups, experts.activation, h)
     return down(h, w2, groups, weights_RK, y)
@@ -74,5 +74,5 @@ def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[A
 
 
 @cache
-def _function(implementation: str, product: str) -> Callable[..., Any]:
+def function_of(implementation: str, product: str) -> Callable[..., Any]:
     return getattr(import_module(MODULES[implementation]), f"{product}_{implementation}")

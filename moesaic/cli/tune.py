@@ -1,0 +1,165 @@
+"""`moesaic tune`: measures which configurations of the experts' kernels are fastest on this GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from moesaic.cli.common import set_up_logging
+from moesaic.config.flags import Flag
+from moesaic.config.parser import FlagParser, merge, read_config
+
+if TYPE_CHECKING:
+    from moesaic.kernels.tune import Case
+
+DESCRIPTION = """\
+Measure which configurations of the experts' kernels are fastest on this GPU, and write them down.
+SHAPE is E,K,H,I: experts, experts of a token, hidden size, intermediate size; several are allowed.
+What was found already is skipped, so a run that was stopped goes on where it was.
+The engine reads the files of the package and, before them, of the folder MOESAIC_TUNED."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class TuneArgs:
+    GROUP: ClassVar[str] = "Tuning"
+
+    weights: Annotated[str, Flag("Weight format of the experts: bf16, fp8_block, …")] = "bf16"
+    tokens: Annotated[
+        str, Flag("Numbers of tokens, comma-separated; each stands for its power of two.")
+    ] = ",".join(map(str, TOKENS))
+    out: Annotated[str | None, Flag("Folder to write to; unset: the package's own.")] = None
+    jobs: Annotated[
+        int, Flag("Processes that compile candidates before they are measured.", at_least=1)
+    ] = 8
+    again: Annotated[bool, Flag("Measure what is there already, too.")] = False
+    share: Annotated[
+        str | None, Flag("I/N: compile every N-th candidate from I on, and measure nothing.")
+    ] = None
+
+
+def run(argv: Sequence[str]) -> int:
+    usage = "moesaic tune SHAPE [SHAPE …] [flags]"
+    parser = FlagParser("moesaic tune", usage, DESCRIPTION)
+    parser.add_argument("shapes", metavar="SHAPE", nargs="+", help="E,K,H,I")
+    parser.add_flags(TuneArgs)
+    given = parser.parse(argv)
+    file = read_config(TuneArgs, given["config"]) if given["config"] is not None else {}
+    args = merge(TuneArgs, given, file)
+    set_up_logging("warning")
+    sizes = [_shape(text) for text in given["shapes"]]
+    tokens = _numbers("--tokens", args.tokens)
+    _require_gpu()
+    cases = _cases(sizes, tokens, args)
+    if args.share is not None:
+        _compile(cases, args.share)
+    elif cases:
+        _compile_apart([*argv], args.jobs)
+        _measure(cases, args)
+    else:
+        print("everything that was asked for is there already: --again measures it anew")
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    numbers = _numbers("SHAPE", text)
+    if len(numbers) != 4 or numbers[1] > numbers[0]:
+        raise ValueError(
+            f"SHAPE {text!r}: give E,K,H,I with K at most E, like 128,8,2048,768 (Qwen3-30B-A3B)"
+        )
+    experts, top_k, hidden, inner = numbers
+    return experts, top_k, hidden, inner
+
+
+def _numbers(what: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"{what} {text!r}: give whole numbers above 0, separated by commas")
+    return [int(word) for word in words]
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("moesaic tune measures on a CUDA device, and torch finds none")
+
+
+def _cases(
+    sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
+) -> list[Case]:
+    """Those that are not there yet."""
+    import torch
+
+    from moesaic.kernels import tuning
+    from moesaic.kernels.tune import FORMATS, Case
+
+    if args.weights not in FORMATS:
+        raise ValueError(
+            f"--weights {args.weights}: only {', '.join(FORMATS)} have configurations to choose"
+        )
+    device = tuning.device_facts(torch.device("cuda", torch.cuda.current_device()))
+    folder = tuning.TUNED if args.out is None else Path(args.out)
+    known = {} if args.again else tuning.load(device.name, args.weights, folder)
+    cases = {}
+    for (experts, top_k, hidden, inner), count in (
+        (size, count) for size in sizes for count in tokens
+    ):
+        case = Case(tuning.Shape(args.weights, experts, hidden, inner), top_k, count)
+        key = str(case.shape), tuning.bucket(case.pairs)
+        if key not in known:
+            cases.setdefault(key, case)
+    return list(cases.values())
+
+
+def _compile(cases: Sequence[Case], share: str) -> None:
+    import torch
+
+    from moesaic.kernels.tune import compile_all
+
+    words = share.split("/")
+    if len(words) != 2 or not all(word.isdecimal() for word in words):
+        raise ValueError(f"--share {share!r}: give I/N, like 0/8")
+    part = int(words[0]), int(words[1])
+    if part[0] >= part[1]:
+        raise ValueError(f"--share {share!r}: I must be less than N")
+    for case in cases:
+        compile_all(case, torch.device("cuda", torch.cuda.current_device()), part)
+
+
+def _compile_apart(argv: list[str], jobs: int) -> None:
+    """In processes of their own: Triton compiles on one core."""
+    print(f"compiling candidates in {jobs} processes …", file=sys.stderr)
+    command = [sys.executable, "-m", "moesaic.cli.main", "tune", *argv]
+    children = [subprocess.Popen([*command, f"--share={number}/{jobs}"]) for number in range(jobs)]
+    try:
+        failed = [child.args for child in children if child.wait() != 0]
+    finally:
+        for child in children:
+            child.kill()
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {jobs} processes failed; their messages are above")
+
+
+def _measure(cases: Sequence[Case], args: TuneArgs) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from moesaic.kernels import tuning
+    from moesaic.kernels.tune import candidates, search
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts = tuning.device_facts(device)
+    folder = tuning.TUNED if args.out is None else Path(args.out)
+    total = sum(len(list(candidates(case, facts))) for case in cases)
+    with tqdm(total=total, desc="configurations", disable=None) as bar, torch.inference_mode():
+        for case in cases:
+            plan, us = search(case, device, bar.update)
+            tuning.save(facts.name, case.shape, case.pairs, plan, us, folder)
+            how = "fused" if plan.fused else plan.implementation
+            bar.write(f"{case.shape} {case.tokens} tokens: {us:.1f} us, {how}, block {plan.block}")
+    print(f"wrote {folder / tuning.file_name(facts.name, args.weights)}")
