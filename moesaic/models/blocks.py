@@ -130,12 +130,18 @@ class DecoderLayer(Module):
         self._spans = config.moe.comm.spans
         self.renamed = {"mlp": mlp_name}
 
-    def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, ctx: ForwardContext, residual_TH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual), whose sum is the layer's output: the norm that comes next adds them. So
+        are those that are given."""
         begin = self._spans.clock()
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), ctx)
+        normed_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
+        mixed_TH = self.self_attn(normed_TH, ctx)
         if begin:
             self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH), ctx.step)
+        normed_TH, residual_TH = self.post_attention_layernorm.add(mixed_TH, residual_TH)
+        return self.mlp(normed_TH, ctx.step), residual_TH
 
 
 class Backbone(Module):
@@ -156,9 +162,12 @@ class Backbone(Module):
         if self.embed_tokens is not None:
             x_TH = self.embed_tokens(ids_T)
         assert x_TH is not None, "a later stage needs the hidden states of the one before it"
+        residual_TH: Tensor | None = None
         for layer in self.layers:
-            x_TH = layer(x_TH, ctx)
-        return x_TH if self.norm is None else self.norm(x_TH)
+            x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
+        if self.norm is not None:
+            return self.norm.add(x_TH, residual_TH)[0]
+        return x_TH if residual_TH is None else residual_TH + x_TH
 
 
 class CausalLM(Module):
