@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head
@@ -46,8 +47,9 @@ class Router(Module):
         self.e_score_correction_bias = (
             parameter(num_experts, dtype=torch.float32) if correction_bias else None
         )
-        self.float32 = float32
+        self.float32, self.deterministic = float32, deterministic
         self.product = product(deterministic)
+        self._fused: RouterWeights | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, num_experts: int, **options: bool) -> Router:
@@ -62,6 +64,16 @@ class Router(Module):
             return self.product(x_TH.float(), self.weight.float(), None)
         return self.product(x_TH, self.weight, self.bias)
 
+    def fused(self, x_TH: Tensor) -> RouterWeights | None:
+        """For the kernel that multiplies and chooses at once, where that is the faster way: for a
+        few rows on a GPU. None elsewhere."""
+        if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
+            return None
+        if self._fused is None:
+            counter_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
+            self._fused = RouterWeights(self.weight, self.bias, not self.float32, counter_1)
+        return self._fused
+
 
 class SparseBlock(Module):
     """Router, top-k and routed experts; families add their shared experts."""
@@ -74,14 +86,21 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.parallel = parallel or Parallel()
 
-    def route(self, x_TH: Tensor) -> TopKOutput:
+    def route(self, x_TH: Tensor, num_tokens_1: Tensor | None = None) -> TopKOutput:
         spans = self.experts.context.comm.spans
         begin = spans.clock()
-        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
-        chosen = self.topk(self.gate(x_TH), bias, slot_map)
+        chosen = self._choose(x_TH, num_tokens_1)
         if begin:
             spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return chosen
+
+    def _choose(self, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
+        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
+        router, spec = self.gate.fused(x_TH), self.topk.spec
+        if router is None or spec is None:
+            return self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
+        slots = slot_map.table_on(x_TH.device)
+        return TopKOutput(*route_rows(x_TH, router, spec, bias, num_tokens_1, slots))
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
         return self.routed(x_TH, step)
@@ -91,7 +110,8 @@ class SparseBlock(Module):
         experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
         group = self.parallel.attention
         if group.size == 1 or self.experts.context.replicated:
-            return self.experts(x_TH, self.route(x_TH), step)
+            return self.experts(x_TH, self.route(x_TH, step.num_tokens_1), step)
+        assert step.num_tokens_1 is None, "rows that are cut over ranks are all tokens"
         mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
         y_TH = self.experts(mine_TH, self.route(mine_TH), step)
         layer = self.experts.dispatcher.config.layer
