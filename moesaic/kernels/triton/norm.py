@@ -103,6 +103,14 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
 
 
+def tiling(size: int) -> dict[str, int]:
+    """The same for any number of rows: a row's sum does not depend on its neighbours."""
+    block = max(FP8_GROUP, triton.next_power_of_2(size))
+    tile = max(1, TILE_CHANNELS // block)
+    warps = min(MAX_WARPS, max(1, tile * block // (32 * THREAD_CHANNELS)))
+    return {"BLOCK_H": block, "ROWS": tile, "num_warps": warps}
+
+
 def _run(
     x: Tensor,
     residual_TH: Tensor | None,
@@ -118,11 +126,8 @@ def _run(
     if rows == 0:
         return
     assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
-    block = max(FP8_GROUP, triton.next_power_of_2(size))
-    tile = max(1, TILE_CHANNELS // block) if rows > TILE_CHANNELS // block else 1
-    warps = min(MAX_WARPS, max(1, tile * block // (32 * THREAD_CHANNELS)))
-    pdl = dependent_launch(x)
-    _norm_kernel[(triton.cdiv(rows, tile),)](
+    tile, pdl = tiling(size), dependent_launch(x)
+    _norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         x,
         residual_TH,
         weight_H,
@@ -137,11 +142,9 @@ def _run(
         0 if residual_TH is None else residual_TH.stride(0),
         eps,
         H=size,
-        BLOCK_H=block,
-        ROWS=tile,
         ADD=residual_TH is not None,
         FP8=values_TH is not None,
-        num_warps=warps,
+        **tile,
         PDL=pdl.on,
         **pdl.options,
     )
