@@ -49,7 +49,8 @@ class Router(Module):
         )
         self.float32, self.deterministic = float32, deterministic
         self.product = product(deterministic)
-        self._fused: RouterWeights | None = None
+        # Made here and not when it is needed, which may be inside of a graph that is captured.
+        self._counter_1 = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
     def of(cls, config: ModelConfig, num_experts: int, **options: bool) -> Router:
@@ -69,10 +70,9 @@ class Router(Module):
         few rows on a GPU. None elsewhere."""
         if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
             return None
-        if self._fused is None:
-            counter_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
-            self._fused = RouterWeights(self.weight, self.bias, not self.float32, counter_1)
-        return self._fused
+        if self._counter_1.device != x_TH.device:
+            self._counter_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
+        return RouterWeights(self.weight, self.bias, not self.float32, self._counter_1)
 
 
 class SparseBlock(Module):
