@@ -90,7 +90,7 @@ def test_slots_and_padding() -> None:
     assert set(ids[5:].flatten().tolist()) == {-1} and weights[5:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
 def test_what_is_no_number_still_has_slots(name: str) -> None:
     experts, spec, biased = SPECS[name]
     logits, bias = draw(5, experts), biases(experts, biased)
@@ -136,7 +136,7 @@ def test_the_router_equals_its_twin(rows: int, hidden: int, name: str) -> None:
 
 
 def test_the_router_with_several_rows_and_a_bias() -> None:
-    check_router(3, 260, "deepseek_v3", torch.float16, bias=True)
+    check_router(3, 260, "mixtral", torch.float16, bias=True)
 
 
 @pytest.mark.gpu
