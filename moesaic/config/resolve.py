@@ -91,7 +91,9 @@ def _told(args: ServerArgs) -> Iterator[Filled]:
             if getattr(args, field) is not None:
                 yield Filled(field, None, "there are no CUDA graphs on cpu")
     if args.model_path.startswith(SHAPE) and args.tokenizer_path is None:
-        yield Filled("skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids")
+        yield Filled(
+            "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
+        )
     if args.nnodes > 1 and args.dist_init_addr is None:
         yield Filled("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
 

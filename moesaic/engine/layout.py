@@ -13,6 +13,7 @@ from moesaic.comm.collective import Outline, WindowCollective
 from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
+from moesaic.config.resolve import CHUNKS
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,
@@ -20,7 +21,13 @@ from moesaic.engine.memory import (
     free_memory,
     total_memory,
 )
-from moesaic.engine.moe_setup import StepLimits, moe_context, report_buffers, weight_format
+from moesaic.engine.moe_setup import (
+    StepLimits,
+    kind_of,
+    moe_context,
+    report_buffers,
+    weight_format,
+)
 from moesaic.engine.ranks import RankContext
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
@@ -35,7 +42,7 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WeightFormat
 
-DEFAULT_MAX_RUNNING = 64
+DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
 # What a collective and a pipe carry in one piece: more goes in several, each with a signal.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
@@ -223,7 +230,8 @@ def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:
 
 def max_running(args: ServerArgs, mesh: Mesh) -> int:
     """Requests in the batch of one attention group."""
-    return -(-(args.max_running_requests or DEFAULT_MAX_RUNNING) // mesh.dp)
+    asked = args.max_running_requests or DEFAULT_MAX_RUNNING[kind_of(args)]
+    return -(-asked // mesh.dp)
 
 
 def context_length(args: ServerArgs, raw: RawConfig) -> int:
@@ -240,9 +248,8 @@ def context_length(args: ServerArgs, raw: RawConfig) -> int:
 
 def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
     """Prompt tokens in a step of one attention group."""
-    if args.chunked_prefill_size <= 0:
-        return context
-    return max(1, args.chunked_prefill_size // mesh.dp)
+    asked = args.chunked_prefill_size or CHUNKS[kind_of(args)]
+    return context if asked < 0 else max(1, asked // mesh.dp)
 
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:

@@ -28,9 +28,7 @@ def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[st
     integers = sorted(key for key, value in config.items() if type(value) is int)
     for key in changes or {}:
         if key not in integers:
-            raise ValueError(
-                f"shape {name} has no {key!r} to change; it has {', '.join(integers)}"
-            )
+            raise ValueError(f"shape {name} has no {key!r} to change; it has {', '.join(integers)}")
     return config | dict(changes or {})
 
 
