@@ -194,6 +194,10 @@ class ModelRunner:
                 self.moe.restart()
             raise
 
+    def device_holdings(self) -> dict[str, Any]:
+        """What this rank has of a GPU, beside weights and KV cache."""
+        return {}
+
     def restart(self, generation: int) -> None:
         """After a step that was abandoned; all ranks call it with one number, higher than any
         before."""

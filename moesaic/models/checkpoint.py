@@ -25,8 +25,8 @@ class Spec:
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are opened when first needed. What is read goes through
-    `upload`, where it is to lie elsewhere than in host memory."""
+    """The tensors of a folder by name; files are opened when first needed. What is read goes
+    through `upload`, where it is to lie elsewhere than in host memory."""
 
     def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
         self.folder, self._upload = folder, upload

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from moesaic.config.resolve import SHAPE
 from moesaic.layers.module import MatrixSlot, TensorSlot
-from moesaic.models import shapes
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.made import cached_folder, parse_name
 from moesaic.models.nextn import Own, build_nextn
 from moesaic.models.registry import build_model
+from moesaic.models.shapes import shape_folder
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +190,8 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
 def materialise(model_path: str) -> str:
     """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes,
     or of a shape (shapes.py); any other path as it is."""
-    if model_path.startswith(shapes.PREFIX):
-        return shapes.shape_folder(model_path)
+    if model_path.startswith(SHAPE):
+        return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
         return model_path
     family, changes = parse_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")

@@ -69,7 +69,7 @@ def test_sizes_of_a_shape_can_be_changed():
         materialise("shape:qwen")
     with pytest.raises(ValueError, match="shape mixtral-8x7b has no 'num_experts' to change"):
         materialise("shape:mixtral-8x7b,num_experts=2")
-    with pytest.raises(ValueError, match="'layers' in .* is not KEY=INTEGER"):
+    with pytest.raises(ValueError, match=r"'layers' in .* is not KEY=INTEGER"):
         materialise("shape:mixtral-8x7b,layers")
 
 

@@ -1,0 +1,464 @@
+"""Steps on a device that works while the host plans the next one.
+
+`begin` hands a step to the device and comes back; `wait` gives its results. Tokens that a step
+samples stay on the device in `last`, by the seat of their request, so that the next step can begin
+with tokens which the host does not know yet.
+
+T tokens of the step · B rows of a decode step · R rows that sample · V vocabulary · H hidden ·
+S seats.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+from moesaic.core.step import Step
+from moesaic.engine.devices import describe
+from moesaic.engine.graphs import GraphCache, graph_sizes
+from moesaic.engine.matchers import Allowed
+from moesaic.engine.memory import GIB
+from moesaic.engine.model_runner import (
+    LOGIT_ROWS,
+    NOT_FINITE,
+    ModelRunner,
+    ScoreQueue,
+    gpu_attention,
+    sample_items,
+    spans_of,
+)
+from moesaic.engine.pinned import Mark, Ring
+from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
+from moesaic.engine.ranks import RankContext
+from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.layers.context import AttentionStep
+from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.torch_attention import Span
+
+logger = logging.getLogger(__name__)
+
+# Rows of what is packed for a decode step: token ids, positions, the seat that a token comes from
+# (-1: from the host), the seat that the sampled token goes to, how many rows are somebody's.
+IDS, POSITIONS, SOURCE, TARGET, COUNT, PACKED = 0, 1, 2, 3, 4, 5
+NOBODY = -1
+
+
+def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
+    return (GpuRunner if args.device == "cuda" else ModelRunner)(args, ranks)
+
+
+class Seats:
+    """Small numbers for requests whose newest token the device knows. Only steps under way refer to
+    them, so that the seats of two steps are enough: the one unused for longest is given anew."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._seats: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(count))
+
+    def take(self, key: int) -> int:
+        """The seat of a request that samples."""
+        seat = self._seats.get(key)
+        if seat is None:
+            seat = self._free.pop() if self._free else self._seats.popitem(last=False)[1]
+            self._seats[key] = seat
+        self._seats.move_to_end(key)
+        return seat
+
+    def find(self, key: int) -> int:
+        """Where the token is that a step under way samples for a request."""
+        if key not in self._seats:
+            raise ValueError(f"request {key} waits for a token that no step under way samples")
+        return self._seats[key]
+
+    def free(self, keys: Iterable[int]) -> None:
+        self._free += [self._seats.pop(key) for key in keys if key in self._seats]
+
+    def clear(self) -> None:
+        self.free(list(self._seats))
+
+
+class DecodeRows:
+    """What decode steps read, in buffers that stay where they are."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.packed = torch.zeros(PACKED, size, dtype=torch.int64, device=device)
+        # The lower half of the number, which is all of it.
+        self.count_1 = self.packed[COUNT].view(torch.int32)[:1]
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step under way: `rows` are the items that sample, whose tokens and whether their logits are
+    finite come into `found`, [2, R] on the host, when `mark` is reached. Some are left to the host:
+    `late` of them, with a copy of their `logits`. `finish` takes care of these and of scores."""
+
+    runner: GpuRunner
+    plan: StepPlan
+    number: int
+    rows: list[int]
+    found: Tensor
+    mark: Mark
+    late: list[int] = field(default_factory=list)
+    logits_LV: Tensor | None = None
+    hidden_TH: Tensor | None = None
+    allowed: Callable[[], dict[int, Allowed]] = dict
+    _result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            self._result = self.runner.finish(self)
+        return self._result
+
+
+class GpuRunner(ModelRunner):
+    overlaps = True
+
+    def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
+        super().__init__(args, ranks)
+        self._prepare(args)
+
+    @torch.inference_mode()
+    def _prepare(self, args: ServerArgs) -> None:
+        device, sizes = self.device, graph_sizes(args, self.max_running)
+        self._timeout, self._number = args.watchdog_timeout, 0
+        self._seats = Seats(2 * self.max_running)
+        self._late: dict[int, DeviceStep] = {}
+        """Requests whose newest token the host is yet to sample, and the step of it."""
+        # One seat more, for padding and for rows that do not sample.
+        self._last_S = torch.zeros(self._seats.count + 1, dtype=torch.int64, device=device)
+        most = max(sizes, default=1)
+        self._rows = DecodeRows(most, device)
+        self._found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
+        shape = (most if sizes else 0, self.vocab_size)
+        self._logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._up = Ring(device, PACKED * most, self._timeout)
+        self._down = Ring(device, 2 * self.max_running, self._timeout)
+        self._attention = self._decode_attention(args, sizes)
+        self.graphs = GraphCache(sizes, self._decode, device)
+        if device.type == "cuda":
+            self.graphs.capture()
+            self._report()
+
+    def _decode_attention(self, args: ServerArgs, sizes: Sequence[int]) -> dict[int, Any]:
+        """For each bucket what `fill` tells where its rows attend, and does so."""
+        if self.device.type == "cpu":
+            return {size: PaddedAttention(self.cache) for size in sizes}
+        pages = -(-self.context_length // args.page_size)
+        make = gpu_attention().DecodeBuffers
+        return {size: make(self.cache, size, pages) for size in sizes}
+
+    def _report(self) -> None:
+        free = torch.cuda.mem_get_info(self.device)[0]
+        logger.info(
+            "memory of the GPU: weights %.2f GiB, KV cache %.2f GiB, graphs %.2f GiB, %.2f GiB "
+            "free, of which the largest step takes about %.2f GiB",
+            self.model.nbytes / GIB,
+            self.cache.num_bytes / GIB,
+            self.graphs.nbytes / GIB,
+            free / GIB,
+            self.step_bytes.total / GIB,
+        )
+
+    def step(self, plan: StepPlan) -> StepResult:
+        return self.begin(plan).wait()
+
+    def begin(self, plan: StepPlan) -> DeviceStep:
+        """Steps are carried out in the order in which they begin."""
+        try:
+            return self._begin(plan)
+        except Exception:
+            self._abandon()
+            raise
+
+    def finish(self, step: DeviceStep) -> StepResult:
+        try:
+            return self._finish(step)
+        except Exception:
+            self._abandon()
+            raise
+
+    def restart(self, generation: int) -> None:
+        self._forget()
+        super().restart(generation)
+
+    def _abandon(self) -> None:
+        """After a step that failed: none that is under way counts."""
+        self._forget()
+        if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
+            self.moe.restart()
+
+    def _forget(self) -> None:
+        self._seats.clear()
+        self._late.clear()
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                logger.error("the GPU is lost to this process: %s", error)
+
+    @torch.inference_mode()
+    def _begin(self, plan: StepPlan) -> DeviceStep:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        self._number += 1
+        self.matchers.begin(plan)
+        self.clear(plan.clear)
+        self._seats.free(plan.ended)
+        for key in plan.ended:
+            self._late.pop(key, None)
+        self._settle(plan.items)
+        single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
+        bucket = self.graphs.bucket(len(plan.items)) if single else None
+        step = self._mixed(plan) if bucket is None else self._replay(plan, bucket)
+        step.allowed = self.matchers.take()
+        step.mark.record()
+        for n in step.late:
+            self._late[plan.items[step.rows[n]].key] = step
+        return step
+
+    def _settle(self, items: Sequence[PlanItem]) -> None:
+        """What an item begins with and the host has yet to sample is sampled now."""
+        for item in items if self._late else ():
+            if item.token_ids[0] < 0 and item.key in self._late:
+                self._late[item.key].wait()
+
+    def _source(self, item: PlanItem) -> int:
+        return self._seats.find(item.key) if item.token_ids[0] < 0 else NOBODY
+
+    def _target(self, item: PlanItem) -> int:
+        return self._seats.count if item.sample is None else self._seats.take(item.key)
+
+    def _replay(self, plan: StepPlan, bucket: int) -> DeviceStep:
+        """A decode step: one token of every item."""
+        rows, count = self._rows, len(plan.items)
+        host, mark = self._up.take(PACKED * rows.size)
+        table = host.view(PACKED, rows.size).numpy()
+        table[:, count:bucket] = 0
+        table[IDS, :count] = [max(item.token_ids[0], 0) for item in plan.items]
+        table[POSITIONS, :count] = [item.first for item in plan.items]
+        table[SOURCE, :count] = [self._source(item) for item in plan.items]
+        table[TARGET, :count] = [self._target(item) for item in plan.items]
+        table[SOURCE, count:bucket], table[TARGET, count:bucket] = NOBODY, self._seats.count
+        table[COUNT, 0] = count
+        rows.packed.copy_(host.view(PACKED, rows.size), non_blocking=True)
+        mark.record()
+        self._attention[bucket].fill(spans_of(plan))
+        self.graphs.run(bucket)
+        sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
+        logits_BV, found_2B = self._logits_BV[:count], self._found_2B[:, :count]
+        if len(sampling) < count:
+            index = self._index(sampling)
+            logits_BV, found_2B = logits_BV[index], found_2B[:, index]
+        return self._sampled(plan, sampling, logits_BV, found_2B)
+
+    def _decode(self, size: int) -> None:
+        """What a graph holds, from static buffers to static buffers. All rows are sampled greedily:
+        that is cheaper than to know which want to be."""
+        packed = self._rows.packed[:, :size]
+        hidden_BH = self.model(
+            self._tokens(packed[IDS], packed[SOURCE]),
+            packed[POSITIONS],
+            self._step_attention(size),
+            Step(prefill=False, num_tokens=self._rows.count_1),
+        )
+        logits_BV = self.model.logits(hidden_BH)
+        self._logits_BV[:size].copy_(logits_BV)
+        found_2B = greedy(logits_BV)
+        self._found_2B[:, :size].copy_(found_2B)
+        self._last_S.index_copy_(0, packed[TARGET], found_2B[0])
+
+    def _step_attention(self, size: int) -> AttentionStep:
+        buffers = self._attention[size]
+        if isinstance(buffers, PaddedAttention):
+            return buffers
+        step: AttentionStep = buffers.attention
+        return step
+
+    def _mixed(self, plan: StepPlan) -> DeviceStep:
+        """Any other step, kernel by kernel."""
+        items, spans = plan.items, spans_of(plan)
+        sampling = [n for n, item in enumerate(items) if item.sample is not None]
+        tokens, rows = plan.num_tokens, len(sampling)
+        ids_T, positions_T, source_T, last_R, target_R = self._upload(
+            ([max(t, 0) for item in items for t in item.token_ids], tokens),
+            ([at for item in items for at in range(item.first, item.stop)], tokens),
+            ([s for item in items for s in [self._source(item)] * len(item.token_ids)], tokens),
+            ([_last(spans[n]) for n in sampling], rows),
+            ([self._target(items[n]) for n in sampling], rows),
+        )
+        hidden_TH = self.model(
+            self._tokens(ids_T, source_T),
+            positions_T,
+            self.attention(spans),
+            Step(prefill=plan.prefill),
+        )
+        if not rows:
+            return self._sampled(plan, [], self._logits_BV[:0], self._found_2B[:, :0], hidden_TH)
+        logits_RV = self.model.logits(hidden_TH[last_R])
+        found_2R = greedy(logits_RV)
+        self._last_S.index_copy_(0, target_R, found_2R[0])
+        return self._sampled(plan, sampling, logits_RV, found_2R, hidden_TH)
+
+    def _tokens(self, ids_T: Tensor, source_T: Tensor) -> Tensor:
+        return torch.where(source_T < 0, ids_T, self._last_S[source_T.clamp(min=0)])
+
+    def _sampled(
+        self,
+        plan: StepPlan,
+        sampling: list[int],
+        logits_RV: Tensor,
+        found_2R: Tensor,
+        hidden_TH: Tensor | None = None,
+    ) -> DeviceStep:
+        """Draws for the rows that are not greedy, leaves others to the host, and sends for what was
+        found. `found_2R`: greedy tokens."""
+        asked = [(n, row) for n, item in enumerate(sampling) if (row := plan.items[item].sample)]
+        late = [n for n, row in asked if needs_host(row)]
+        drawn = [(n, row) for n, row in asked if not (row.params.greedy or needs_host(row))]
+        if drawn:
+            found_2R = self._draw(plan, sampling, drawn, logits_RV, found_2R)
+        host, mark = self._down.take(2 * len(sampling))
+        found = host.view(2, len(sampling)).copy_(found_2R, non_blocking=True)
+        scores = any(item.score is not None for item in plan.items)
+        return DeviceStep(
+            runner=self,
+            plan=plan,
+            number=self._number,
+            rows=sampling,
+            found=found,
+            mark=mark,
+            late=late,
+            # The next step overwrites what a graph gave.
+            logits_LV=logits_RV[self._index(late)] if late else None,
+            hidden_TH=hidden_TH if scores else None,
+        )
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        sampling: list[int],
+        drawn: list[tuple[int, SampleRow]],
+        logits_RV: Tensor,
+        found_2R: Tensor,
+    ) -> Tensor:
+        rows = self._index([n for n, _ in drawn])
+        some_RV = logits_RV if len(drawn) == len(sampling) else logits_RV[rows]
+        drawn_2R = draw(some_RV, [row for _, row in drawn])
+        seats = [self._seats.find(plan.items[sampling[n]].key) for n, _ in drawn]
+        self._last_S.index_copy_(0, self._index(seats), drawn_2R[0])
+        return found_2R.index_copy(1, rows, drawn_2R)
+
+    @torch.inference_mode()
+    def _finish(self, step: DeviceStep) -> StepResult:
+        plan = step.plan
+        what = f"step {step.number} of {plan.num_tokens} tokens"
+        step.mark.wait(self._timeout, what)
+        results = [ItemResult() for _ in plan.items]
+        tokens, finite = step.found.tolist()
+        late = set(step.late)
+        for n, item in enumerate(step.rows):
+            if n in late:
+                continue
+            if finite[n]:
+                results[item].token_id = tokens[n]
+            else:
+                results[item].broken = NOT_FINITE
+        if step.logits_LV is not None:
+            self._sample_late(step, step.logits_LV, results)
+        if step.hidden_TH is not None:
+            self._score(plan, step.hidden_TH, results)
+        return StepResult(results)
+
+    def _sample_late(self, step: DeviceStep, logits_LV: Tensor, results: list[ItemResult]) -> None:
+        items = [step.rows[n] for n in step.late]
+        sample_items(step.plan, items, logits_LV, results, step.allowed())
+        known: dict[int, int] = {}
+        for item in items:
+            key, token = step.plan.items[item].key, results[item].token_id
+            if self._late.get(key) is step:
+                del self._late[key]
+                if token is not None:
+                    known[self._seats.find(key)] = token
+        if known:
+            seats, tokens = self._index(list(known)), self._index(list(known.values()))
+            self._last_S.index_copy_(0, seats, tokens)
+
+    def _score(self, plan: StepPlan, hidden_TH: Tensor, results: list[ItemResult]) -> None:
+        """Logprobs of prompt tokens: many rows, in pieces."""
+        queue = ScoreQueue(plan, results)
+        sampling = sum(1 for item in plan.items if item.sample is not None)
+        rows = list(plan.logit_rows())[sampling:]
+        for begin in range(0, len(rows), LOGIT_ROWS):
+            index = self._index(rows[begin : begin + LOGIT_ROWS])
+            queue.take(self.model.logits(hidden_TH[index]))
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return self._upload((numbers, len(numbers)))[0]
+
+    def _upload(self, *columns: tuple[Sequence[int], int]) -> list[Tensor]:
+        """In one copy; each column with its length."""
+        sizes = [size for _, size in columns]
+        host, mark = self._up.take(sum(sizes))
+        table, start = host.numpy(), 0
+        for numbers, size in columns:
+            table[start : start + size] = numbers
+            start += size
+        # A copy of its own also on CPU: the buffer is used again.
+        packed = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+        mark.record()
+        return list(packed.split(sizes))
+
+    def device_holdings(self) -> dict[str, Any]:
+        return {
+            "device": describe(self.device) if self.device.type == "cuda" else {},
+            "graph_sizes": list(self.graphs.sizes),
+            "graph_bytes": self.graphs.nbytes,
+            "step_bytes": self.step_bytes.total,
+        }
+
+
+def needs_host(row: SampleRow) -> bool:
+    """Whether a row wants more than a token, or scores that only the host knows to make."""
+    params = row.params
+    return bool(
+        row.return_logprob
+        or params.penalised
+        or params.logit_bias
+        or params.min_new_tokens
+        or params.grammar is not None
+    )
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """[2, R]: the first of the most likely tokens of each row, and whether its logit is finite."""
+    best_R, token_R = logits_RV.max(-1)
+    return torch.stack((token_R, best_R.isfinite().long()))
+
+
+def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """[2, R]: a token for each row as it asks for one, and whether its logits are finite."""
+    try:
+        tokens, bad = sample(logits_RV, rows).token_ids, tuple[int, ...]()
+    except NonFiniteLogits as error:
+        bad = error.rows
+        good = [n for n in range(len(rows)) if n not in bad]
+        index = torch.tensor(good, device=logits_RV.device)
+        kept = sample(logits_RV[index], [rows[n] for n in good]).token_ids if good else []
+        known = dict(zip(good, kept, strict=True))
+        tokens = [known.get(n, 0) for n in range(len(rows))]
+    finite = [int(n not in bad) for n in range(len(rows))]
+    return torch.tensor([tokens, finite], device=logits_RV.device)
+
+
+def _last(span: Span) -> int:
+    return span.start + span.length - 1
