@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
@@ -277,3 +278,36 @@ def test_drawn_tokens_are_the_samplers():
     kept = [n for n in range(6) if n != 2]
     expected = sample(logits[kept], [rows[n] for n in kept]).token_ids
     assert [tokens[n] for n in kept] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_give_what_launches_give(family: str):
+    """On a GPU: captured, kernel by kernel, and with tokens that the host does not know."""
+    args = arguments(family, device="cuda", dtype="float32")
+    captured = GpuRunner(args)
+    assert captured.graphs.nbytes > 0
+    launched = GpuRunner(replace(args, disable_cuda_graph=True))
+    expected = plainly(launched, 6)
+    assert ahead(captured, 6) == expected
+    assert ahead(launched, 6) == expected
+    assert ahead(captured, 6) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_large_shape_fits_and_answers():
+    """Random weights of the whole model, the cache that is left, all buckets."""
+    with Engine(
+        model_path="shape:qwen3-30b-a3b",
+        load_format="dummy",
+        device="cuda",
+        context_length=2048,
+        cuda_graph_bs=[1, 8, 64],
+    ) as engine:
+        ids = [[n * 31 % 150_000 + k for k in range(100)] for n in range(40)]
+        params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        answers = engine.generate(input_ids=ids, sampling_params=params)
+    assert [len(answer["output_ids"]) for answer in answers] == [16] * 40
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 20
