@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 class Step:
     """`prefill`: whether any rank prefills in it. `lane`: which of the two micro-batches that may
     be under way at once. `counts`: tokens of each attention group, empty where there is but one.
-    `num_tokens`: int32 [1] on the device where only that knows: rows from there on are padding, and
-    no expert gets them."""
+    `num_tokens_1`: how many rows are tokens (int32, where the step is computed); the rows behind
+    them fill up a fixed shape, and take no experts. Without it all are."""
 
     prefill: bool = True
     lane: int = 0
     counts: tuple[int, ...] = ()
-    num_tokens: Tensor | None = None
+    num_tokens_1: Tensor | None = field(default=None, compare=False)
 
 
 PREFILL = Step(prefill=True)

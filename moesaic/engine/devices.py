@@ -69,11 +69,9 @@ class Room:
 
     @classmethod
     def of(cls, device: torch.device) -> Room:
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        # What the allocator keeps without need is free to whoever asks it.
-        held = torch.cuda.memory_allocated(device)
-        spare = torch.cuda.memory_reserved(device) - held
-        return cls(total, free + spare, held)
+        return cls(total, free, torch.cuda.memory_reserved(device))
 
     @property
     def others(self) -> int:

@@ -97,8 +97,8 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step under way: `rows` are the items that sample, whose tokens and whether their logits are
-    finite come into `found`, [2, R] on the host, when `mark` is reached. Some are left to the host:
+    """A step under way: `rows` are the items that sample, whose tokens and whether they have none
+    come into `found`, [2, R] on the host, when `mark` is reached. Some are left to the host:
     `late` of them, with a copy of their `logits`. `finish` takes care of these and of scores."""
 
     runner: GpuRunner
@@ -269,7 +269,7 @@ class GpuRunner(ModelRunner):
             self._tokens(packed[IDS], packed[SOURCE]),
             packed[POSITIONS],
             self._step_attention(size),
-            Step(prefill=False, num_tokens=self._rows.count_1),
+            Step(prefill=False, num_tokens_1=self._rows.count_1),
         )
         logits_BV = self.model.logits(hidden_BH)
         self._logits_BV[:size].copy_(logits_BV)
@@ -364,15 +364,15 @@ class GpuRunner(ModelRunner):
         what = f"step {step.number} of {plan.num_tokens} tokens"
         step.mark.wait(self._timeout, what)
         results = [ItemResult() for _ in plan.items]
-        tokens, finite = step.found.tolist()
+        tokens, broken = step.found.tolist()
         late = set(step.late)
         for n, item in enumerate(step.rows):
             if n in late:
                 continue
-            if finite[n]:
-                results[item].token_id = tokens[n]
-            else:
+            if broken[n]:
                 results[item].broken = NOT_FINITE
+            else:
+                results[item].token_id = tokens[n]
         if step.logits_LV is not None:
             self._sample_late(step, step.logits_LV, results)
         if step.hidden_TH is not None:
@@ -440,13 +440,14 @@ def needs_host(row: SampleRow) -> bool:
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """[2, R]: the first of the most likely tokens of each row, and whether its logit is finite."""
+    """[2, R]: the first of the most likely tokens of each row; and 1 where the row has none, since
+    its logits are not finite."""
     best_R, token_R = logits_RV.max(-1)
-    return torch.stack((token_R, best_R.isfinite().long()))
+    return torch.stack((token_R, (~best_R.isfinite()).long()))
 
 
 def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[2, R]: a token for each row as it asks for one, and whether its logits are finite."""
+    """The same, with a token for each row as it asks for one."""
     try:
         tokens, bad = sample(logits_RV, rows).token_ids, tuple[int, ...]()
     except NonFiniteLogits as error:
@@ -456,8 +457,8 @@ def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         kept = sample(logits_RV[index], [rows[n] for n in good]).token_ids if good else []
         known = dict(zip(good, kept, strict=True))
         tokens = [known.get(n, 0) for n in range(len(rows))]
-    finite = [int(n not in bad) for n in range(len(rows))]
-    return torch.tensor([tokens, finite], device=logits_RV.device)
+    broken = [int(n in bad) for n in range(len(rows))]
+    return torch.tensor([tokens, broken], device=logits_RV.device)
 
 
 def _last(span: Span) -> int:

@@ -231,9 +231,7 @@ class ModelRunner:
 
     def attention(self, spans: Sequence[Span]) -> AttentionStep:
         if self.device.type == "cuda":
-            step: AttentionStep = gpu_attention().GpuAttention.from_spans(
-                self.cache, spans, self.device
-            )
+            step: AttentionStep = gpu_attention().GpuAttention.from_spans(self.cache, spans)
             return step
         attend = DeterministicAttention if self.deterministic else TorchAttention
         return attend(self.cache, spans)

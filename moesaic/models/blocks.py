@@ -74,12 +74,11 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.parallel = parallel or Parallel()
 
-    def route(self, x_TH: Tensor, num_tokens: Tensor | None = None) -> TopKOutput:
-        """Rows from `num_tokens` on are padding."""
+    def route(self, x_TH: Tensor, num_tokens_1: Tensor | None = None) -> TopKOutput:
         spans = self.experts.context.comm.spans
         begin = spans.clock()
         bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
-        chosen = self.topk(self.gate(x_TH), bias, slot_map, num_tokens)
+        chosen = self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
         if begin:
             spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return chosen
@@ -92,7 +91,7 @@ class SparseBlock(Module):
         experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
         group = self.parallel.attention
         if group.size == 1 or self.experts.context.replicated:
-            return self.experts(x_TH, self.route(x_TH, step.num_tokens), step)
+            return self.experts(x_TH, self.route(x_TH, step.num_tokens_1), step)
         mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
         y_TH = self.experts(mine_TH, self.route(mine_TH), step)
         layer = self.experts.dispatcher.config.layer

@@ -65,14 +65,13 @@ class TopK:
         num_tokens: int | Tensor | None = None,
     ) -> TopKOutput:
         """`bias_E` shifts which experts are chosen, not their weights. `slot_map` turns experts
-        into the slots that hold them. Rows from `num_tokens` on are padding: they choose nothing.
+        into the slots that hold them. Rows from `num_tokens` on are padding: they choose nothing;
+        on a GPU it is a tensor there.
         """
         ids_TK, weights_TK = self._choose(logits_TE.float(), bias_E)
         weights_TK = weights_TK * self.config.routed_scaling_factor
-        # A number on the device is not looked at: that would wait for the device.
-        if isinstance(num_tokens, Tensor) or (num_tokens is not None and num_tokens < len(ids_TK)):
-            rows_T = torch.arange(len(ids_TK), device=ids_TK.device)
-            padding_T1 = (rows_T >= num_tokens).unsqueeze(1)
+        if num_tokens is not None:
+            padding_T1 = (torch.arange(len(ids_TK), device=ids_TK.device) >= num_tokens)[:, None]
             ids_TK = ids_TK.masked_fill(padding_T1, -1)
             weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
         return TopKOutput(ids_TK if slot_map is None else slot_map(ids_TK), weights_TK)

@@ -270,11 +270,11 @@ def test_seats_are_given_anew_by_age():
 def test_drawn_tokens_are_the_samplers():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
     rows = [row(n, temperature=1.0, top_k=50) for n in range(6)]
-    assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [1] * 6]
+    assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
     assert greedy(logits)[0].tolist() == logits.argmax(-1).tolist()
     logits[2] = torch.nan
-    tokens, finite = draw(logits, rows).tolist()
-    assert finite == [1, 1, 0, 1, 1, 1] == greedy(logits)[1].tolist()
+    tokens, broken = draw(logits, rows).tolist()
+    assert broken == [0, 0, 1, 0, 0, 0] == greedy(logits)[1].tolist()
     kept = [n for n in range(6) if n != 2]
     expected = sample(logits[kept], [rows[n] for n in kept]).token_ids
     assert [tokens[n] for n in kept] == expected
