@@ -106,7 +106,8 @@ def _defaults(args: ServerArgs) -> Iterator[Filled]:
         tokenizer = args.tokenizer_path or args.model_path
         yield Filled("tokenizer_path", tokenizer, "the model's folder")
     yield Filled("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
-    yield Filled("device", device, why_device(args))
+    if VARIABLE in os.environ:  # else it was told
+        yield Filled("device", device, why_device(args))
     yield Filled("attention_backend", ATTENTION[device], f"the only one on {device}")
     yield Filled("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.chunked_prefill_size is None:

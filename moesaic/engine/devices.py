@@ -89,6 +89,11 @@ class Room:
         )
 
 
+def gpu_room() -> Room:
+    """Of the GPU in use."""
+    return Room.of(torch.device("cuda", torch.cuda.current_device()))
+
+
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """What the largest step takes beside weights and cache, estimated."""
@@ -207,13 +212,12 @@ def _as_told(tokens: int, page: int, per_token: int, room: Room, step: StepBytes
     return tokens // page * page
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe(number: int) -> dict[str, Any]:
     """A GPU in plain data."""
-    facts, room = torch.cuda.get_device_properties(device), Room.of(device)
+    facts = torch.cuda.get_device_properties(number)
     return {
         "name": facts.name,
+        "memory_bytes": facts.total_memory,
         "capability": f"{facts.major}.{facts.minor}",
         "processors": facts.multi_processor_count,
-        "memory_bytes": facts.total_memory,
-        "free_bytes": room.free,
     }

@@ -420,7 +420,7 @@ class GpuRunner(ModelRunner):
 
     def device_holdings(self) -> dict[str, Any]:
         return {
-            "device": describe(self.device) if self.device.type == "cuda" else {},
+            "device": describe(self.device.index) if self.device.type == "cuda" else {},
             "graph_sizes": list(self.graphs.sizes),
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self.step_bytes.total,

@@ -14,6 +14,13 @@ from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
+from moesaic.engine.devices import (
+    StepBytes,
+    cache_dtype,
+    check_weights_fit,
+    device_cache_tokens,
+    gpu_room,
+)
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,
@@ -68,6 +75,7 @@ class RankShare:
     a2a_bytes: int
     """Of the dispatchers' buffers, whether they are touched or not."""
     collective_bytes: int
+    step: StepBytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -97,6 +105,9 @@ class Layout:
 
     def check_memory(self) -> None:
         """ValueError where a machine like this one cannot hold the ranks of a node."""
+        if self.moe.choice.device == "cuda":
+            check_weights_fit("the model", self.ranks[0].fixed_bytes, gpu_room())
+            return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
             raise ValueError(
@@ -112,7 +123,10 @@ class Layout:
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
-        sharers, size = self.mesh.ranks_per_node, self.dtype.itemsize
+        sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
+        if self.moe.choice.device == "cuda":
+            room = gpu_room().after(share.fixed_bytes)
+            return device_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
             fixed = share.fixed_bytes
             return cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
@@ -164,6 +178,8 @@ class Subject:
     mesh: Mesh
     limits: StepLimits
     moe: MoeContext
+    context_length: int
+    cache_dtype: torch.dtype
 
     @property
     def num_layers(self) -> int:
@@ -176,10 +192,11 @@ class Subject:
         dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        limits = step_limits(args, mesh, context_length(args, raw))
+        length = context_length(args, raw)
+        limits = step_limits(args, mesh, length)
         whole = whole_outline(raw, dtype, weights)
         moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
-        return cls(raw, mesh, limits, moe)
+        return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype))
 
     def share(self, rank: int) -> RankShare:
         ranks = _outline_rank(self.mesh, rank)
@@ -200,11 +217,12 @@ class Subject:
             dense_bytes=model.nbytes - of_experts,
             expert_bytes=of_experts,
             cache=model.cache,
-            cache_bytes_per_token=model.cache.bytes_per_token(moe.dtype.itemsize),
+            cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(
                 self.mesh, self.limits, model.config.hidden_size, moe.dtype
             ),
+            step=StepBytes.of(model, self.limits, self.context_length),
         )
 
 
