@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -40,46 +41,69 @@ from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.padded_attention import PaddedAttention
-from moesaic.layers.torch_attention import Span
 
 logger = logging.getLogger(__name__)
 
-# Rows of what is packed for a decode step: token ids, positions, the seat that a token comes from
-# (-1: from the host), the seat that the sampled token goes to, how many rows are somebody's.
-IDS, POSITIONS, SOURCE, TARGET, COUNT, PACKED = 0, 1, 2, 3, 4, 5
-NOBODY = -1
+# Rows of what is packed for a decode step: token ids (below 0: that of the seat), positions, seats,
+# and how many rows are somebody's.
+IDS, POSITIONS, SEAT, COUNT, PACKED = range(5)
 
 
 def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
     return (GpuRunner if args.device == "cuda" else ModelRunner)(args, ranks)
 
 
+class Way(Enum):
+    """How the tokens of a request are sampled: all rows are sampled greedily on the device, and for
+    some a token is drawn instead, on the device or by the host."""
+
+    GREEDY = "greedy"
+    DRAW = "draw"
+    HOST = "host"
+
+    @classmethod
+    def of(cls, row: SampleRow) -> Way:
+        """The host is needed for more than a token, and for scores that only it knows to make."""
+        params = row.params
+        adjusted = params.penalised or params.logit_bias or params.min_new_tokens
+        if row.return_logprob or adjusted or params.grammar is not None:
+            return cls.HOST
+        return cls.GREEDY if params.greedy else cls.DRAW
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    number: int
+    way: Way
+
+
 class Seats:
     """Small numbers for requests whose newest token the device knows. Only steps under way refer to
-    them, so that the seats of two steps are enough: the one unused for longest is given anew."""
+    them, so that the seats of two steps are enough: the one unused for longest is given anew. The
+    last seat is nobody's: padding goes there, and rows that do not sample."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._seats: OrderedDict[int, int] = OrderedDict()
+        self.nobody = Seat(count, Way.GREEDY)
+        self._seats: OrderedDict[int, Seat] = OrderedDict()
         self._free = list(range(count))
 
-    def take(self, key: int) -> int:
-        """The seat of a request that samples."""
-        seat = self._seats.get(key)
+    def take(self, item: PlanItem) -> Seat:
+        """Where the token comes from that an item does not know, and where the sampled one goes."""
+        seat = self._seats.get(item.key)
         if seat is None:
-            seat = self._free.pop() if self._free else self._seats.popitem(last=False)[1]
-            self._seats[key] = seat
-        self._seats.move_to_end(key)
+            if item.token_ids[0] < 0:
+                raise ValueError(
+                    f"request {item.key} waits for a token that no step under way samples"
+                )
+            if item.sample is None:
+                return self.nobody
+            number = self._free.pop() if self._free else self._seats.popitem(last=False)[1].number
+            seat = self._seats[item.key] = Seat(number, Way.of(item.sample))
+        self._seats.move_to_end(item.key)
         return seat
 
-    def find(self, key: int) -> int:
-        """Where the token is that a step under way samples for a request."""
-        if key not in self._seats:
-            raise ValueError(f"request {key} waits for a token that no step under way samples")
-        return self._seats[key]
-
     def free(self, keys: Iterable[int]) -> None:
-        self._free += [self._seats.pop(key) for key in keys if key in self._seats]
+        self._free += [self._seats.pop(key).number for key in keys if key in self._seats]
 
     def clear(self) -> None:
         self.free(list(self._seats))
@@ -109,6 +133,7 @@ class DeviceStep:
     mark: Mark
     late: list[int] = field(default_factory=list)
     logits_LV: Tensor | None = None
+    seats_L: list[int] = field(default_factory=list)
     hidden_TH: Tensor | None = None
     allowed: Callable[[], dict[int, Allowed]] = dict
     _result: StepResult | None = None
@@ -133,8 +158,8 @@ class GpuRunner(ModelRunner):
         self._seats = Seats(2 * self.max_running)
         self._late: dict[int, DeviceStep] = {}
         """Requests whose newest token the host is yet to sample, and the step of it."""
-        # One seat more, for padding and for rows that do not sample.
-        self._last_S = torch.zeros(self._seats.count + 1, dtype=torch.int64, device=device)
+        seats = self._seats.nobody.number + 1
+        self._last_S = torch.zeros(seats, dtype=torch.int64, device=device)
         most = max(sizes, default=1)
         self._rows = DecodeRows(most, device)
         self._found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
@@ -211,16 +236,20 @@ class GpuRunner(ModelRunner):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         self._number += 1
-        self.matchers.begin(plan)
         self.clear(plan.clear)
         self._seats.free(plan.ended)
         for key in plan.ended:
             self._late.pop(key, None)
         self._settle(plan.items)
+        seats = [self._seats.take(item) for item in plan.items]
+        hosted = any(seat.way is Way.HOST for seat in seats)
+        if hosted or plan.ended:
+            self.matchers.begin(plan)
         single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
-        bucket = self.graphs.bucket(len(plan.items)) if single else None
-        step = self._mixed(plan) if bucket is None else self._replay(plan, bucket)
-        step.allowed = self.matchers.take()
+        bucket = self.graphs.bucket(len(seats)) if single else None
+        step = self._mixed(plan, seats) if bucket is None else self._replay(plan, seats, bucket)
+        if hosted:
+            step.allowed = self.matchers.take()
         step.mark.record()
         for n in step.late:
             self._late[plan.items[step.rows[n]].key] = step
@@ -232,23 +261,15 @@ class GpuRunner(ModelRunner):
             if item.token_ids[0] < 0 and item.key in self._late:
                 self._late[item.key].wait()
 
-    def _source(self, item: PlanItem) -> int:
-        return self._seats.find(item.key) if item.token_ids[0] < 0 else NOBODY
-
-    def _target(self, item: PlanItem) -> int:
-        return self._seats.count if item.sample is None else self._seats.take(item.key)
-
-    def _replay(self, plan: StepPlan, bucket: int) -> DeviceStep:
+    def _replay(self, plan: StepPlan, seats: list[Seat], bucket: int) -> DeviceStep:
         """A decode step: one token of every item."""
-        rows, count = self._rows, len(plan.items)
+        rows, count = self._rows, len(seats)
         host, mark = self._up.take(PACKED * rows.size)
         table = host.view(PACKED, rows.size).numpy()
-        table[:, count:bucket] = 0
-        table[IDS, :count] = [max(item.token_ids[0], 0) for item in plan.items]
+        table[IDS, :count] = [item.token_ids[0] for item in plan.items]
         table[POSITIONS, :count] = [item.first for item in plan.items]
-        table[SOURCE, :count] = [self._source(item) for item in plan.items]
-        table[TARGET, :count] = [self._target(item) for item in plan.items]
-        table[SOURCE, count:bucket], table[TARGET, count:bucket] = NOBODY, self._seats.count
+        table[SEAT, :count] = [seat.number for seat in seats]
+        table[IDS : SEAT + 1, count:bucket] = [[0], [0], [self._seats.nobody.number]]
         table[COUNT, 0] = count
         rows.packed.copy_(host.view(PACKED, rows.size), non_blocking=True)
         mark.record()
@@ -259,14 +280,14 @@ class GpuRunner(ModelRunner):
         if len(sampling) < count:
             index = self._index(sampling)
             logits_BV, found_2B = logits_BV[index], found_2B[:, index]
-        return self._sampled(plan, sampling, logits_BV, found_2B)
+        return self._sampled(plan, sampling, seats, logits_BV, found_2B)
 
     def _decode(self, size: int) -> None:
         """What a graph holds, from static buffers to static buffers. All rows are sampled greedily:
         that is cheaper than to know which want to be."""
         packed = self._rows.packed[:, :size]
         hidden_BH = self.model(
-            self._tokens(packed[IDS], packed[SOURCE]),
+            self._tokens(packed[IDS], packed[SEAT]),
             packed[POSITIONS],
             self._step_attention(size),
             Step(prefill=False, num_tokens_1=self._rows.count_1),
@@ -275,7 +296,7 @@ class GpuRunner(ModelRunner):
         self._logits_BV[:size].copy_(logits_BV)
         found_2B = greedy(logits_BV)
         self._found_2B[:, :size].copy_(found_2B)
-        self._last_S.index_copy_(0, packed[TARGET], found_2B[0])
+        self._last_S.index_copy_(0, packed[SEAT], found_2B[0])
 
     def _step_attention(self, size: int) -> AttentionStep:
         buffers = self._attention[size]
@@ -284,49 +305,51 @@ class GpuRunner(ModelRunner):
         step: AttentionStep = buffers.attention
         return step
 
-    def _mixed(self, plan: StepPlan) -> DeviceStep:
+    def _mixed(self, plan: StepPlan, seats: list[Seat]) -> DeviceStep:
         """Any other step, kernel by kernel."""
         items, spans = plan.items, spans_of(plan)
         sampling = [n for n, item in enumerate(items) if item.sample is not None]
-        tokens, rows = plan.num_tokens, len(sampling)
-        ids_T, positions_T, source_T, last_R, target_R = self._upload(
-            ([max(t, 0) for item in items for t in item.token_ids], tokens),
-            ([at for item in items for at in range(item.first, item.stop)], tokens),
-            ([s for item in items for s in [self._source(item)] * len(item.token_ids)], tokens),
-            ([_last(spans[n]) for n in sampling], rows),
-            ([self._target(items[n]) for n in sampling], rows),
+        ids_T, positions_T, seats_T, last_R, target_R = self._upload(
+            [token for item in items for token in item.token_ids],
+            [at for item in items for at in range(item.first, item.stop)],
+            [seat.number for seat, item in zip(seats, items, strict=True) for _ in item.token_ids],
+            [spans[n].start + spans[n].length - 1 for n in sampling],
+            [seats[n].number for n in sampling],
         )
         hidden_TH = self.model(
-            self._tokens(ids_T, source_T),
+            self._tokens(ids_T, seats_T),
             positions_T,
             self.attention(spans),
             Step(prefill=plan.prefill),
         )
-        if not rows:
-            return self._sampled(plan, [], self._logits_BV[:0], self._found_2B[:, :0], hidden_TH)
-        logits_RV = self.model.logits(hidden_TH[last_R])
-        found_2R = greedy(logits_RV)
-        self._last_S.index_copy_(0, target_R, found_2R[0])
-        return self._sampled(plan, sampling, logits_RV, found_2R, hidden_TH)
+        logits_RV, found_2R = self._logits_BV[:0], self._found_2B[:, :0]
+        if sampling:
+            logits_RV = self.model.logits(hidden_TH[last_R])
+            found_2R = greedy(logits_RV)
+            self._last_S.index_copy_(0, target_R, found_2R[0])
+        return self._sampled(plan, sampling, seats, logits_RV, found_2R, hidden_TH)
 
-    def _tokens(self, ids_T: Tensor, source_T: Tensor) -> Tensor:
-        return torch.where(source_T < 0, ids_T, self._last_S[source_T.clamp(min=0)])
+    def _tokens(self, ids_T: Tensor, seats_T: Tensor) -> Tensor:
+        return torch.where(ids_T < 0, self._last_S[seats_T], ids_T)
 
     def _sampled(
         self,
         plan: StepPlan,
         sampling: list[int],
+        seats: list[Seat],
         logits_RV: Tensor,
         found_2R: Tensor,
         hidden_TH: Tensor | None = None,
     ) -> DeviceStep:
         """Draws for the rows that are not greedy, leaves others to the host, and sends for what was
         found. `found_2R`: greedy tokens."""
-        asked = [(n, row) for n, item in enumerate(sampling) if (row := plan.items[item].sample)]
-        late = [n for n, row in asked if needs_host(row)]
-        drawn = [(n, row) for n, row in asked if not (row.params.greedy or needs_host(row))]
+        late = [n for n, item in enumerate(sampling) if seats[item].way is Way.HOST]
+        drawn = [n for n, item in enumerate(sampling) if seats[item].way is Way.DRAW]
         if drawn:
-            found_2R = self._draw(plan, sampling, drawn, logits_RV, found_2R)
+            rows = [plan.items[sampling[n]].sample for n in drawn]
+            numbers = [seats[sampling[n]].number for n in drawn]
+            asked = [row for row in rows if row is not None]
+            found_2R = self._draw(drawn, asked, numbers, logits_RV, found_2R)
         host, mark = self._down.take(2 * len(sampling))
         found = host.view(2, len(sampling)).copy_(found_2R, non_blocking=True)
         scores = any(item.score is not None for item in plan.items)
@@ -340,22 +363,23 @@ class GpuRunner(ModelRunner):
             late=late,
             # The next step overwrites what a graph gave.
             logits_LV=logits_RV[self._index(late)] if late else None,
+            seats_L=[seats[sampling[n]].number for n in late],
             hidden_TH=hidden_TH if scores else None,
         )
 
     def _draw(
         self,
-        plan: StepPlan,
-        sampling: list[int],
-        drawn: list[tuple[int, SampleRow]],
+        drawn: list[int],
+        asked: list[SampleRow],
+        numbers: list[int],
         logits_RV: Tensor,
         found_2R: Tensor,
     ) -> Tensor:
-        rows = self._index([n for n, _ in drawn])
-        some_RV = logits_RV if len(drawn) == len(sampling) else logits_RV[rows]
-        drawn_2R = draw(some_RV, [row for _, row in drawn])
-        seats = [self._seats.find(plan.items[sampling[n]].key) for n, _ in drawn]
-        self._last_S.index_copy_(0, self._index(seats), drawn_2R[0])
+        """`drawn`: the rows that draw, what they ask for, and the numbers of their seats."""
+        rows, seats = self._upload(drawn, numbers)
+        some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
+        drawn_2R = draw(some_RV, asked)
+        self._last_S.index_copy_(0, seats, drawn_2R[0])
         return found_2R.index_copy(1, rows, drawn_2R)
 
     @torch.inference_mode()
@@ -383,14 +407,14 @@ class GpuRunner(ModelRunner):
         items = [step.rows[n] for n in step.late]
         sample_items(step.plan, items, logits_LV, results, step.allowed())
         known: dict[int, int] = {}
-        for item in items:
+        for item, seat in zip(items, step.seats_L, strict=True):
             key, token = step.plan.items[item].key, results[item].token_id
-            if self._late.get(key) is step:
+            if self._late.get(key) is step:  # else the seat may be another's
                 del self._late[key]
                 if token is not None:
-                    known[self._seats.find(key)] = token
+                    known[seat] = token
         if known:
-            seats, tokens = self._index(list(known)), self._index(list(known.values()))
+            seats, tokens = self._upload(list(known), list(known.values()))
             self._last_S.index_copy_(0, seats, tokens)
 
     def _score(self, plan: StepPlan, hidden_TH: Tensor, results: list[ItemResult]) -> None:
@@ -403,15 +427,15 @@ class GpuRunner(ModelRunner):
             queue.take(self.model.logits(hidden_TH[index]))
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
-        return self._upload((numbers, len(numbers)))[0]
+        return self._upload(numbers)[0]
 
-    def _upload(self, *columns: tuple[Sequence[int], int]) -> list[Tensor]:
-        """In one copy; each column with its length."""
-        sizes = [size for _, size in columns]
+    def _upload(self, *columns: Sequence[int]) -> list[Tensor]:
+        """In one copy."""
+        sizes = [len(column) for column in columns]
         host, mark = self._up.take(sum(sizes))
         table, start = host.numpy(), 0
-        for numbers, size in columns:
-            table[start : start + size] = numbers
+        for column, size in zip(columns, sizes, strict=True):
+            table[start : start + size] = column
             start += size
         # A copy of its own also on CPU: the buffer is used again.
         packed = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
@@ -425,18 +449,6 @@ class GpuRunner(ModelRunner):
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self.step_bytes.total,
         }
-
-
-def needs_host(row: SampleRow) -> bool:
-    """Whether a row wants more than a token, or scores that only the host knows to make."""
-    params = row.params
-    return bool(
-        row.return_logprob
-        or params.penalised
-        or params.logit_bias
-        or params.min_new_tokens
-        or params.grammar is not None
-    )
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
@@ -459,7 +471,3 @@ def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         tokens = [known.get(n, 0) for n in range(len(rows))]
     broken = [int(n in bad) for n in range(len(rows))]
     return torch.tensor([tokens, broken], device=logits_RV.device)
-
-
-def _last(span: Span) -> int:
-    return span.start + span.length - 1

@@ -15,7 +15,7 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.core import EngineCore
-from moesaic.engine.gpu_runner import GpuRunner, Seats, draw, greedy
+from moesaic.engine.gpu_runner import GpuRunner, Seat, Seats, Way, draw, greedy
 from moesaic.engine.graphs import GraphCache, graph_sizes
 from moesaic.engine.jobs import Job
 from moesaic.engine.model_runner import NOT_FINITE, ModelRunner
@@ -255,16 +255,39 @@ def test_buckets():
 
 def test_seats_are_given_anew_by_age():
     seats = Seats(3)
-    first = [seats.take(key) for key in (10, 11, 12)]
+
+    def take(key: int, token: int = 5, **params: Any) -> Seat:
+        return seats.take(PlanItem(key, [token], 0, [1], None, row(1, **params)))
+
+    first = [take(key).number for key in (10, 11, 12)]
     assert sorted(first) == [0, 1, 2]
-    assert seats.take(10) == first[0] == seats.find(10)
-    assert seats.take(13) == first[1]
-    with pytest.raises(ValueError, match="request 11 waits"):
-        seats.find(11)
+    assert take(10).number == take(10, FUTURE).number == first[0]
+    assert take(13).number == first[1]
+    with pytest.raises(ValueError, match="request 11 waits for a token that no step under way"):
+        take(11, FUTURE)
+    assert seats.take(PlanItem(14, [5, 6], 0, [1])) == seats.nobody == Seat(3, Way.GREEDY)
     seats.free([12, 99])
-    assert seats.take(14) == first[2]
+    assert take(14, temperature=1.0) == Seat(first[2], Way.DRAW)
     seats.clear()
-    assert sorted(seats.take(key) for key in range(3)) == [0, 1, 2]
+    assert sorted(take(key, min_new_tokens=2).number for key in range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "way"),
+    [
+        ({}, Way.GREEDY),
+        ({"temperature": 1.0, "top_k": 1}, Way.GREEDY),
+        ({"temperature": 1.0}, Way.DRAW),
+        ({"temperature": 1.0, "min_p": 0.1, "top_k": 9}, Way.DRAW),
+        ({"return_logprob": True}, Way.HOST),
+        ({"presence_penalty": 0.1}, Way.HOST),
+        ({"logit_bias": {1: 2.0}}, Way.HOST),
+        ({"min_new_tokens": 1}, Way.HOST),
+        ({"regex": "a+"}, Way.HOST),
+    ],
+)
+def test_who_samples(params: dict[str, Any], way: Way):
+    assert Way.of(row(1, **params)) is way
 
 
 def test_drawn_tokens_are_the_samplers():
