@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.torch_attention import Span
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ class Way(Enum):
         return cls.GREEDY if params.greedy else cls.DRAW
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+DRAW, HOST = Way.DRAW, Way.HOST
+
+
+class Seat(NamedTuple):
     number: int
     way: Way
 
@@ -242,7 +245,7 @@ class GpuRunner(ModelRunner):
             self._late.pop(key, None)
         self._settle(plan.items)
         seats = [self._seats.take(item) for item in plan.items]
-        hosted = any(seat.way is Way.HOST for seat in seats)
+        hosted = any(seat.way is HOST for seat in seats)
         if hosted or plan.ended:
             self.matchers.begin(plan)
         single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
@@ -273,7 +276,8 @@ class GpuRunner(ModelRunner):
         table[COUNT, 0] = count
         rows.packed.copy_(host.view(PACKED, rows.size), non_blocking=True)
         mark.record()
-        self._attention[bucket].fill(spans_of(plan))
+        spans = [Span(n, 1, item.first + 1, item.pages) for n, item in enumerate(plan.items)]
+        self._attention[bucket].fill(spans)
         self.graphs.run(bucket)
         sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
         logits_BV, found_2B = self._logits_BV[:count], self._found_2B[:, :count]
@@ -343,8 +347,8 @@ class GpuRunner(ModelRunner):
     ) -> DeviceStep:
         """Draws for the rows that are not greedy, leaves others to the host, and sends for what was
         found. `found_2R`: greedy tokens."""
-        late = [n for n, item in enumerate(sampling) if seats[item].way is Way.HOST]
-        drawn = [n for n, item in enumerate(sampling) if seats[item].way is Way.DRAW]
+        late = [n for n, item in enumerate(sampling) if seats[item].way is HOST]
+        drawn = [n for n, item in enumerate(sampling) if seats[item].way is DRAW]
         if drawn:
             rows = [plan.items[sampling[n]].sample for n in drawn]
             numbers = [seats[sampling[n]].number for n in drawn]
@@ -389,14 +393,14 @@ class GpuRunner(ModelRunner):
         step.mark.wait(self._timeout, what)
         results = [ItemResult() for _ in plan.items]
         tokens, broken = step.found.tolist()
-        late = set(step.late)
-        for n, item in enumerate(step.rows):
-            if n in late:
-                continue
-            if broken[n]:
-                results[item].broken = NOT_FINITE
-            else:
-                results[item].token_id = tokens[n]
+        for item, token in zip(step.rows, tokens, strict=True):
+            results[item].token_id = token
+        if any(broken):
+            for item, bad in zip(step.rows, broken, strict=True):
+                if bad:
+                    results[item] = ItemResult(broken=NOT_FINITE)
+        for n in step.late:
+            results[step.rows[n]] = ItemResult()
         if step.logits_LV is not None:
             self._sample_late(step, step.logits_LV, results)
         if step.hidden_TH is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MAX_PADDING = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
     of its `kv_len` tokens, whose keys and values live in `pages`."""
 
