@@ -194,10 +194,6 @@ class ModelRunner:
                 self.moe.restart()
             raise
 
-    def device_holdings(self) -> dict[str, Any]:
-        """What this rank has of a GPU, beside weights and KV cache."""
-        return {}
-
     def restart(self, generation: int) -> None:
         """After a step that was abandoned; all ranks call it with one number, higher than any
         before."""
@@ -228,6 +224,10 @@ class ModelRunner:
         """Kernels of a GPU never look at what was not written."""
         if pages and self.device.type == "cpu":
             self.cache.clear(pages)
+
+    def device_holdings(self) -> dict[str, Any]:
+        """What this rank has of a GPU, beside weights and KV cache."""
+        return {}
 
     def attention(self, spans: Sequence[Span]) -> AttentionStep:
         if self.device.type == "cuda":
