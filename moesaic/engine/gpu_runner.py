@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,6 @@ from moesaic.engine.pinned import Mark, Ring
 from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
-from moesaic.layers.context import AttentionStep
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
 
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # Rows of what is packed for a decode step: token ids (below 0: that of the seat), positions, seats,
 # and how many rows are somebody's.
 IDS, POSITIONS, SEAT, COUNT, PACKED = range(5)
+Greedy = Callable[[Tensor], Tensor]
+Drawer = Callable[[Tensor, Sequence[SampleRow]], Tensor]
 
 
 def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
@@ -171,6 +173,7 @@ class GpuRunner(ModelRunner):
         self._up = Ring(device, PACKED * most, self._timeout)
         self._down = Ring(device, 2 * self.max_running, self._timeout)
         self._attention = self._decode_attention(args, sizes)
+        self._greedy, self._draw_rows = samplers(self.kind, device)
         self.graphs = GraphCache(sizes, self._decode, device)
         if device.type == "cuda":
             self.graphs.capture()
@@ -178,7 +181,7 @@ class GpuRunner(ModelRunner):
 
     def _decode_attention(self, args: ServerArgs, sizes: Sequence[int]) -> dict[int, Any]:
         """For each bucket what `fill` tells where its rows attend, and does so."""
-        if self.device.type == "cpu":
+        if self.kind == "cpu":
             return {size: PaddedAttention(self.cache) for size in sizes}
         pages = -(-self.context_length // args.page_size)
         make = gpu_attention().DecodeBuffers
@@ -293,21 +296,14 @@ class GpuRunner(ModelRunner):
         hidden_BH = self.model(
             self._tokens(packed[IDS], packed[SEAT]),
             packed[POSITIONS],
-            self._step_attention(size),
+            self._attention[size].attention,
             Step(prefill=False, num_tokens_1=self._rows.count_1),
         )
         logits_BV = self.model.logits(hidden_BH)
         self._logits_BV[:size].copy_(logits_BV)
-        found_2B = greedy(logits_BV)
+        found_2B = self._greedy(logits_BV)
         self._found_2B[:, :size].copy_(found_2B)
         self._last_S.index_copy_(0, packed[SEAT], found_2B[0])
-
-    def _step_attention(self, size: int) -> AttentionStep:
-        buffers = self._attention[size]
-        if isinstance(buffers, PaddedAttention):
-            return buffers
-        step: AttentionStep = buffers.attention
-        return step
 
     def _mixed(self, plan: StepPlan, seats: list[Seat]) -> DeviceStep:
         """Any other step, kernel by kernel."""
@@ -329,7 +325,7 @@ class GpuRunner(ModelRunner):
         logits_RV, found_2R = self._logits_BV[:0], self._found_2B[:, :0]
         if sampling:
             logits_RV = self.model.logits(hidden_TH[last_R])
-            found_2R = greedy(logits_RV)
+            found_2R = self._greedy(logits_RV)
             self._last_S.index_copy_(0, target_R, found_2R[0])
         return self._sampled(plan, sampling, seats, logits_RV, found_2R, hidden_TH)
 
@@ -382,7 +378,7 @@ class GpuRunner(ModelRunner):
         """`drawn`: the rows that draw, what they ask for, and the numbers of their seats."""
         rows, seats = self._upload(drawn, numbers)
         some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
-        drawn_2R = draw(some_RV, asked)
+        drawn_2R = self._draw_rows(some_RV, asked)
         self._last_S.index_copy_(0, seats, drawn_2R[0])
         return found_2R.index_copy(1, rows, drawn_2R)
 
@@ -453,6 +449,14 @@ class GpuRunner(ModelRunner):
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self.step_bytes.total,
         }
+
+
+def samplers(kind: str, device: torch.device) -> tuple[Greedy, Drawer]:
+    """What samples rows, greedily and as they ask for it, without waiting for a GPU."""
+    if kind == "cpu":
+        return greedy, draw
+    on_device = import_module("moesaic.engine.gpu_sampler")  # needs Triton
+    return on_device.greedy_rows, on_device.DeviceSampler(device).draw
 
 
 def greedy(logits_RV: Tensor) -> Tensor:

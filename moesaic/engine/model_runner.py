@@ -41,7 +41,7 @@ from moesaic.engine.layout import (
 )
 from moesaic.engine.matchers import Allowed, Matchers
 from moesaic.engine.memory import GIB, cache_tokens, total_memory
-from moesaic.engine.moe_setup import moe_context, report_buffers, weight_format
+from moesaic.engine.moe_setup import kind_of, moe_context, report_buffers, weight_format
 from moesaic.engine.plan import ItemResult, StepPlan, StepResult, Turn
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, sample, token_logprobs
@@ -70,7 +70,7 @@ class ModelRunner:
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         keep_freed_memory()
         self.ranks = ranks = ranks or RankContext()
-        self.device = compute_device(args)
+        self.device, self.kind = compute_device(args), kind_of(args)
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = max_running(args, ranks.mesh)
@@ -145,8 +145,7 @@ class ModelRunner:
             sharers = ranks.mesh.ranks_per_node
             tokens = cache_tokens(args, spec, dtype.itemsize, weight_bytes, wanted, sharers)
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
-        with self.device:
-            self.cache = PagedCache(spec, self.num_pages, args.page_size, dtype)
+        self.cache = PagedCache(spec, self.num_pages, args.page_size, dtype, self.device)
 
     def _check_weights_fit(self, folder: Path, weight_bytes: int) -> None:
         """On CPU memory is only taken when weights are written: without this the kernel kills the
@@ -222,7 +221,7 @@ class ModelRunner:
 
     def clear(self, pages: Sequence[int]) -> None:
         """Kernels of a GPU never look at what was not written."""
-        if pages and self.device.type == "cpu":
+        if pages and self.kind == "cpu":
             self.cache.clear(pages)
 
     def device_holdings(self) -> dict[str, Any]:
@@ -230,7 +229,7 @@ class ModelRunner:
         return {}
 
     def attention(self, spans: Sequence[Span]) -> AttentionStep:
-        if self.device.type == "cuda":
+        if self.kind == "cuda":
             step: AttentionStep = gpu_attention().GpuAttention.from_spans(self.cache, spans)
             return step
         attend = DeterministicAttention if self.deterministic else TorchAttention

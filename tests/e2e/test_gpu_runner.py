@@ -303,6 +303,22 @@ def test_drawn_tokens_are_the_samplers():
     assert [tokens[n] for n in kept] == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyPatch):
+    """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are those
+    of a GPU, whose twins compute here."""
+    pytest.importorskip("moesaic.layers.gpu_attention")
+    pytest.importorskip("moesaic.engine.gpu_sampler")
+    cpu = arguments(family)
+    expected = plainly(ModelRunner(cpu), 6)
+    monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
+    args = replace(cpu, device="cuda")
+    runner = GpuRunner(args)
+    assert runner.moe.choice.device == "cuda"
+    assert ahead(runner, 6) == expected
+    assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("family", FAMILIES)
