@@ -305,8 +305,8 @@ def test_drawn_tokens_are_the_samplers():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyPatch):
-    """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are those
-    of a GPU, whose twins compute here."""
+    """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are
+    those of a GPU, whose twins compute here."""
     pytest.importorskip("moesaic.layers.gpu_attention")
     pytest.importorskip("moesaic.engine.gpu_sampler")
     cpu = arguments(family)
