@@ -66,12 +66,16 @@ def _torch_cuda() -> str | None:
 
 @cache
 def _num_gpus() -> int:
-    """By the driver's library for management, which starts nothing on a GPU; where that is missing,
-    by device files."""
+    """By the driver's library for management, which starts nothing on a GPU, or by device files:
+    containers may have one without the other."""
+    return _managed_gpus() or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _managed_gpus() -> int:
     try:
         nvml = ctypes.CDLL(NVML)
     except OSError:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return 0
     count = ctypes.c_uint(0)
     if nvml.nvmlInit_v2() != 0:
         return 0
