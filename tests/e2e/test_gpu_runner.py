@@ -310,12 +310,14 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
     pytest.importorskip("moesaic.layers.gpu_attention")
     pytest.importorskip("moesaic.engine.gpu_sampler")
     cpu = arguments(family)
-    expected = plainly(ModelRunner(cpu), 6)
+    plain = ModelRunner(cpu)
+    expected, served = plainly(plain, 6), serve(plain, cpu, seed=8)
     monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
     args = replace(cpu, device="cuda")
     runner = GpuRunner(args)
     assert runner.moe.choice.device == "cuda"
     assert ahead(runner, 6) == expected
+    assert [job[:2] for job in serve(runner, args, seed=8)] == [job[:2] for job in served]
     assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
 
 
