@@ -82,6 +82,7 @@ class GraphCache:
             order.set_postfix(rows=size, refresh=False)
             self._graphs[size] = self._capture(size, stream, pool)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what was run before captures will not be again on that stream
         self.nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
         logger.info(
             "captured %d CUDA graphs of 1 to %d rows in %.1f s, which take %.2f GiB",
