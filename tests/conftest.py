@@ -12,6 +12,9 @@ import moesaic  # noqa: F401  before torch, as in every program that uses the en
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests that do not name a device are written for the CPU; those for a GPU say so.
+os.environ.setdefault("MOESAIC_DEVICE", "cpu")
+
 # Shells make what they start in the background ignore Ctrl-C, and so would every process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

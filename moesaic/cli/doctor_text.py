@@ -62,7 +62,7 @@ def _machine(machine: dict[str, Any]) -> Iterator[str]:
         ("instructions", " ".join(cpu["instructions"]) or "none that the kernels use"),
         ("memory", f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"),
         ("/dev/shm", "none" if shared is None else f"{size(shared['total_bytes'])}"),
-        ("gpus", ", ".join(gpus) or "none"),
+        ("gpus", ", ".join(gpus) or f"none ({machine['cuda_missing']})"),
         ("mps daemon", "runs" if machine["mps"] else "does not run"),
         ("c compiler", compiler["path"] or f"{compiler['command']} is missing: torch is slower"),
         ("versions", ", ".join(versions[:6])),

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moesaic.config.devices import cuda_missing
+
 PACKAGES = (
     "torch",
     "triton",
@@ -68,6 +70,7 @@ def describe_machine() -> dict[str, Any]:
         "memory": {"total_bytes": total_memory(), "free_bytes": free_memory()},
         "shared_memory": _shared_memory(),
         "gpus": list(_gpus()),
+        "cuda_missing": cuda_missing() or None,
         "mps": _mps_runs(),
         "compiler": {"command": command, "path": shutil.which(command)},
         "versions": {"python": platform.python_version(), **dict(_versions())},
@@ -118,9 +121,9 @@ def _gpus() -> Iterator[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        yield {"name": facts.name, "memory_bytes": facts.total_memory}
+    from moesaic.engine.devices import describe
+
+    yield from map(describe, range(torch.cuda.device_count()))
 
 
 def _mps_runs() -> bool:

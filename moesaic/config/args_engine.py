@@ -33,7 +33,6 @@ ATTENTION_BACKENDS = (
     "trtllm_mha",
     "ascend",
 )
-NO_GRAPHS = "leave it out; there are no CUDA graphs on CPU"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class ModelArgs:
     model_path: Annotated[
         str,
         Flag(
-            "Hugging Face folder with safetensors; tiny:FAMILY makes a random toy on the spot.",
+            "Hugging Face folder with safetensors; tiny:FAMILY makes a random toy on the spot, "
+            "shape:NAME has the sizes of a known model for --load-format dummy.",
             aliases=("--model",),
             metavar="DIR",
         ),
@@ -82,9 +82,9 @@ class ModelArgs:
     kv_cache_dtype: Annotated[
         str,
         Flag(
-            "Type of the KV cache; auto: the model's.",
+            "Type of the KV cache; auto: the model's. The others are for --device cuda.",
             choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
-            built=ONLY_DEFAULT,
+            built=("auto", "bfloat16", "fp8_e4m3"),
         ),
     ] = "auto"
     chat_template: Annotated[
@@ -169,13 +169,14 @@ class ScheduleArgs:
     mem_fraction_static: Annotated[
         float | None,
         Flag(
-            "Share of memory for weights and KV cache; unset: chosen for the device.",
+            "Share of memory for weights and KV cache, on CUDA of the GPU's; unset: chosen for the "
+            "device.",
             above=0,
             below=1,
         ),
     ] = None
     max_running_requests: Annotated[
-        int | None, Flag("Most requests in a batch; unset: 64 on CPU.", at_least=1)
+        int | None, Flag("Most requests in a batch; unset: 64 on CPU, 256 on CUDA.", at_least=1)
     ] = None
     max_queued_requests: Annotated[
         int | None,
@@ -185,13 +186,14 @@ class ScheduleArgs:
         int | None, Flag("Tokens in the KV cache; unset: what memory allows.", at_least=1)
     ] = None
     chunked_prefill_size: Annotated[
-        int,
+        int | None,
         Flag(
-            "Most prompt tokens in one step; longer prompts go in pieces; -1: never in pieces.",
+            "Most prompt tokens in one step; longer prompts go in pieces; -1: never in pieces; "
+            "unset: 2048 on CPU, 8192 on CUDA.",
             at_least=1,
             also=(-1,),
         ),
-    ] = 2048
+    ] = None
     max_prefill_tokens: Annotated[
         int | None,
         Flag(
@@ -230,9 +232,14 @@ class ScheduleArgs:
 class RuntimeArgs:
     GROUP: ClassVar[str] = "Device, kernels and logs"
 
-    device: Annotated[str, Flag("Where to compute.", choices=DEVICES, built=("auto", "cpu"))] = (
-        "auto"
-    )
+    device: Annotated[
+        str,
+        Flag(
+            "Where to compute; auto: what MOESAIC_DEVICE says, or on CUDA where there is a GPU.",
+            choices=DEVICES,
+            built=("auto", "cpu", "cuda"),
+        ),
+    ] = "auto"
     num_threads: Annotated[
         int | None,
         Flag(
@@ -241,9 +248,7 @@ class RuntimeArgs:
             at_most=1024,
         ),
     ] = None
-    base_gpu_id: Annotated[
-        int, Flag("First GPU to use on a node.", at_least=0, built=ONLY_DEFAULT)
-    ] = 0
+    base_gpu_id: Annotated[int, Flag("First GPU to use on a node.", at_least=0)] = 0
     gpu_id_step: Annotated[
         int,
         Flag(
@@ -260,17 +265,17 @@ class RuntimeArgs:
     attention_backend: Annotated[
         str,
         Flag(
-            "Attention kernels; torch_native is torch's own.",
+            "Attention kernels: torch_native (torch's own) on CPU, triton on CUDA.",
             choices=ATTENTION_BACKENDS,
-            built=("auto", "torch_native"),
+            built=("auto", "torch_native", "triton"),
         ),
     ] = "auto"
     sampling_backend: Annotated[
         str,
         Flag(
-            "Sampling kernels.",
+            "Sampling kernels: pytorch on CPU, triton on CUDA.",
             choices=("auto", "pytorch", "triton", "flashinfer"),
-            built=("auto", "pytorch"),
+            built=("auto", "pytorch", "triton"),
         ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
@@ -281,11 +286,11 @@ class RuntimeArgs:
     )
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None,
-        Flag("Batch sizes to capture.", at_least=1, built=ONLY_DEFAULT, instead=NO_GRAPHS),
+        Flag("Batch sizes to capture as CUDA graphs; unset: 1, 2, 4, 8, 16 and so on.", at_least=1),
     ] = None
     cuda_graph_max_bs: Annotated[
         int | None,
-        Flag("Largest batch size to capture.", at_least=1, built=ONLY_DEFAULT, instead=NO_GRAPHS),
+        Flag("Largest batch size to capture; unset: --max-running-requests.", at_least=1),
     ] = None
     enable_torch_compile: Annotated[
         bool, Flag("Compile the model with torch.compile.", built=ONLY_DEFAULT)

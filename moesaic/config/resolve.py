@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.devices import VARIABLE, cuda_missing, device_of, why_device
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,12 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # Installed packages that bring MoE backends name them here; moe/backends.py imports them.
 BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
 DIST_TIMEOUT = 300.0
+# What attends and what samples, where each can.
+ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
+SAMPLING = {"cpu": "pytorch", "cuda": "triton"}
+# Prompt tokens of a step: enough rows to keep the matrix units of the device busy.
+CHUNKS = {"cpu": 2048, "cuda": 8192}
+SHAPE = "shape:"
 # The live ranks of a node are the bits of one signed word of its control page.
 MAX_RANKS_PER_NODE = 62
 
@@ -77,20 +84,34 @@ def _told(args: ServerArgs) -> Iterator[Filled]:
         yield Filled("enable_dp_attention", False, why)
         if args.enable_dp_lm_head:
             yield Filled("enable_dp_lm_head", False, why)
+    if args.device == "auto" and VARIABLE not in os.environ:
+        yield Filled("device", device_of(args), why_device(args))
+    if device_of(args) == "cpu":
+        for field in ("cuda_graph_bs", "cuda_graph_max_bs"):
+            if getattr(args, field) is not None:
+                yield Filled(field, None, "there are no CUDA graphs on cpu")
+    if args.model_path.startswith(SHAPE) and args.tokenizer_path is None:
+        yield Filled(
+            "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
+        )
     if args.nnodes > 1 and args.dist_init_addr is None:
         yield Filled("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
 
 
 def _defaults(args: ServerArgs) -> Iterator[Filled]:
+    device, bare = device_of(args), args.model_path.startswith(SHAPE)
     if args.skip_tokenizer_init:
         yield Filled("tokenizer_path", None, "--skip-tokenizer-init")
-    else:
+    elif args.tokenizer_path is not None or not bare:
         tokenizer = args.tokenizer_path or args.model_path
         yield Filled("tokenizer_path", tokenizer, "the model's folder")
     yield Filled("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
-    yield Filled("device", "cpu", "the only device that is built")
-    yield Filled("attention_backend", "torch_native", "the only one on cpu")
-    yield Filled("sampling_backend", "pytorch", "the only one on cpu")
+    if VARIABLE in os.environ:  # else it was told
+        yield Filled("device", device, why_device(args))
+    yield Filled("attention_backend", ATTENTION[device], f"the only one on {device}")
+    yield Filled("sampling_backend", SAMPLING[device], f"the only one on {device}")
+    if args.chunked_prefill_size is None:
+        yield Filled("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
     if args.load_balance_method == "auto":
         yield Filled("load_balance_method", "round_robin", "the default")
     if args.dist_timeout is None:
@@ -100,6 +121,7 @@ def _defaults(args: ServerArgs) -> Iterator[Filled]:
 def contradictions(args: ServerArgs) -> Iterator[str]:
     """What is wrong with these arguments whatever is built, the first cause first."""
     yield from _model(args)
+    yield from _device(args)
     yield from _sizes(args)
     yield from _nodes(args)
     yield from _dp_attention(args)
@@ -120,6 +142,35 @@ def _model(args: ServerArgs) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{name} {value} needs a tokenizer: leave out --skip-tokenizer-init"
+    if args.model_path.startswith(SHAPE) and args.load_format != "dummy":
+        yield f"--model-path {args.model_path} has no weights: give --load-format dummy"
+
+
+def _device(args: ServerArgs) -> Iterator[str]:
+    if args.device == "npu":  # not built, which is said elsewhere
+        return
+    device = device_of(args)
+    if device == "cuda" and (missing := cuda_missing()):
+        yield f"--device cuda cannot work here: {missing}; give --device cpu"
+    for name, asked, known in (
+        ("--attention-backend", args.attention_backend, ATTENTION),
+        ("--sampling-backend", args.sampling_backend, SAMPLING),
+    ):
+        others = [kind for kind, value in known.items() if value == asked and kind != device]
+        if others:
+            yield f"{name} {asked} works on {others[0]}, not on {device}: give {known[device]}"
+    if device == "cpu":
+        if args.kv_cache_dtype != "auto":
+            yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
+        return
+    ranks = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+    if ranks > 1:
+        yield (
+            f"{ranks} ranks on --device cuda: several ranks on CUDA are not built yet; give one "
+            "(--tp-size 1 --pp-size 1 --dp-size 1), or --device cpu"
+        )
+    if args.enable_deterministic_inference:
+        yield "--enable-deterministic-inference is built for --device cpu only: leave out one"
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:

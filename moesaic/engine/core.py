@@ -13,6 +13,7 @@ from typing import Any
 from moesaic.config import ServerArgs
 from moesaic.core.request import ABORTED, FinishReason, Request
 from moesaic.engine.asking import RankAnswers, Told
+from moesaic.engine.gpu_runner import make_runner
 from moesaic.engine.holdings import holdings, providers, service_info
 from moesaic.engine.jobs import Job
 from moesaic.engine.kv_manager import KVManager
@@ -48,7 +49,7 @@ class EngineCore:
 
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None, group: int = 0) -> None:
         self.args = args
-        self.runner = runner or ModelRunner(args)
+        self.runner = runner or make_runner(args)
         self._taken: list[int] = []
         self.kv = KVManager(
             self.runner.num_pages,

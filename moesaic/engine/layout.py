@@ -13,6 +13,14 @@ from moesaic.comm.collective import Outline, WindowCollective
 from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
+from moesaic.config.resolve import CHUNKS
+from moesaic.engine.devices import (
+    StepBytes,
+    cache_dtype,
+    check_weights_fit,
+    device_cache_tokens,
+    gpu_room,
+)
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,
@@ -20,7 +28,13 @@ from moesaic.engine.memory import (
     free_memory,
     total_memory,
 )
-from moesaic.engine.moe_setup import StepLimits, moe_context, report_buffers, weight_format
+from moesaic.engine.moe_setup import (
+    StepLimits,
+    kind_of,
+    moe_context,
+    report_buffers,
+    weight_format,
+)
 from moesaic.engine.ranks import RankContext
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
@@ -35,7 +49,7 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WeightFormat
 
-DEFAULT_MAX_RUNNING = 64
+DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
 # What a collective and a pipe carry in one piece: more goes in several, each with a signal.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
@@ -61,6 +75,7 @@ class RankShare:
     a2a_bytes: int
     """Of the dispatchers' buffers, whether they are touched or not."""
     collective_bytes: int
+    step: StepBytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -90,6 +105,9 @@ class Layout:
 
     def check_memory(self) -> None:
         """ValueError where a machine like this one cannot hold the ranks of a node."""
+        if self.moe.choice.device == "cuda":
+            check_weights_fit("the model", self.ranks[0].fixed_bytes, gpu_room())
+            return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
             raise ValueError(
@@ -105,7 +123,10 @@ class Layout:
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
-        sharers, size = self.mesh.ranks_per_node, self.dtype.itemsize
+        sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
+        if self.moe.choice.device == "cuda":
+            room = gpu_room().after(share.fixed_bytes)
+            return device_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
             fixed = share.fixed_bytes
             return cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
@@ -157,6 +178,8 @@ class Subject:
     mesh: Mesh
     limits: StepLimits
     moe: MoeContext
+    context_length: int
+    cache_dtype: torch.dtype
 
     @property
     def num_layers(self) -> int:
@@ -169,10 +192,11 @@ class Subject:
         dtype = checkpoint_dtype(raw) if args.dtype == "auto" else DTYPES[args.dtype]
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        limits = step_limits(args, mesh, context_length(args, raw))
+        length = context_length(args, raw)
+        limits = step_limits(args, mesh, length)
         whole = whole_outline(raw, dtype, weights)
         moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
-        return cls(raw, mesh, limits, moe)
+        return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype))
 
     def share(self, rank: int) -> RankShare:
         ranks = _outline_rank(self.mesh, rank)
@@ -193,11 +217,12 @@ class Subject:
             dense_bytes=model.nbytes - of_experts,
             expert_bytes=of_experts,
             cache=model.cache,
-            cache_bytes_per_token=model.cache.bytes_per_token(moe.dtype.itemsize),
+            cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(
                 self.mesh, self.limits, model.config.hidden_size, moe.dtype
             ),
+            step=StepBytes.of(model, self.limits, self.context_length),
         )
 
 
@@ -223,7 +248,8 @@ def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:
 
 def max_running(args: ServerArgs, mesh: Mesh) -> int:
     """Requests in the batch of one attention group."""
-    return -(-(args.max_running_requests or DEFAULT_MAX_RUNNING) // mesh.dp)
+    asked = args.max_running_requests or DEFAULT_MAX_RUNNING[kind_of(args)]
+    return -(-asked // mesh.dp)
 
 
 def context_length(args: ServerArgs, raw: RawConfig) -> int:
@@ -240,9 +266,8 @@ def context_length(args: ServerArgs, raw: RawConfig) -> int:
 
 def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
     """Prompt tokens in a step of one attention group."""
-    if args.chunked_prefill_size <= 0:
-        return context
-    return max(1, args.chunked_prefill_size // mesh.dp)
+    asked = args.chunked_prefill_size or CHUNKS[kind_of(args)]
+    return context if asked < 0 else max(1, asked // mesh.dp)
 
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:

@@ -65,7 +65,7 @@ class Matchers:
         return len(self._live)
 
     def begin(self, plan: StepPlan) -> None:
-        if self._found is not None:  # of a step that failed, it may be at work still
+        if self._found is not None:  # of a step that failed or was taken, it may be at work still
             self._found.exception()
             self._found = None
         for key in plan.ended:
@@ -79,6 +79,11 @@ class Matchers:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
             self._found = self._thread.submit(self._find, rows)
+
+    def take(self) -> Callable[[], dict[int, Allowed]]:
+        """What `wait` would do, but also once another step has begun."""
+        found = self._found
+        return dict if found is None else found.result
 
     def wait(self) -> dict[int, Allowed]:
         """By item of the plan; those without a grammar are not there."""

@@ -11,7 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,14 @@ from moesaic.comm.control import Seat, State
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.step import Step
+from moesaic.engine.devices import (
+    Room,
+    StepBytes,
+    cache_dtype,
+    check_weights_fit,
+    compute_device,
+    device_cache_tokens,
+)
 from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
     chunk_tokens,
@@ -31,11 +41,12 @@ from moesaic.engine.layout import (
 )
 from moesaic.engine.matchers import Allowed, Matchers
 from moesaic.engine.memory import GIB, cache_tokens, total_memory
-from moesaic.engine.moe_setup import moe_context, report_buffers, weight_format
+from moesaic.engine.moe_setup import kind_of, moe_context, report_buffers, weight_format
 from moesaic.engine.plan import ItemResult, StepPlan, StepResult, Turn
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, sample, token_logprobs
 from moesaic.engine.tokenizer import Tokenizer
+from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
@@ -59,6 +70,7 @@ class ModelRunner:
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         keep_freed_memory()
         self.ranks = ranks = ranks or RankContext()
+        self.device, self.kind = compute_device(args), kind_of(args)
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = max_running(args, ranks.mesh)
@@ -75,8 +87,10 @@ class ModelRunner:
         self.parallel = ranks.parallel(raw.integer("num_hidden_layers"), self.deterministic)
         part = outline(raw, self.moe, self.parallel)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
-        _check_weights_fit(folder, weight_bytes, ranks.mesh.ranks_per_node)
-        self.model = build_model(raw, BuildContext(self.context_length, self.moe, self.parallel))
+        self._check_weights_fit(folder, weight_bytes)
+        with self.device:
+            context = BuildContext(self.context_length, self.moe, self.parallel)
+            self.model = build_model(raw, context)
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size
         if args.load_format == "dummy":
@@ -119,19 +133,34 @@ class ModelRunner:
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
         """As many pages as the rank of the replica with the least room for them has."""
-        ranks = self.ranks
+        ranks, dtype = self.ranks, cache_dtype(args, self.dtype)
         ranks.least(0, "load the weights")  # what is free is known once all have loaded
-        wanted = self.max_running * self.context_length
-        tokens = cache_tokens(
-            args,
-            self.model.cache,
-            self.dtype.itemsize,
-            weight_bytes,
-            wanted,
-            sharers=ranks.mesh.ranks_per_node,
-        )
+        wanted, spec = self.max_running * self.context_length, self.model.cache
+        self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
+        if self.device.type == "cuda":
+            room = Room.of(self.device)
+            logger.info("memory: %s", room)
+            tokens = device_cache_tokens(args, spec, dtype.itemsize, wanted, room, self.step_bytes)
+        else:
+            sharers = ranks.mesh.ranks_per_node
+            tokens = cache_tokens(args, spec, dtype.itemsize, weight_bytes, wanted, sharers)
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
-        self.cache = PagedCache(self.model.cache, self.num_pages, args.page_size, self.dtype)
+        self.cache = PagedCache(spec, self.num_pages, args.page_size, dtype, self.device)
+
+    def _check_weights_fit(self, folder: Path, weight_bytes: int) -> None:
+        """On CPU memory is only taken when weights are written: without this the kernel kills the
+        process."""
+        if self.device.type == "cuda":
+            check_weights_fit(str(folder), weight_bytes, Room.of(self.device))
+            return
+        ranks = self.ranks.mesh.ranks_per_node
+        if weight_bytes * ranks > total_memory():
+            each = f" in {ranks} ranks" if ranks > 1 else ""
+            raise ValueError(
+                f"the weights of {folder} take {weight_bytes * ranks / GIB:.1f} GiB{each} and this "
+                f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or --dtype "
+                "bfloat16"
+            )
 
     def _why_cache(self, args: ServerArgs) -> str:
         if args.max_total_tokens is not None:
@@ -177,25 +206,34 @@ class ModelRunner:
         """This stage's layers over the plan's tokens; `x_TH`: what the stage before gave."""
         if self.samples:
             self.matchers.begin(plan)
-        if plan.clear:
-            self.cache.clear(plan.clear)
-        ids: list[int] = []
-        positions: list[int] = []
-        spans: list[Span] = []
-        for item in plan.items:
-            spans.append(Span(len(ids), len(item.token_ids), item.stop, item.pages))
-            ids += item.token_ids
-            positions += range(item.first, item.stop)
-        attend = DeterministicAttention if self.deterministic else TorchAttention
+        self.clear(plan.clear)
+        ids = [token for item in plan.items for token in item.token_ids]
+        positions = [at for item in plan.items for at in range(item.first, item.stop)]
         counts = turn.counts if self.ranks.mesh.dp > 1 else ()
         hidden_TH: Tensor = self.model(
-            torch.tensor(ids, dtype=torch.int64),
-            torch.tensor(positions, dtype=torch.int64),
-            attend(self.cache, spans),
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            torch.tensor(positions, dtype=torch.int64, device=self.device),
+            self.attention(spans_of(plan)),
             Step(prefill=turn.prefill, counts=counts),
             x_TH,
         )
         return hidden_TH
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Kernels of a GPU never look at what was not written."""
+        if pages and self.kind == "cpu":
+            self.cache.clear(pages)
+
+    def device_holdings(self) -> dict[str, Any]:
+        """What this rank has of a GPU, beside weights and KV cache."""
+        return {}
+
+    def attention(self, spans: Sequence[Span]) -> AttentionStep:
+        if self.kind == "cuda":
+            step: AttentionStep = gpu_attention().GpuAttention.from_spans(self.cache, spans)
+            return step
+        attend = DeterministicAttention if self.deterministic else TorchAttention
+        return attend(self.cache, spans)
 
     @torch.inference_mode()
     def results(self, plan: StepPlan, turn: Turn, hidden_TH: Tensor) -> StepResult:
@@ -205,24 +243,37 @@ class ModelRunner:
         rows = list(plan.logit_rows())
         results = [ItemResult() for _ in plan.items]
         sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
-        scoring = _ScoreQueue(plan, results)
+        scoring = ScoreQueue(plan, results)
         for begin in range(0, max(turn.logits), LOGIT_ROWS):
             piece = rows[begin : begin + LOGIT_ROWS]
             wanted = [min(max(0, count - begin), LOGIT_ROWS) for count in turn.logits]
             started = self.spans.clock()
-            logits_RV = self.model.logits(hidden_TH[torch.tensor(piece, dtype=torch.int64)], wanted)
+            index = torch.tensor(piece, dtype=torch.int64, device=self.device)
+            logits_RV = self.model.logits(hidden_TH[index], wanted)
             self.spans.add(Kind.LOGITS, started, tokens=len(piece))
             if self.ranks.place.attention_rank > 0 or not piece:
                 continue
             started = self.spans.clock()
             here = sampling[begin : begin + LOGIT_ROWS]
-            _sample(plan, here, logits_RV[: len(here)], results, self.matchers.wait())
+            sample_items(plan, here, logits_RV[: len(here)], results, self.matchers.wait())
             scoring.take(logits_RV[len(here) :])
             self.spans.add(Kind.SAMPLE, started, tokens=len(here))
         return StepResult(results)
 
 
-class _ScoreQueue:
+def gpu_attention() -> Any:
+    """Needs Triton, which is only imported where there is a GPU."""
+    return import_module("moesaic.layers.gpu_attention")
+
+
+def spans_of(plan: StepPlan) -> list[Span]:
+    return [
+        Span(start, len(item.token_ids), item.stop, item.pages)
+        for item, start in zip(plan.items, plan.starts(), strict=True)
+    ]
+
+
+class ScoreQueue:
     """Hands rows of logits to the prompt tokens that wait for them, in the plan's order."""
 
     def __init__(self, plan: StepPlan, results: list[ItemResult]) -> None:
@@ -254,7 +305,7 @@ def _runs(keys: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-def _sample(
+def sample_items(
     plan: StepPlan,
     items: Sequence[int],
     logits_RV: Tensor,
@@ -300,16 +351,6 @@ def _draw(
 
 def _is_finite(logits_V: Tensor) -> bool:
     return math.isfinite(logits_V.max().item())
-
-
-def _check_weights_fit(folder: Path, weight_bytes: int, ranks: int) -> None:
-    """Memory is only taken when weights are written: without this the kernel kills the process."""
-    if weight_bytes * ranks > total_memory():
-        each = f" in {ranks} ranks" if ranks > 1 else ""
-        raise ValueError(
-            f"the weights of {folder} take {weight_bytes * ranks / GIB:.1f} GiB{each} and this "
-            f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or --dtype bfloat16"
-        )
 
 
 def _eos_ids(raw: RawConfig) -> frozenset[int]:

@@ -66,6 +66,11 @@ def weight_format(
     return declared
 
 
+def kind_of(args: ServerArgs) -> str:
+    """cpu or cuda; `resolve` leaves nothing else open."""
+    return "cuda" if args.device == "cuda" else "cpu"
+
+
 def moe_problem(
     args: ServerArgs,
     dtype: torch.dtype,
@@ -87,6 +92,7 @@ def moe_problem(
         ep=mesh.ep,
         tp=mesh.tp,
         phases=(role,) if role in PHASES else PHASES,
+        device=kind_of(args),
         hidden_size=layers[0].hidden_size if layers else 0,
         intermediate_size=layers[0].intermediate_size if layers else 0,
         experts=layers[0].num_experts if layers else 0,

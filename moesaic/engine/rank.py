@@ -31,10 +31,10 @@ from moesaic.comm.rank_link import RankLink, last_lines
 from moesaic.config import ServerArgs
 from moesaic.core import messages
 from moesaic.engine import wire as wires
+from moesaic.engine.gpu_runner import make_runner
 from moesaic.engine.holdings import holdings
 from moesaic.engine.layout import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.leader import NOTHING, Leader
-from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
 from moesaic.engine.plan import (
@@ -81,7 +81,7 @@ class Rank:
         self.link, self.mesh, self.place = link, link.mesh, link.place
         self.args = ServerArgs(**link.config)
         self.ranks = join(link)
-        self.runner = ModelRunner(self.args, self.ranks)
+        self.runner = make_runner(self.args, self.ranks)
         self.leader = Leader(link, self.args, self.runner) if self.place.is_leader else None
         self.spans = link.seat.spans = self.runner.spans
         group = None if self.leader is None else self.leader.core.tally.stats

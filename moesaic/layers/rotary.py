@@ -87,10 +87,12 @@ class RotaryTable:
 
     def __init__(self, rope: RopeConfig, positions: int) -> None:
         self.interleaved = rope.interleaved
-        frequencies, scale = ROPE_TYPES[rope.type](rope)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        self.cos = angles.cos() * scale
-        self.sin = angles.sin() * scale
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # the same numbers on every device
+            frequencies, scale = ROPE_TYPES[rope.type](rope)
+            angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+            self.cos = (angles.cos() * scale).to(device)
+            self.sin = (angles.sin() * scale).to(device)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for each token, with a dimension of one for the heads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ class Spec:
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are opened when first needed."""
+    """The tensors of a folder by name; files are opened when first needed. What is read goes
+    through `upload`, where it is to lie elsewhere than in host memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.folder, self._upload = folder, upload
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.location = self._locate()
@@ -86,7 +87,7 @@ class Checkpoint:
             slice(at.start, at.stop, at.step) if isinstance(at, range) else at for at in cut
         )
         tensor: Tensor = self._piece(name)[where or ...]
-        return tensor
+        return tensor if self._upload is None else self._upload(tensor)
 
     def is_empty(self, name: str) -> bool:
         """A tensor of no elements, as transformers writes for parts of size zero."""

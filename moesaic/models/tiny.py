@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from moesaic.config.resolve import SHAPE
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.made import cached_folder, parse_name
 from moesaic.models.nextn import Own, build_nextn
 from moesaic.models.registry import build_model
+from moesaic.models.shapes import shape_folder
 
 logger = logging.getLogger(__name__)
 
@@ -189,50 +188,25 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
 
 
 def materialise(model_path: str) -> str:
-    """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes;
-    any other path as it is."""
+    """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes,
+    or of a shape (shapes.py); any other path as it is."""
+    if model_path.startswith(SHAPE):
+        return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
         return model_path
-    family, *changes = model_path.removeprefix(PREFIX).split(",")
+    family, changes = parse_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")
     if not family.isidentifier():
         raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
-    folder = _cached(family, _changes(model_path, changes))
+    folder = _cached(family, changes)
     logger.info("%s has random weights, so its text is noise (%s)", model_path, folder)
     return str(folder)
-
-
-def _changes(model_path: str, texts: list[str]) -> dict[str, int]:
-    changes: dict[str, int] = {}
-    for text in texts:
-        key, _, value = text.partition("=")
-        if not key.isidentifier() or not (value.isascii() and value.isdecimal()):
-            raise ValueError(
-                f"{text!r} in {model_path!r} is not KEY=INTEGER, as in tiny:mixtral,"
-                "num_hidden_layers=4"
-            )
-        if key in changes:
-            raise ValueError(f"{model_path!r} gives {key} twice")
-        changes[key] = int(value)
-    return changes
 
 
 def _cached(family: str, changes: dict[str, int]) -> Path:
     # The key covers the maker's source: a changed maker must not find an old checkpoint.
     made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
-    key = hashlib.sha256(made_of).hexdigest()[:12]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
-    folder = root / f"tiny-{family}-{key}"
-    if folder.is_dir():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    # Made aside and renamed, so that nobody ever sees half a checkpoint.
-    work = Path(tempfile.mkdtemp(dir=root))
-    try:
-        make_tiny_checkpoint(family, work / "model", changes=changes)
-        (work / "model").rename(folder)
-    except OSError:  # another process was faster
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return folder
+
+    def make(folder: Path) -> Path:
+        return make_tiny_checkpoint(family, folder, changes=changes)
+
+    return cached_folder(f"tiny-{family}", made_of, make)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from tqdm import tqdm
 
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
@@ -19,12 +19,15 @@ from moesaic.models.checkpoint import Checkpoint, Spec
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
+from moesaic.models.upload import Upload
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.dummy import fill_planes
 from moesaic.moe.quant.weights import WeightFormat
 
 logger = logging.getLogger(__name__)
 
 Slot = TensorSlot | MatrixSlot
+EMBEDDING = "embed_tokens.weight"
 
 
 class Loadable(Protocol):
@@ -93,10 +96,13 @@ def load_weights(
     scheme: Scheme | None = None,
     whole: Callable[[RawConfig], Loadable] = build_whole,
 ) -> None:
-    """`whole` makes the same on one rank: it is asked which tensors belong to other ranks."""
+    """`whole` makes the same on one rank: it is asked which tensors belong to other ranks. Tensors
+    are decoded and encoded where the model lies."""
     slots = list(model.checkpoint_slots())
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
-    with Checkpoint(folder) as checkpoint:
+    device = _device(slots[0]) if slots else torch.device("cpu")
+    upload = None if device.type == "cpu" else Upload(device)
+    with Checkpoint(folder, upload) as checkpoint:
         loader = Loader(checkpoint, scheme)
         specs = [loader.tensors(slot) for slot in slots]
         _check_names(model, slots, loader, {name for spec in specs for name in spec}, whole)
@@ -105,8 +111,10 @@ def load_weights(
                 checkpoint.check(name, wanted)
         if scheme.note:
             logger.warning("%s: %s", folder, scheme.note)
-        for slot in tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False):
-            loader.fill(slot)
+        progress = tqdm(slots, desc="Loading weights", unit="tensor", disable=None, leave=False)
+        with device:
+            for slot in progress:
+                loader.fill(slot)
 
 
 def settle_input_scales(model: Module, folder: Path) -> None:
@@ -174,24 +182,62 @@ def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
         into.copy_(plane)
 
 
-def fill_randomly(model: CausalLM, seed: int) -> None:
+def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> None:
     """`--load-format dummy`: random weights of a sensible size, to measure without a checkpoint.
 
     They follow from the seed and the name, so that ranks agree whatever each of them holds.
+    `direct`: numbers are drawn where the weights lie and in the format that they have, as on a GPU,
+    which takes seconds for a large model; on CPU they are drawn whole and encoded.
     """
-    for slot in model.checkpoint_slots():
-        if isinstance(slot, MatrixSlot):
-            assert isinstance(slot.format, WeightFormat)
-            planes = slot.format.encode(_random(slot, slot.shape, seed))
-            _copy(slot.format.slice(planes, slot.rows, slot.cols), slot)
-        elif slot.into.dim() == 1:
-            slot.into.fill_(0.0 if "bias" in slot.name else 1.0)
+    slots = list(model.checkpoint_slots())
+    if direct is None:
+        direct = any(_device(slot).type == "cuda" for slot in slots)
+    for slot in tqdm(slots, desc="Making weights", unit="tensor", disable=None, leave=False):
+        if direct:
+            _fill_directly(slot, seed)
         else:
-            slot.into.copy_(_random(slot, slot.shape, seed)[slot.cut])
+            _fill_whole(slot, seed)
+
+
+def _fill_whole(slot: Slot, seed: int) -> None:
+    if isinstance(slot, MatrixSlot):
+        assert isinstance(slot.format, WeightFormat)
+        planes = slot.format.encode(_random(slot, slot.shape, seed))
+        _copy(slot.format.slice(planes, slot.rows, slot.cols), slot)
+    elif slot.into.dim() == 1:
+        slot.into.fill_(_constant(slot))
+    else:
+        slot.into.copy_(_random(slot, slot.shape, seed)[slot.cut])
+
+
+def _fill_directly(slot: Slot, seed: int) -> None:
+    """Embeddings are as large as what layers add to them, so that tokens stay apart and are routed
+    apart, however many layers mix them."""
+    if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
+        slot.into.fill_(_constant(slot))
+        return
+    noise = Generator(_device(slot)).manual_seed(_key(slot, seed))
+    spread = 1.0 if slot.name.endswith(EMBEDDING) else slot.shape[-1] ** -0.5
+    if isinstance(slot, TensorSlot):
+        slot.into.normal_(0.0, spread, generator=noise)
+        return
+    assert isinstance(slot.format, WeightFormat)
+    fill_planes(slot.format, slot.into, spread, noise)
+
+
+def _device(slot: Slot) -> torch.device:
+    return slot.into.device if isinstance(slot, TensorSlot) else slot.into["values"].device
+
+
+def _constant(slot: TensorSlot) -> float:
+    return 0.0 if "bias" in slot.name else 1.0
 
 
 def _random(slot: Slot, shape: tuple[int, ...], seed: int) -> Tensor:
-    part = slot.interleaved if isinstance(slot, MatrixSlot) else None
-    key = zlib.crc32(f"{seed} {slot.name} {slot.index} {part}".encode())
-    generator = torch.Generator().manual_seed(key)
+    generator = Generator().manual_seed(_key(slot, seed))
     return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+
+def _key(slot: Slot, seed: int) -> int:
+    part = slot.interleaved if isinstance(slot, MatrixSlot) else None
+    return zlib.crc32(f"{seed} {slot.name} {slot.index} {part}".encode())

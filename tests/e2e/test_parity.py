@@ -28,6 +28,10 @@ from tests.oracle import (
 pytestmark = pytest.mark.timeout(600)
 
 TOLERANCE = 1e-4
+# Matrix units of a GPU round float32 to fewer bits.
+TOLERANCES = {"cpu": TOLERANCE, "cuda": 2e-3}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 MAX_NEW_TOKENS = 64
 # The longest prompt and its answer need 364 tokens, all 32 together more than 4600.
 CACHE_TOKENS = 640
@@ -52,10 +56,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Che
     return get
 
 
-def serve(folder: Path, radix: bool, dtype: str = "float32") -> Engine:
+def serve(folder: Path, radix: bool, dtype: str = "float32", device: str = "cpu") -> Engine:
     return Engine(
         model_path=str(folder),
         dtype=dtype,
+        device=device,
+        cuda_graph_bs=[1, 8, 32],
         skip_tokenizer_init=True,
         chunked_prefill_size=32,
         max_total_tokens=CACHE_TOKENS,
@@ -92,20 +98,28 @@ def input_logprobs(prompt: list[int], answer: Answer) -> torch.Tensor:
     return values(entries[1:])
 
 
-def check_answer(oracle: Oracle, prompt: list[int], answer: Answer, length: int) -> None:
+def check_answer(
+    oracle: Oracle, prompt: list[int], answer: Answer, length: int, tolerance: float = TOLERANCE
+) -> None:
     output = answer["output_ids"]
     assert len(output) == length == answer["meta_info"]["completion_tokens"]
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert oracle.greedy_divergence(prompt, output) is None
+    divergence = oracle.greedy_divergence(prompt, output)
+    if tolerance > TOLERANCE and divergence is not None:
+        assert divergence.top2_margin < 2 * tolerance
+    else:
+        assert divergence is None
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [token for _, token, _ in entries] == output
     expected = oracle.logprobs(prompt + output)[len(prompt) - 1 :]
-    torch.testing.assert_close(values(entries), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(values(entries), expected, atol=tolerance, rtol=0)
 
 
-def check_inputs(oracle: Oracle, prompt: list[int], answer: Answer) -> None:
+def check_inputs(
+    oracle: Oracle, prompt: list[int], answer: Answer, tolerance: float = TOLERANCE
+) -> None:
     expected = oracle.logprobs(prompt + answer["output_ids"])[: len(prompt) - 1]
-    torch.testing.assert_close(input_logprobs(prompt, answer), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(input_logprobs(prompt, answer), expected, atol=tolerance, rtol=0)
 
 
 def total(answers: list[Answer], key: str) -> int:
@@ -113,18 +127,23 @@ def total(answers: list[Answer], key: str) -> int:
 
 
 def check_case(
-    folder: Path, oracle: Oracle, prompts: list[list[int]], length: int, radix: bool
+    folder: Path,
+    oracle: Oracle,
+    prompts: list[list[int]],
+    length: int,
+    radix: bool,
+    device: str = "cpu",
 ) -> list[list[Answer]]:
     """Serve the prompts together, twice when prefixes may be reused, and compare everything."""
-    with serve(folder, radix) as engine:
+    with serve(folder, radix, device=device) as engine:
         rounds = [ask(engine, prompts, length, logprob_start_len=0)]
         if radix:
             rounds.append(ask(engine, prompts, length, logprob_start_len=-1))
     for answers in rounds:
         for prompt, answer in zip(prompts, answers, strict=True):
-            check_answer(oracle, prompt, answer, length)
+            check_answer(oracle, prompt, answer, length, TOLERANCES[device])
     for prompt, answer in zip(prompts, rounds[0], strict=True):
-        check_inputs(oracle, prompt, answer)
+        check_inputs(oracle, prompt, answer, TOLERANCES[device])
     assert (total(rounds[-1], "cached_tokens") > 0) == radix
     return rounds
 
@@ -137,11 +156,14 @@ def check_case(
     ],
 )
 @pytest.mark.parametrize("case", MAIN_CASES, ids=lambda case: case.name)
-def test_family(checkpoint: Callable[[Case], Checkpoint], case: Case, radix: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_family(
+    checkpoint: Callable[[Case], Checkpoint], device: str, case: Case, radix: bool
+) -> None:
     folder, oracle = checkpoint(case)
     prompts = make_prompts(oracle.model.config.vocab_size)
     assert len(prompts) == 32
-    rounds = check_case(folder, oracle, prompts, MAX_NEW_TOKENS, radix)
+    rounds = check_case(folder, oracle, prompts, MAX_NEW_TOKENS, radix, device)
     for answers in rounds:
         assert total(answers, "total_retractions") > 0
 
@@ -153,10 +175,11 @@ def test_family(checkpoint: Callable[[Case], Checkpoint], case: Case, radix: boo
         for number, case in enumerate(ODD_CASES)
     ],
 )
-def test_odd_shape(checkpoint: Callable[[Case], Checkpoint], case: Case) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_odd_shape(checkpoint: Callable[[Case], Checkpoint], device: str, case: Case) -> None:
     folder, oracle = checkpoint(case)
     prompts = make_prompts(oracle.model.config.vocab_size, lengths=ODD_LENGTHS)
-    check_case(folder, oracle, prompts, length=24, radix=True)
+    check_case(folder, oracle, prompts, length=24, radix=True, device=device)
 
 
 @pytest.mark.slow
@@ -190,7 +213,8 @@ def is_steady(oracle: Oracle, prompt: list[int], output: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("case", MAIN_CASES, ids=lambda case: case.name)
-def test_bfloat16(tmp_path: Path, case: Case) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16(tmp_path: Path, device: str, case: Case) -> None:
     """Our distance from transformers in float32 is no more than that of transformers in bfloat16.
 
     Rare routings that flip in bfloat16 make up the tail, and differ between any two programs:
@@ -201,7 +225,7 @@ def test_bfloat16(tmp_path: Path, case: Case) -> None:
         folder = build(dataclasses.replace(case, seed=seed), tmp_path / str(seed), torch.bfloat16)
         exact, rough = Oracle(load(folder)), Oracle(load(folder, torch.bfloat16))
         prompts = make_prompts(exact.model.config.vocab_size, seed)
-        with serve(folder, radix=False, dtype="bfloat16") as engine:
+        with serve(folder, radix=False, dtype="bfloat16", device=device) as engine:
             answers = ask(engine, prompts, 1, logprob_start_len=0)
         for prompt, answer in zip(prompts, answers, strict=True):
             expected = exact.logprobs(prompt)

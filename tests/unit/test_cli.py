@@ -25,7 +25,6 @@ FP4 = (
     "--enable-dp-lm-head --cuda-graph-bs 1 2 4 8 16 32 64 128 256 512 --disable-radix-cache "
     "--moe-a2a-backend flashinfer"
 )
-FP4_REFUSED = "--cuda-graph-bs 1 2 4 8 16 32 64 128 256 512"
 # Command lines of the expert-parallelism guide, and every flag that this version refuses in them.
 GUIDE = (
     (
@@ -105,13 +104,12 @@ GUIDE = (
         "--enable-two-batch-overlap --enable-single-batch-overlap",
         "--enable-two-batch-overlap|--enable-single-batch-overlap",
     ),
-    (f"{FP4} --attention-backend triton", f"{FP4_REFUSED}|--attention-backend triton"),
-    (f"{FP4} --disable-shared-experts-fusion", f"{FP4_REFUSED}|--disable-shared-experts-fusion"),
+    (f"{FP4} --disable-shared-experts-fusion", "--disable-shared-experts-fusion"),
     (
         "--model-path M --tp 4 --mem-fraction-static 0.8 --max-total-tokens 66000 "
         "--trust-remote-code --attention-backend ascend --device npu --host 127.0.0.1 --port 30088 "
         "--moe-a2a-backend deepep --deepep-mode auto --cuda-graph-max-bs 128 --disable-radix-cache",
-        "--attention-backend ascend|--device npu|--cuda-graph-max-bs 128",
+        "--attention-backend ascend|--device npu",
     ),
 )
 
@@ -142,6 +140,11 @@ def test_commands_of_the_guide_are_understood(
     named = message.removeprefix("error: not built yet: ").split("; --")
     shown = {part.split(" (")[0].removeprefix("--") for part in named}
     assert shown == {flag.removeprefix("--") for flag in refused.split("|")}
+
+
+def test_a_backend_of_another_device_is_refused():
+    found = list(problems(parse(f"{FP4} --attention-backend triton")))
+    assert found == ["--attention-backend triton works on cuda, not on cpu: give torch_native"]
 
 
 def test_nodes_of_the_guide_must_know_where_to_meet(

@@ -4,11 +4,13 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from moesaic.config import devices
 from moesaic.config.args import ServerArgs
 from moesaic.config.docs import markdown
 from moesaic.config.flags import specs
@@ -34,7 +36,7 @@ def parse(line: str, file: Path | None = None) -> ServerArgs:
 
 
 def make(**kwargs: object) -> ServerArgs:
-    return ServerArgs.from_kwargs(model_path="m", **kwargs)
+    return ServerArgs.from_kwargs(**{"model_path": "m", **kwargs})
 
 
 def test_defaults_are_those_people_know():
@@ -402,7 +404,7 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--device cuda", "not built yet: --device cuda (works now: auto, cpu)"),
+        ("--device npu", "not built yet: --device npu (works now: auto, cpu, cuda)"),
         (
             "--load-balance-method follow_bootstrap_room",
             "not built yet: --load-balance-method follow_bootstrap_room (works now: auto, "
@@ -519,7 +521,7 @@ def test_an_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_all_problems_are_found():
-    found = list(problems(parse("--model-path m --tp 8 --ep 3 --nnodes 3 --device cuda")))
+    found = list(problems(parse("--model-path m --tp 8 --ep 3 --nnodes 3 --device npu")))
     assert [text.split(" ")[0] for text in found] == ["--ep-size", "--tp-size", "--nnodes", "not"]
     assert list(problems(make())) == []
 
@@ -580,3 +582,83 @@ def test_config_does_not_import_torch():
     code = "import sys, moesaic, moesaic.config.resolve; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
+    """Pretends what torch is built for and how many GPUs there are."""
+
+    def have(version: str | None, count: int) -> None:
+        monkeypatch.delenv(devices.VARIABLE, raising=False)
+        monkeypatch.delenv(devices.VISIBLE, raising=False)
+        monkeypatch.setattr(devices, "_torch_cuda", lambda: version)
+        monkeypatch.setattr(devices, "_num_gpus", lambda: count)
+
+    return have
+
+
+def test_the_device_is_chosen_by_what_there_is(
+    gpus: Callable[[str | None, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    for version, count, kind, why in (
+        ("13.0", 1, "cuda", "there is a GPU"),
+        ("13.0", 0, "cpu", "there is no NVIDIA GPU, or no driver for it"),
+        (None, 2, "cpu", "torch is built without CUDA"),
+    ):
+        gpus(version, count)
+        with caplog.at_level(logging.INFO):
+            args = resolve(make())
+        assert args.device == kind and f"--device is {kind}: {why}" in caplog.text
+        assert resolve(args) == args
+    gpus("13.0", 1)
+    monkeypatch.setenv(devices.VARIABLE, "cpu")
+    assert resolve(make()).device == "cpu"
+    monkeypatch.setenv(devices.VARIABLE, "tpu")
+    with pytest.raises(ValueError, match="MOESAIC_DEVICE is 'tpu': give auto, cpu, cuda"):
+        resolve(make())
+    monkeypatch.setenv(devices.VARIABLE, "auto")
+    monkeypatch.setenv(devices.VISIBLE, "")
+    assert devices.cuda_missing() == "CUDA_VISIBLE_DEVICES is '' and hides every GPU"
+
+
+def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None]):
+    gpus("13.0", 0)
+    with pytest.raises(ValueError, match="--device cuda cannot work here: there is no NVIDIA GPU"):
+        resolve(make(device="cuda"))
+    gpus("13.0", 1)
+    with pytest.raises(ValueError, match="4 ranks on --device cuda: several ranks on CUDA are not"):
+        resolve(make(tp_size=2, dp_size=2))
+    with pytest.raises(ValueError, match="torch_native works on cpu, not on cuda: give triton"):
+        resolve(make(attention_backend="torch_native"))
+    with pytest.raises(ValueError, match="is built for --device cpu only"):
+        resolve(make(enable_deterministic_inference=True))
+    args = resolve(make(kv_cache_dtype="fp8_e4m3", cuda_graph_max_bs=64))
+    assert (args.attention_backend, args.sampling_backend) == ("triton", "triton")
+    assert args.cuda_graph_max_bs == 64
+    with pytest.raises(ValueError, match="fp8_e4m3 needs --device cuda"):
+        resolve(make(device="cpu", kv_cache_dtype="fp8_e4m3"))
+
+
+def test_the_machine_at_hand_has_what_torch_says():
+    import torch
+
+    assert (devices.cuda_missing() == "") == torch.cuda.is_available()
+    assert devices._torch_cuda() == torch.version.cuda
+
+
+def test_a_shape_needs_dummy_weights_and_has_no_tokenizer():
+    with pytest.raises(ValueError, match="shape:x has no weights: give --load-format dummy"):
+        resolve(make(model_path="shape:x"))
+    args = resolve(make(model_path="shape:x", load_format="dummy"))
+    assert args.skip_tokenizer_init and args.tokenizer_path is None
+    args = resolve(make(model_path="shape:x", load_format="dummy", tokenizer_path="t"))
+    assert not args.skip_tokenizer_init and args.tokenizer_path == "t"
+
+
+def test_graph_sizes_mean_nothing_on_cpu(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        args = resolve(make(cuda_graph_bs=(1, 2)))
+    assert args.cuda_graph_bs is None
+    assert "--cuda-graph-bs is None: there are no CUDA graphs on cpu" in caplog.text

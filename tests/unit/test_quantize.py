@@ -195,7 +195,7 @@ def test_a_rank_reads_what_it_holds(
     whole, part = (build(tmp_path / "out", scheme.expert_format) for _ in range(2))
     opened: list[CountingCheckpoint] = []
 
-    def counting(folder: Path) -> CountingCheckpoint:
+    def counting(folder: Path, *_: object) -> CountingCheckpoint:
         opened.append(CountingCheckpoint(folder))
         return opened[-1]
 

@@ -151,7 +151,7 @@ def test_a_rank_reads_its_bytes_only(
 ) -> None:
     opened: list[CountingCheckpoint] = []
 
-    def counting(folder: Path) -> CountingCheckpoint:
+    def counting(folder: Path, *_: object) -> CountingCheckpoint:
         opened.append(CountingCheckpoint(folder))
         return opened[-1]
 

@@ -1,0 +1,223 @@
+"""The device of a rank: which it is, what it has room for, and what a step takes beside weights and
+KV cache.
+
+T tokens of a step · B rows of a decode step · V vocabulary · H hidden · K experts of a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moesaic.config import ServerArgs
+from moesaic.engine.memory import GIB
+from moesaic.engine.moe_setup import StepLimits
+from moesaic.layers.attention import Attention, LatentAttention
+from moesaic.layers.context import CacheSpec
+from moesaic.models.blocks import CausalLM
+from moesaic.moe.layer import FusedMoE
+
+logger = logging.getLogger(__name__)
+
+# What CUDA, its libraries and compiled kernels take of a GPU in a process.
+RESERVE_BYTES = 2 * GIB
+# Allocations do not fit seamlessly, and estimates leave out what is small.
+SAFETY = 2.0
+# Never more than this share by default: what an estimate does not know must not end a service.
+LARGEST_SHARE, SMALLEST_SHARE = 0.92, 0.5
+# Parts into which the context of a sequence is cut at most when few sequences decode.
+SPLITS = 32
+# Of a row of logits: in the model's type, in float32, and what a sampler makes of it.
+LOGIT_BYTES = 2 + 4 + 8
+CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def compute_device(args: ServerArgs) -> torch.device:
+    """Of resolved arguments; this process uses no other GPU."""
+    if args.device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"--device cuda cannot work here: torch {torch.__version__} finds no GPU that it can "
+            "use (too old a driver?); give --device cpu"
+        )
+    number = args.base_gpu_id
+    if number >= torch.cuda.device_count():
+        raise ValueError(
+            f"--base-gpu-id {number}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:
+    return CACHE_TYPES.get(args.kv_cache_dtype, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of a GPU: all, those that are free, and those that this process holds. The others may
+    be those of other processes."""
+
+    total: int
+    free: int
+    held: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Room:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device))
+
+    @property
+    def others(self) -> int:
+        """Held by CUDA itself and by other processes."""
+        return max(0, self.total - self.free - self.held)
+
+    def after(self, nbytes: int) -> Room:
+        """Once that much is taken."""
+        return Room(self.total, self.free - nbytes, self.held + nbytes)
+
+    def __str__(self) -> str:
+        return (
+            f"the GPU has {self.total / GIB:.1f} GiB, of which {self.held / GIB:.1f} GiB are held "
+            f"here, {self.others / GIB:.1f} GiB by others and {self.free / GIB:.1f} GiB are free"
+        )
+
+
+def gpu_room() -> Room:
+    """Of the GPU in use."""
+    return Room.of(torch.device("cuda", torch.cuda.current_device()))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What the largest step takes beside weights and cache, estimated."""
+
+    logits: int
+    experts: int
+    dense: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.logits + self.experts + self.dense + self.attention
+
+    @classmethod
+    def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
+        """`model`: with or without memory."""
+        config, size = model.config, model.config.dtype.itemsize
+        modules = list(model.modules())
+        widest = max((p.shape[0] for p in _dense(model)), default=0)
+        hidden = config.hidden_size
+        return cls(
+            logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
+            experts=max(
+                (_expert_bytes(m, limits.tokens) for m in modules if isinstance(m, FusedMoE)),
+                default=0,
+            ),
+            # The residual, its norm, the widest product and what comes of it.
+            dense=limits.tokens * size * (4 * hidden + 2 * widest),
+            attention=max(
+                (
+                    _attention_bytes(m, limits, context_length, size)
+                    for m in modules
+                    if isinstance(m, Attention | LatentAttention)
+                ),
+                default=0,
+            ),
+        )
+
+
+def _dense(model: CausalLM) -> list[torch.Tensor]:
+    """Matrices of the layers; embedding and head are not multiplied with all tokens."""
+    return [p for layer in model.model.layers for p in layer.parameters() if p.dim() == 2]
+
+
+def _expert_bytes(layer: FusedMoE, tokens: int) -> int:
+    """Rows of the sorted order within an expert, and results of all pairs; inputs quantised."""
+    config, size = layer.config, layer.context.dtype.itemsize
+    pairs = tokens * config.top_k
+    return (
+        pairs * (layer.inner + config.hidden_size) * size + 2 * tokens * config.hidden_size * size
+    )
+
+
+def _attention_bytes(
+    layer: Attention | LatentAttention, limits: StepLimits, context: int, size: int
+) -> int:
+    """Parts of a split decode in float32; of latents also the keys and values of a sequence that is
+    prefilled."""
+    if isinstance(layer, Attention):
+        return limits.decode_tokens * layer.num_heads * (layer.config.head_dim + 2) * 4 * SPLITS
+    config = layer.config
+    expanded = config.nope_dim + config.rope_dim + config.value_dim
+    parts = limits.decode_tokens * layer.num_heads * (config.kv_rank + 2) * 4 * SPLITS
+    return parts + context * layer.num_heads * expanded * size
+
+
+def default_share(total: int, step: StepBytes) -> float:
+    """Of a GPU's memory for weights and KV cache: what the largest step leaves."""
+    share = 1 - (RESERVE_BYTES + SAFETY * step.total) / total
+    return min(max(share, SMALLEST_SHARE), LARGEST_SHARE)
+
+
+def check_weights_fit(name: str, weight_bytes: int, room: Room) -> None:
+    if weight_bytes > room.free:
+        raise ValueError(
+            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use a smaller "
+            "model, fewer bits (--quantization fp8), or end what else runs there"
+        )
+
+
+def device_cache_tokens(
+    args: ServerArgs, spec: CacheSpec, element_size: int, wanted: int, room: Room, step: StepBytes
+) -> int:
+    """Tokens that fit beside what is loaded, in whole pages: as told, or by memory, but never more
+    than `wanted`."""
+    page, per_token = args.page_size, spec.bytes_per_token(element_size)
+    if args.max_total_tokens is not None:
+        return _as_told(args.max_total_tokens, page, per_token, room, step)
+    share = args.mem_fraction_static or default_share(room.total, step)
+    own = int(share * room.total) - room.held
+    budget = min(own, room.free - step.total)
+    tokens = min(budget // per_token, -(-wanted // page) * page) // page * page
+    if tokens < page:
+        raise ValueError(
+            f"nothing is left for a KV cache, of which a page of {page} tokens takes "
+            f"{page * per_token / GIB:.3f} GiB: {room}; --mem-fraction-static {share:.3g} allows "
+            f"{max(0, own) / GIB:.2f} GiB and the largest step takes about "
+            f"{step.total / GIB:.2f} GiB: raise the former, lower --chunked-prefill-size or "
+            "--max-running-requests, or end what else runs there"
+        )
+    return tokens
+
+
+def _as_told(tokens: int, page: int, per_token: int, room: Room, step: StepBytes) -> int:
+    if tokens < page:
+        raise ValueError(
+            f"--max-total-tokens {tokens} is less than one page of {page} tokens: raise it or "
+            "lower --page-size"
+        )
+    most = max(0, room.free - step.total) // per_token
+    if tokens > most:
+        raise ValueError(
+            f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB: {room}, and "
+            f"the largest step takes about {step.total / GIB:.2f} GiB; give at most {most}"
+        )
+    return tokens // page * page
+
+
+def describe(number: int) -> dict[str, Any]:
+    """A GPU in plain data."""
+    facts = torch.cuda.get_device_properties(number)
+    return {
+        "name": facts.name,
+        "memory_bytes": facts.total_memory,
+        "capability": f"{facts.major}.{facts.minor}",
+        "processors": facts.multi_processor_count,
+    }

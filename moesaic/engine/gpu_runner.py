@@ -1,0 +1,481 @@
+"""Steps on a device that works while the host plans the next one.
+
+`begin` hands a step to the device and comes back; `wait` gives its results. Tokens that a step
+samples stay on the device in `last`, by the seat of their request, so that the next step can begin
+with tokens which the host does not know yet.
+
+T tokens of the step · B rows of a decode step · R rows that sample · V vocabulary · H hidden ·
+S seats.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+from moesaic.core.step import Step
+from moesaic.engine.devices import describe
+from moesaic.engine.graphs import GraphCache, graph_sizes
+from moesaic.engine.matchers import Allowed
+from moesaic.engine.memory import GIB
+from moesaic.engine.model_runner import (
+    LOGIT_ROWS,
+    NOT_FINITE,
+    ModelRunner,
+    ScoreQueue,
+    gpu_attention,
+    sample_items,
+    spans_of,
+)
+from moesaic.engine.pinned import Mark, Ring
+from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
+from moesaic.engine.ranks import RankContext
+from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.torch_attention import Span
+
+logger = logging.getLogger(__name__)
+
+# Rows of what is packed for a decode step: token ids (below 0: that of the seat), positions, seats,
+# and how many rows are somebody's.
+IDS, POSITIONS, SEAT, COUNT, PACKED = range(5)
+Greedy = Callable[[Tensor], Tensor]
+Drawer = Callable[[Tensor, Sequence[SampleRow]], Tensor]
+
+
+def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
+    return (GpuRunner if args.device == "cuda" else ModelRunner)(args, ranks)
+
+
+class Way(Enum):
+    """How the tokens of a request are sampled: all rows are sampled greedily on the device, and for
+    some a token is drawn instead, on the device or by the host."""
+
+    GREEDY = "greedy"
+    DRAW = "draw"
+    HOST = "host"
+
+    @classmethod
+    def of(cls, row: SampleRow) -> Way:
+        """The host is needed for more than a token, and for scores that only it knows to make."""
+        params = row.params
+        adjusted = params.penalised or params.logit_bias or params.min_new_tokens
+        if row.return_logprob or adjusted or params.grammar is not None:
+            return cls.HOST
+        return cls.GREEDY if params.greedy else cls.DRAW
+
+
+DRAW, HOST = Way.DRAW, Way.HOST
+
+
+class Seat(NamedTuple):
+    number: int
+    way: Way
+
+
+class Seats:
+    """Small numbers for requests whose newest token the device knows. Only steps under way refer to
+    them, so that the seats of two steps are enough: the one unused for longest is given anew. The
+    last seat is nobody's: padding goes there, and rows that do not sample."""
+
+    def __init__(self, count: int) -> None:
+        self.nobody = Seat(count, Way.GREEDY)
+        self._seats: OrderedDict[int, Seat] = OrderedDict()
+        self._free = list(range(count))
+
+    def take(self, item: PlanItem) -> Seat:
+        """Where the token comes from that an item does not know, and where the sampled one goes."""
+        seat = self._seats.get(item.key)
+        if seat is None:
+            if item.token_ids[0] < 0:
+                raise ValueError(
+                    f"request {item.key} waits for a token that no step under way samples"
+                )
+            if item.sample is None:
+                return self.nobody
+            number = self._free.pop() if self._free else self._seats.popitem(last=False)[1].number
+            seat = self._seats[item.key] = Seat(number, Way.of(item.sample))
+        self._seats.move_to_end(item.key)
+        return seat
+
+    def free(self, keys: Iterable[int]) -> None:
+        self._free += [self._seats.pop(key).number for key in keys if key in self._seats]
+
+    def clear(self) -> None:
+        self.free(list(self._seats))
+
+
+class DecodeRows:
+    """What decode steps read, in buffers that stay where they are."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.packed = torch.zeros(PACKED, size, dtype=torch.int64, device=device)
+        # The lower half of the number, which is all of it.
+        self.count_1 = self.packed[COUNT].view(torch.int32)[:1]
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step under way: `rows` are the items that sample, whose tokens and whether they have none
+    come into `found`, [2, R] on the host, when `mark` is reached. Some are left to the host:
+    `late` of them, with a copy of their `logits`. `finish` takes care of these and of scores."""
+
+    runner: GpuRunner
+    plan: StepPlan
+    number: int
+    rows: list[int]
+    found: Tensor
+    mark: Mark
+    late: list[int] = field(default_factory=list)
+    logits_LV: Tensor | None = None
+    seats_L: list[int] = field(default_factory=list)
+    hidden_TH: Tensor | None = None
+    allowed: Callable[[], dict[int, Allowed]] = dict
+    _result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            self._result = self.runner.finish(self)
+        return self._result
+
+
+class GpuRunner(ModelRunner):
+    overlaps = True
+
+    def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
+        super().__init__(args, ranks)
+        self._prepare(args)
+
+    @torch.inference_mode()
+    def _prepare(self, args: ServerArgs) -> None:
+        device, sizes = self.device, graph_sizes(args, self.max_running)
+        self._timeout, self._number = args.watchdog_timeout, 0
+        self._seats = Seats(2 * self.max_running)
+        self._late: dict[int, DeviceStep] = {}
+        """Requests whose newest token the host is yet to sample, and the step of it."""
+        seats = self._seats.nobody.number + 1
+        self._last_S = torch.zeros(seats, dtype=torch.int64, device=device)
+        most = max(sizes, default=1)
+        self._rows = DecodeRows(most, device)
+        self._found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
+        shape = (most if sizes else 0, self.vocab_size)
+        self._logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._up = Ring(device, PACKED * most, self._timeout)
+        self._down = Ring(device, 2 * self.max_running, self._timeout)
+        self._attention = self._decode_attention(args, sizes)
+        self._greedy, self._draw_rows = samplers(self.kind, device)
+        self.graphs = GraphCache(sizes, self._decode, device)
+        if device.type == "cuda":
+            self.graphs.capture()
+            self._report()
+
+    def _decode_attention(self, args: ServerArgs, sizes: Sequence[int]) -> dict[int, Any]:
+        """For each bucket what `fill` tells where its rows attend, and does so."""
+        if self.kind == "cpu":
+            return {size: PaddedAttention(self.cache) for size in sizes}
+        pages = -(-self.context_length // args.page_size)
+        make = gpu_attention().DecodeBuffers
+        return {size: make(self.cache, size, pages) for size in sizes}
+
+    def _report(self) -> None:
+        free = torch.cuda.mem_get_info(self.device)[0]
+        logger.info(
+            "memory of the GPU: weights %.2f GiB, KV cache %.2f GiB, graphs %.2f GiB, %.2f GiB "
+            "free, of which the largest step takes about %.2f GiB",
+            self.model.nbytes / GIB,
+            self.cache.num_bytes / GIB,
+            self.graphs.nbytes / GIB,
+            free / GIB,
+            self.step_bytes.total / GIB,
+        )
+
+    def step(self, plan: StepPlan) -> StepResult:
+        return self.begin(plan).wait()
+
+    def begin(self, plan: StepPlan) -> DeviceStep:
+        """Steps are carried out in the order in which they begin."""
+        try:
+            return self._begin(plan)
+        except Exception:
+            self._abandon()
+            raise
+
+    def finish(self, step: DeviceStep) -> StepResult:
+        try:
+            return self._finish(step)
+        except Exception:
+            self._abandon()
+            raise
+
+    def restart(self, generation: int) -> None:
+        self._forget()
+        super().restart(generation)
+
+    def _abandon(self) -> None:
+        """After a step that failed: none that is under way counts."""
+        self._forget()
+        if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
+            self.moe.restart()
+
+    def _forget(self) -> None:
+        self._seats.clear()
+        self._late.clear()
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                logger.error("the GPU is lost to this process: %s", error)
+
+    @torch.inference_mode()
+    def _begin(self, plan: StepPlan) -> DeviceStep:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        self._number += 1
+        self.clear(plan.clear)
+        self._seats.free(plan.ended)
+        for key in plan.ended:
+            self._late.pop(key, None)
+        self._settle(plan.items)
+        seats = [self._seats.take(item) for item in plan.items]
+        hosted = any(seat.way is HOST for seat in seats)
+        if hosted or plan.ended:
+            self.matchers.begin(plan)
+        single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
+        bucket = self.graphs.bucket(len(seats)) if single else None
+        step = self._mixed(plan, seats) if bucket is None else self._replay(plan, seats, bucket)
+        if hosted:
+            step.allowed = self.matchers.take()
+        step.mark.record()
+        for n in step.late:
+            self._late[plan.items[step.rows[n]].key] = step
+        return step
+
+    def _settle(self, items: Sequence[PlanItem]) -> None:
+        """What an item begins with and the host has yet to sample is sampled now."""
+        for item in items if self._late else ():
+            if item.token_ids[0] < 0 and item.key in self._late:
+                self._late[item.key].wait()
+
+    def _replay(self, plan: StepPlan, seats: list[Seat], bucket: int) -> DeviceStep:
+        """A decode step: one token of every item."""
+        rows, count = self._rows, len(seats)
+        host, mark = self._up.take(PACKED * rows.size)
+        table = host.view(PACKED, rows.size).numpy()
+        table[IDS, :count] = [item.token_ids[0] for item in plan.items]
+        table[POSITIONS, :count] = [item.first for item in plan.items]
+        table[SEAT, :count] = [seat.number for seat in seats]
+        table[IDS : SEAT + 1, count:bucket] = [[0], [0], [self._seats.nobody.number]]
+        table[COUNT, 0] = count
+        rows.packed.copy_(host.view(PACKED, rows.size), non_blocking=True)
+        mark.record()
+        spans = [Span(n, 1, item.first + 1, item.pages) for n, item in enumerate(plan.items)]
+        self._attention[bucket].fill(spans)
+        self.graphs.run(bucket)
+        sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
+        logits_BV, found_2B = self._logits_BV[:count], self._found_2B[:, :count]
+        if len(sampling) < count:
+            index = self._index(sampling)
+            logits_BV, found_2B = logits_BV[index], found_2B[:, index]
+        return self._sampled(plan, sampling, seats, logits_BV, found_2B)
+
+    def _decode(self, size: int) -> None:
+        """What a graph holds, from static buffers to static buffers. All rows are sampled greedily:
+        that is cheaper than to know which want to be."""
+        packed = self._rows.packed[:, :size]
+        hidden_BH = self.model(
+            self._tokens(packed[IDS], packed[SEAT]),
+            packed[POSITIONS],
+            self._attention[size].attention,
+            Step(prefill=False, num_tokens_1=self._rows.count_1),
+        )
+        logits_BV = self.model.logits(hidden_BH)
+        self._logits_BV[:size].copy_(logits_BV)
+        found_2B = self._greedy(logits_BV)
+        self._found_2B[:, :size].copy_(found_2B)
+        self._last_S.index_copy_(0, packed[SEAT], found_2B[0])
+
+    def _mixed(self, plan: StepPlan, seats: list[Seat]) -> DeviceStep:
+        """Any other step, kernel by kernel."""
+        items, spans = plan.items, spans_of(plan)
+        sampling = [n for n, item in enumerate(items) if item.sample is not None]
+        ids_T, positions_T, seats_T, last_R, target_R = self._upload(
+            [token for item in items for token in item.token_ids],
+            [at for item in items for at in range(item.first, item.stop)],
+            [seat.number for seat, item in zip(seats, items, strict=True) for _ in item.token_ids],
+            [spans[n].start + spans[n].length - 1 for n in sampling],
+            [seats[n].number for n in sampling],
+        )
+        hidden_TH = self.model(
+            self._tokens(ids_T, seats_T),
+            positions_T,
+            self.attention(spans),
+            Step(prefill=plan.prefill),
+        )
+        logits_RV, found_2R = self._logits_BV[:0], self._found_2B[:, :0]
+        if sampling:
+            logits_RV = self.model.logits(hidden_TH[last_R])
+            found_2R = self._greedy(logits_RV)
+            self._last_S.index_copy_(0, target_R, found_2R[0])
+        return self._sampled(plan, sampling, seats, logits_RV, found_2R, hidden_TH)
+
+    def _tokens(self, ids_T: Tensor, seats_T: Tensor) -> Tensor:
+        return torch.where(ids_T < 0, self._last_S[seats_T], ids_T)
+
+    def _sampled(
+        self,
+        plan: StepPlan,
+        sampling: list[int],
+        seats: list[Seat],
+        logits_RV: Tensor,
+        found_2R: Tensor,
+        hidden_TH: Tensor | None = None,
+    ) -> DeviceStep:
+        """Draws for the rows that are not greedy, leaves others to the host, and sends for what was
+        found. `found_2R`: greedy tokens."""
+        late = [n for n, item in enumerate(sampling) if seats[item].way is HOST]
+        drawn = [n for n, item in enumerate(sampling) if seats[item].way is DRAW]
+        if drawn:
+            rows = [plan.items[sampling[n]].sample for n in drawn]
+            numbers = [seats[sampling[n]].number for n in drawn]
+            asked = [row for row in rows if row is not None]
+            found_2R = self._draw(drawn, asked, numbers, logits_RV, found_2R)
+        host, mark = self._down.take(2 * len(sampling))
+        found = host.view(2, len(sampling)).copy_(found_2R, non_blocking=True)
+        scores = any(item.score is not None for item in plan.items)
+        return DeviceStep(
+            runner=self,
+            plan=plan,
+            number=self._number,
+            rows=sampling,
+            found=found,
+            mark=mark,
+            late=late,
+            # The next step overwrites what a graph gave.
+            logits_LV=logits_RV[self._index(late)] if late else None,
+            seats_L=[seats[sampling[n]].number for n in late],
+            hidden_TH=hidden_TH if scores else None,
+        )
+
+    def _draw(
+        self,
+        drawn: list[int],
+        asked: list[SampleRow],
+        numbers: list[int],
+        logits_RV: Tensor,
+        found_2R: Tensor,
+    ) -> Tensor:
+        """`drawn`: the rows that draw, what they ask for, and the numbers of their seats."""
+        rows, seats = self._upload(drawn, numbers)
+        some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
+        drawn_2R = self._draw_rows(some_RV, asked)
+        self._last_S.index_copy_(0, seats, drawn_2R[0])
+        return found_2R.index_copy(1, rows, drawn_2R)
+
+    @torch.inference_mode()
+    def _finish(self, step: DeviceStep) -> StepResult:
+        plan = step.plan
+        what = f"step {step.number} of {plan.num_tokens} tokens"
+        step.mark.wait(self._timeout, what)
+        results = [ItemResult() for _ in plan.items]
+        tokens, broken = step.found.tolist()
+        for item, token in zip(step.rows, tokens, strict=True):
+            results[item].token_id = token
+        if any(broken):
+            for item, bad in zip(step.rows, broken, strict=True):
+                if bad:
+                    results[item] = ItemResult(broken=NOT_FINITE)
+        for n in step.late:
+            results[step.rows[n]] = ItemResult()
+        if step.logits_LV is not None:
+            self._sample_late(step, step.logits_LV, results)
+        if step.hidden_TH is not None:
+            self._score(plan, step.hidden_TH, results)
+        return StepResult(results)
+
+    def _sample_late(self, step: DeviceStep, logits_LV: Tensor, results: list[ItemResult]) -> None:
+        items = [step.rows[n] for n in step.late]
+        sample_items(step.plan, items, logits_LV, results, step.allowed())
+        known: dict[int, int] = {}
+        for item, seat in zip(items, step.seats_L, strict=True):
+            key, token = step.plan.items[item].key, results[item].token_id
+            if self._late.get(key) is step:  # else the seat may be another's
+                del self._late[key]
+                if token is not None:
+                    known[seat] = token
+        if known:
+            seats, tokens = self._upload(list(known), list(known.values()))
+            self._last_S.index_copy_(0, seats, tokens)
+
+    def _score(self, plan: StepPlan, hidden_TH: Tensor, results: list[ItemResult]) -> None:
+        """Logprobs of prompt tokens: many rows, in pieces."""
+        queue = ScoreQueue(plan, results)
+        sampling = sum(1 for item in plan.items if item.sample is not None)
+        rows = list(plan.logit_rows())[sampling:]
+        for begin in range(0, len(rows), LOGIT_ROWS):
+            index = self._index(rows[begin : begin + LOGIT_ROWS])
+            queue.take(self.model.logits(hidden_TH[index]))
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return self._upload(numbers)[0]
+
+    def _upload(self, *columns: Sequence[int]) -> list[Tensor]:
+        """In one copy."""
+        sizes = [len(column) for column in columns]
+        host, mark = self._up.take(sum(sizes))
+        table, start = host.numpy(), 0
+        for column, size in zip(columns, sizes, strict=True):
+            table[start : start + size] = column
+            start += size
+        # A copy of its own also on CPU: the buffer is used again.
+        packed = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+        mark.record()
+        return list(packed.split(sizes))
+
+    def device_holdings(self) -> dict[str, Any]:
+        return {
+            "device": describe(self.device.index) if self.device.type == "cuda" else {},
+            "graph_sizes": list(self.graphs.sizes),
+            "graph_bytes": self.graphs.nbytes,
+            "step_bytes": self.step_bytes.total,
+        }
+
+
+def samplers(kind: str, device: torch.device) -> tuple[Greedy, Drawer]:
+    """What samples rows, greedily and as they ask for it, without waiting for a GPU."""
+    if kind == "cpu":
+        return greedy, draw
+    on_device = import_module("moesaic.engine.gpu_sampler")  # needs Triton
+    return on_device.greedy_rows, on_device.DeviceSampler(device).draw
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """[2, R]: the first of the most likely tokens of each row; and 1 where the row has none, since
+    its logits are not finite."""
+    best_R, token_R = logits_RV.max(-1)
+    return torch.stack((token_R, (~best_R.isfinite()).long()))
+
+
+def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """The same, with a token for each row as it asks for one."""
+    try:
+        tokens, bad = sample(logits_RV, rows).token_ids, tuple[int, ...]()
+    except NonFiniteLogits as error:
+        bad = error.rows
+        good = [n for n in range(len(rows)) if n not in bad]
+        index = torch.tensor(good, device=logits_RV.device)
+        kept = sample(logits_RV[index], [rows[n] for n in good]).token_ids if good else []
+        known = dict(zip(good, kept, strict=True))
+        tokens = [known.get(n, 0) for n in range(len(rows))]
+    broken = [int(n in bad) for n in range(len(rows))]
+    return torch.tensor([tokens, broken], device=logits_RV.device)

@@ -1,0 +1,45 @@
+"""Models that are named instead of stored: `KIND:NAME,KEY=INTEGER,…` becomes a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def parse_name(model_path: str, prefix: str, example: str) -> tuple[str, dict[str, int]]:
+    """tiny:mixtral,num_hidden_layers=4 -> mixtral and {"num_hidden_layers": 4}."""
+    name, *texts = model_path.removeprefix(prefix).split(",")
+    changes: dict[str, int] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if not key.isidentifier() or not (value.isascii() and value.isdecimal()):
+            raise ValueError(f"{text!r} in {model_path!r} is not KEY=INTEGER, as in {example}")
+        if key in changes:
+            raise ValueError(f"{model_path!r} gives {key} twice")
+        changes[key] = int(value)
+    return name, changes
+
+
+def cached_folder(name: str, made_of: bytes, make: Callable[[Path], object]) -> Path:
+    """The folder that `make` fills, made once for everything that it is `made_of`."""
+    key = hashlib.sha256(made_of).hexdigest()[:12]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
+    folder = root / f"{name}-{key}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    # Made aside and renamed, so that nobody ever sees half a checkpoint.
+    work = Path(tempfile.mkdtemp(dir=root))
+    try:
+        make(work / "model")
+        (work / "model").rename(folder)
+    except OSError:  # another process was faster
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder

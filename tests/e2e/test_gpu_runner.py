@@ -1,0 +1,354 @@
+"""The runner of a GPU on CPU tensors: buckets, padding, seats and tokens to come, against the plain
+runner; and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic import Engine
+from moesaic.config import ServerArgs, resolve
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.core import EngineCore
+from moesaic.engine.gpu_runner import GpuRunner, Seat, Seats, Way, draw, greedy
+from moesaic.engine.graphs import GraphCache, graph_sizes
+from moesaic.engine.jobs import Job
+from moesaic.engine.model_runner import NOT_FINITE, ModelRunner
+from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan
+from moesaic.engine.sampler import SampleRow, sample
+from moesaic.models.tiny import FAMILIES, materialise
+
+pytestmark = pytest.mark.timeout(300)
+FUTURE = -1
+PAGE = 4
+
+
+def arguments(family: str, **changes: Any) -> ServerArgs:
+    args = resolve(
+        ServerArgs.from_kwargs(
+            model_path=f"tiny:{family}",
+            page_size=PAGE,
+            max_total_tokens=512,
+            max_running_requests=6,
+            chunked_prefill_size=16,
+            **changes,
+        )
+    )
+    return replace(args, model_path=materialise(args.model_path))
+
+
+def row(position: int, **params: Any) -> SampleRow:
+    given = {"temperature": 0.0, **params}
+    logprob = given.pop("return_logprob", False)
+    return SampleRow(SamplingParams(**given), seed=7, position=position, return_logprob=logprob)
+
+
+class Sequences:
+    """Makes plans for some sequences, each with its own pages and way to sample."""
+
+    def __init__(self, prompts: list[list[int]], params: list[dict[str, Any]], pages: int) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.params = params
+        self.pages = [list(range(1 + n * pages, 1 + (n + 1) * pages)) for n in range(len(prompts))]
+        self.computed = [0] * len(prompts)
+
+    def item(self, n: int, length: int, future: bool = False) -> PlanItem:
+        first = self.computed[n]
+        ids = [FUTURE] if future else self.tokens[n][first : first + length]
+        stop = first + length
+        samples = stop >= len(self.tokens[n])
+        self.computed[n] = stop
+        sampled = row(stop, **self.params[n]) if samples else None
+        return PlanItem(100 + n, ids, first, self.pages[n], None, sampled)
+
+    def take(self, items: list[int], results: list[ItemResult]) -> None:
+        for n, result in zip(items, results, strict=True):
+            assert result.token_id is not None, result
+            self.tokens[n].append(result.token_id)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"logit_bias": {5: 3.0}},
+    {"return_logprob": True, "temperature": 1.0},
+    {},
+]
+
+
+def prompts(count: int = 5) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(250) for _ in range(rng.randrange(1, 12))] for _ in range(count)]
+
+
+def plainly(runner: ModelRunner, steps: int) -> list[list[int]]:
+    work = Sequences(prompts(), KINDS, 8)
+    everyone = list(range(5))
+    for turn in range(steps):
+        length = [len(t) - c for t, c in zip(work.tokens, work.computed, strict=True)]
+        items = [work.item(n, length[n]) for n in everyone]
+        plan = StepPlan(items, [p for pages in work.pages for p in pages] if turn == 0 else [])
+        work.take(everyone, runner.step(plan).items)
+    return work.tokens
+
+
+def ahead(runner: GpuRunner, steps: int) -> list[list[int]]:
+    """Every step begins before the results of the one before are known."""
+    work = Sequences(prompts(), KINDS, 8)
+    everyone = list(range(5))
+    length = [len(tokens) for tokens in work.tokens]
+    items = [work.item(n, length[n]) for n in everyone]
+    under_way = [runner.begin(StepPlan(items, [p for pages in work.pages for p in pages], True))]
+    for turn in range(1, steps + 1):
+        if turn < steps:
+            items = [work.item(n, 1, future=True) for n in everyone]
+            under_way.append(runner.begin(StepPlan(items, [])))
+        work.take(everyone, under_way.pop(0).wait().items)
+    return work.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_to_come_are_those_that_come(family: str):
+    args = arguments(family)
+    expected = plainly(ModelRunner(args), 6)
+    runner = GpuRunner(args)
+    assert runner.graphs.sizes == (1, 2, 4, 6)
+    assert ahead(runner, 6) == expected
+    # The same without buckets: every step by itself.
+    assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
+
+
+def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
+    """Requests of many kinds through the whole engine core."""
+    core = EngineCore(args, runner)
+    rng = random.Random(seed)
+    jobs = []
+    for n in range(9):
+        params = SamplingParams(
+            max_new_tokens=rng.randrange(1, 9),
+            ignore_eos=True,
+            **rng.choice(
+                [
+                    {"temperature": 0.0},
+                    {"temperature": 0.7, "top_k": 20},
+                    {"temperature": 0.0, "frequency_penalty": 0.5},
+                    {"temperature": 1.0, "min_new_tokens": 3},
+                ]
+            ),
+        )
+        request = Request(
+            rid=str(n),
+            prompt_ids=[rng.randrange(250) for _ in range(rng.randrange(1, 40))],
+            params=params,
+            seed=n,
+            max_new_tokens=params.max_new_tokens or 1,
+            arrival=n,
+            eos_ids=frozenset({256}),
+            return_logprob=n % 4 == 1,
+            logprob_start=0 if n % 8 == 1 else 10**6,
+            top_logprobs_num=2,
+        )
+        jobs.append(Job(request, None, lambda progress: None))
+        core.add(jobs[-1])
+    while core.has_work:
+        core.step()
+    assert core.tally.counts.failed_steps == 0
+    return [
+        (job.request.output_ids, job.request.finish_reason, rounded(job.request)) for job in jobs
+    ]
+
+
+def rounded(request: Request) -> list[float]:
+    return [round(x, 4) for x in request.input_logprobs if x is not None]
+
+
+def test_the_engine_gives_the_same_answers():
+    args = arguments("qwen3_moe")
+    expected = serve(ModelRunner(args), args, seed=5)
+    assert any(logprobs for _, _, logprobs in expected)
+    assert serve(GpuRunner(args), args, seed=5) == expected
+
+
+def test_a_step_that_fails_leaves_the_runner_able(monkeypatch: pytest.MonkeyPatch):
+    args = arguments("mixtral")
+    runner = GpuRunner(args)
+    expected = ahead(runner, 4)
+    broken = Sequences(prompts(), KINDS, 8)
+    plan = StepPlan([broken.item(0, len(broken.tokens[0]))], [])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "logits", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.begin(plan)
+    assert ahead(runner, 4) == expected
+    with pytest.raises(ValueError, match="request 999 waits for a token that no step under way"):
+        runner.begin(StepPlan([PlanItem(999, [FUTURE], 3, [1], None, row(4))], []))
+    assert ahead(runner, 4) == expected
+
+
+def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
+    args = arguments("mixtral")
+    runner = GpuRunner(args)
+    work = Sequences(prompts(3), [{}, {"temperature": 1.0}, {}], 8)
+    logits = runner.model.logits
+
+    def spoil(*given: Any) -> torch.Tensor:
+        out = logits(*given)
+        out[0, 3] = torch.nan
+        out[1:2] = torch.inf
+        return out
+
+    monkeypatch.setattr(runner.model, "logits", spoil)
+    items = [work.item(n, len(work.tokens[n])) for n in range(3)]
+    found = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    assert [bool(result.broken) for result in found] == [True, True, False]
+    assert found[0].broken == NOT_FINITE and found[2].token_id is not None
+
+
+def test_scores_of_a_prompt():
+    args = arguments("gpt_oss")
+    tokens = prompts()[1] * 3
+    item = PlanItem(1, tokens, 0, list(range(1, 12)), Score(0, tokens[1:], 2), row(len(tokens)))
+    plan = StepPlan([item], list(range(1, 12)), True)
+    (mine,), (theirs,) = GpuRunner(args).step(plan).items, ModelRunner(args).step(plan).items
+    assert mine.token_id == theirs.token_id
+    assert len(mine.input_logprobs) == len(tokens) - 1
+    assert mine.input_logprobs == pytest.approx(theirs.input_logprobs, abs=1e-5)
+    assert [len(top) for top in mine.input_top_logprobs] == [2] * (len(tokens) - 1)
+
+
+def test_padding_rows_reach_no_expert_and_no_cache():
+    runner = GpuRunner(arguments("qwen3_moe"))
+    work = Sequences(prompts(3), [{}] * 3, 8)
+    items = [work.item(n, len(work.tokens[n])) for n in range(3)]
+    results = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
+    work.take([0, 1, 2], results)
+    before = [sum(layer.load.tokens) for layer in runner.moe_layers]
+    cache = runner.cache.keys.clone()
+    runner.step(StepPlan([work.item(n, 1) for n in range(3)], []))
+    after = [sum(layer.load.tokens) for layer in runner.moe_layers]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3 * 2] * len(before)
+    written = (runner.cache.keys != cache).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+    homes = {work.pages[n][(work.computed[n] - 1) // PAGE] for n in range(3)}
+    assert set(written) == homes
+
+
+def test_buckets():
+    args = ServerArgs()
+    expected = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    assert graph_sizes(args, 256) == expected
+    assert graph_sizes(args, 100) == (*expected[:13], 100)
+    assert graph_sizes(args, 1) == (1,)
+    assert graph_sizes(replace(args, cuda_graph_max_bs=20), 256) == (1, 2, 4, 8, 16, 20)
+    assert graph_sizes(replace(args, cuda_graph_bs=(32, 1, 512)), 256) == (1, 32)
+    assert graph_sizes(replace(args, disable_cuda_graph=True), 256) == ()
+    ran: list[int] = []
+    cache = GraphCache((1, 4, 6), ran.append, torch.device("cpu"))
+    assert [cache.bucket(rows) for rows in range(9)] == [None, 1, 4, 4, 4, 6, 6, None, None]
+    cache.run(4)
+    assert ran == [4]
+
+
+def test_seats_are_given_anew_by_age():
+    seats = Seats(3)
+
+    def take(key: int, token: int = 5, **params: Any) -> Seat:
+        return seats.take(PlanItem(key, [token], 0, [1], None, row(1, **params)))
+
+    first = [take(key).number for key in (10, 11, 12)]
+    assert sorted(first) == [0, 1, 2]
+    assert take(10).number == take(10, FUTURE).number == first[0]
+    assert take(13).number == first[1]
+    with pytest.raises(ValueError, match="request 11 waits for a token that no step under way"):
+        take(11, FUTURE)
+    assert seats.take(PlanItem(14, [5, 6], 0, [1])) == seats.nobody == Seat(3, Way.GREEDY)
+    seats.free([12, 99])
+    assert take(14, temperature=1.0) == Seat(first[2], Way.DRAW)
+    seats.clear()
+    assert sorted(take(key, min_new_tokens=2).number for key in range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "way"),
+    [
+        ({}, Way.GREEDY),
+        ({"temperature": 1.0, "top_k": 1}, Way.GREEDY),
+        ({"temperature": 1.0}, Way.DRAW),
+        ({"temperature": 1.0, "min_p": 0.1, "top_k": 9}, Way.DRAW),
+        ({"return_logprob": True}, Way.HOST),
+        ({"presence_penalty": 0.1}, Way.HOST),
+        ({"logit_bias": {1: 2.0}}, Way.HOST),
+        ({"min_new_tokens": 1}, Way.HOST),
+        ({"regex": "a+"}, Way.HOST),
+    ],
+)
+def test_who_samples(params: dict[str, Any], way: Way):
+    assert Way.of(row(1, **params)) is way
+
+
+def test_drawn_tokens_are_the_samplers():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    rows = [row(n, temperature=1.0, top_k=50) for n in range(6)]
+    assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
+    assert greedy(logits)[0].tolist() == logits.argmax(-1).tolist()
+    logits[2] = torch.nan
+    tokens, broken = draw(logits, rows).tolist()
+    assert broken == [0, 0, 1, 0, 0, 0] == greedy(logits)[1].tolist()
+    kept = [n for n in range(6) if n != 2]
+    expected = sample(logits[kept], [rows[n] for n in kept]).token_ids
+    assert [tokens[n] for n in kept] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyPatch):
+    """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are
+    those of a GPU, whose twins compute here."""
+    pytest.importorskip("moesaic.layers.gpu_attention")
+    pytest.importorskip("moesaic.engine.gpu_sampler")
+    cpu = arguments(family)
+    plain = ModelRunner(cpu)
+    expected, served = plainly(plain, 6), serve(plain, cpu, seed=8)
+    monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
+    args = replace(cpu, device="cuda")
+    runner = GpuRunner(args)
+    assert runner.moe.choice.device == "cuda"
+    assert ahead(runner, 6) == expected
+    assert [job[:2] for job in serve(runner, args, seed=8)] == [job[:2] for job in served]
+    assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_give_what_launches_give(family: str):
+    """On a GPU: captured, kernel by kernel, and with tokens that the host does not know."""
+    args = arguments(family, device="cuda", dtype="float32")
+    captured = GpuRunner(args)
+    assert captured.graphs.nbytes > 0
+    launched = GpuRunner(replace(args, disable_cuda_graph=True))
+    expected = plainly(launched, 6)
+    assert ahead(captured, 6) == expected
+    assert ahead(launched, 6) == expected
+    assert ahead(captured, 6) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_large_shape_fits_and_answers():
+    """Random weights of the whole model, the cache that is left, all buckets."""
+    with Engine(
+        model_path="shape:qwen3-30b-a3b",
+        load_format="dummy",
+        device="cuda",
+        context_length=2048,
+        cuda_graph_bs=[1, 8, 64],
+    ) as engine:
+        ids = [[n * 31 % 150_000 + k for k in range(100)] for n in range(40)]
+        params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        answers = engine.generate(input_ids=ids, sampling_params=params)
+    assert [len(answer["output_ids"]) for answer in answers] == [16] * 40
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 20

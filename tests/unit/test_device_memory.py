@@ -1,0 +1,125 @@
+"""What fits on a GPU: worked out from numbers, without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.engine.devices import (
+    RESERVE_BYTES,
+    SAFETY,
+    Room,
+    StepBytes,
+    cache_dtype,
+    check_weights_fit,
+    compute_device,
+    default_share,
+    device_cache_tokens,
+)
+from moesaic.engine.layout import chunk_tokens, max_running
+from moesaic.engine.memory import GIB
+from moesaic.engine.moe_setup import StepLimits
+from moesaic.layers.context import CacheSpec
+from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.registry import build_model
+from moesaic.models.shapes import shape_config
+
+H200 = Room(total=140 * GIB, free=82 * GIB, held=57 * GIB)
+SPEC = CacheSpec(num_layers=48, num_heads=4, key_dim=128, value_dim=128)
+STEP = StepBytes(logits=GIB, experts=GIB // 2, dense=GIB // 4, attention=GIB // 4)
+PER_TOKEN = 48 * 4 * 256 * 2
+MANY = 10**9
+
+
+def tokens(args: ServerArgs, room: Room = H200, wanted: int = MANY, step: StepBytes = STEP) -> int:
+    return device_cache_tokens(args, SPEC, 2, wanted, room, step)
+
+
+def test_the_share_counts_weights_and_cache():
+    args = ServerArgs(mem_fraction_static=0.8, page_size=16)
+    expected = int(0.8 * 140 * GIB - 57 * GIB) // PER_TOKEN // 16 * 16
+    assert tokens(args) == expected
+    assert tokens(args, wanted=1000) == 1008
+    assert tokens(replace(args, max_total_tokens=5000)) == 4992
+
+
+def test_the_default_share_leaves_room_for_a_step():
+    assert default_share(140 * GIB, STEP) == 0.92
+    assert default_share(40 * GIB, STEP) == 1 - (RESERVE_BYTES + SAFETY * 2 * GIB) / (40 * GIB)
+    assert default_share(4 * GIB, STEP) == 0.5
+    assert tokens(ServerArgs()) == int(0.92 * 140 * GIB - 57 * GIB) // PER_TOKEN // 16 * 16
+
+
+def test_other_processes_are_respected():
+    crowded = Room(total=140 * GIB, free=10 * GIB, held=57 * GIB)
+    assert crowded.others == 73 * GIB
+    assert tokens(ServerArgs(), crowded) == 8 * GIB // PER_TOKEN // 16 * 16
+    with pytest.raises(ValueError) as caught:
+        tokens(ServerArgs(), Room(total=140 * GIB, free=GIB, held=57 * GIB))
+    assert "the GPU has 140.0 GiB, of which 57.0 GiB are held here, 82.0 GiB by others" in str(
+        caught.value
+    )
+    assert "the largest step takes about 2.00 GiB" in str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(ValueError, match=r"--mem-fraction-static 0.4 allows 0.00 GiB"):
+        tokens(ServerArgs(mem_fraction_static=0.4))
+    most = 80 * GIB // PER_TOKEN
+    with pytest.raises(ValueError, match=f"give at most {most}"):
+        tokens(ServerArgs(max_total_tokens=most + 1))
+    assert tokens(ServerArgs(max_total_tokens=most)) == most // 16 * 16
+    with pytest.raises(ValueError, match="is less than one page of 16 tokens"):
+        tokens(ServerArgs(max_total_tokens=15))
+    with pytest.raises(ValueError, match=r"the weights of m take 83.0 GiB; the GPU has 140.0 GiB"):
+        check_weights_fit("m", 83 * GIB, H200)
+    check_weights_fit("m", 82 * GIB, H200)
+    assert H200.after(2 * GIB) == Room(140 * GIB, 80 * GIB, 59 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("qwen3-30b-a3b", 8448 * (8 * (768 + 2048) + 2 * 2048) * 2),
+        ("mixtral-8x7b", 8448 * (2 * (14336 + 4096) + 2 * 4096) * 2),
+    ],
+)
+def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
+    raw = RawConfig(shape_config(name), name)
+    with torch.device("meta"):
+        model = build_model(raw, BuildContext.single(torch.bfloat16, 1))
+    step = StepBytes.of(model, StepLimits(8448, 256), 32768)
+    assert step.experts == experts
+    assert step.logits == 256 * raw.integer("vocab_size") * 14
+    assert step.attention == 256 * 32 * 130 * 4 * 32
+    assert GIB < step.total < 4 * GIB
+
+
+def test_latents_are_expanded_in_the_estimate():
+    raw = RawConfig(shape_config("deepseek-v2-lite"), "d")
+    with torch.device("meta"):
+        model = build_model(raw, BuildContext.single(torch.bfloat16, 1))
+    step = StepBytes.of(model, StepLimits(8448, 256), 32768)
+    assert step.attention == 256 * 16 * 514 * 4 * 32 + 32768 * 16 * 320 * 2
+
+
+def test_defaults_follow_the_device():
+    mesh = Mesh()
+    cpu, cuda = ServerArgs(), ServerArgs(device="cuda")
+    assert (max_running(cpu, mesh), max_running(cuda, mesh)) == (64, 256)
+    assert (chunk_tokens(cpu, mesh, 4096), chunk_tokens(cuda, mesh, 10**6)) == (2048, 8192)
+    assert chunk_tokens(replace(cuda, chunked_prefill_size=-1), mesh, 999) == 999
+    assert cache_dtype(cuda, torch.bfloat16) == torch.bfloat16
+    fp8 = replace(cuda, kv_cache_dtype="fp8_e4m3")
+    assert cache_dtype(fp8, torch.bfloat16) == torch.float8_e4m3fn
+    assert compute_device(cpu) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match=r"torch .* finds no GPU that it can use"):
+        compute_device(ServerArgs(device="cuda"))
