@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +59,8 @@ ONE_ROW = (
 TILES = (
     Tile(16, 32, 128, 4, 5),
     Tile(32, 64, 128, 4, 4),
-    Tile(64, 64, 128, 4, 4),
-    Tile(128, 128, 64, 8, 4),
+    Tile(64, 64, 64, 4, 6),
+    Tile(128, 64, 64, 4, 4),
 )
 # Programs for each processor that splits aim at, and the fewest blocks of inputs worth a split.
 PROGRAMS = 2
@@ -68,6 +69,7 @@ MAX_SPLITS = 16
 # A matrix that the L2 cache can hold beside others is asked for before the rows are there.
 PREFETCH_BYTES = 32 << 20
 MAX_COUNTERS = 4096
+MAX_STREAMS = 64
 
 
 @triton.jit
@@ -84,11 +86,11 @@ def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def prefetch_matrix(w, row_O, start, stop, num_inputs, BLOCK_I: tl.constexpr):
-    """Inputs start .. stop of some rows."""
+def prefetch_matrix(w, row_O, start, stop, num_inputs):
+    """Inputs start .. stop of some rows; 32 lines at a time, so that no thread idles."""
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    for i in range(start, stop, BLOCK_I):
-        column = tl.minimum(i + tl.arange(0, BLOCK_I // LINE) * LINE, num_inputs - 1)
+    for i in range(start, stop, 32 * LINE):
+        column = tl.minimum(i + tl.arange(0, 32) * LINE, stop - 1)
         prefetch_lines(w + row_O.to(tl.int64)[:, None] * num_inputs + column[None, :])
 
 
@@ -154,7 +156,7 @@ def _few_rows(
     stop = tl.minimum(start + share, num_inputs)
     release_next(PDL)
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, start, stop, num_inputs, BLOCK_I)
+        prefetch_matrix(w, row_O, start, stop, num_inputs)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
@@ -193,7 +195,7 @@ def _one_row(
     release_next(PDL)
     next_OI = tl.load(w_at, mask=None if EVEN else (i < num_inputs)[None, :])
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs, BLOCK_I)
+        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs)
     await_inputs(PDL)
     acc_OI = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
     for at in range(0, num_inputs, BLOCK_I):
@@ -259,8 +261,8 @@ def multiply(
     if rows == 0 or outputs == 0:
         return y_TO
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    size = weight_OI.element_size()
-    plan = plan or plan_for(rows, outputs, inputs, size, processors_of(x_TI))
+    size, processors = weight_OI.element_size(), processors_of(x_TI)
+    plan = plan or plan_with(ONE_ROW, TILES, rows, outputs, inputs, size, processors)
     tile, pdl = plan.tile, dependent_launch(x_TI)
     constants = {
         "BLOCK_O": tile.outputs,
@@ -285,17 +287,25 @@ def multiply(
 
 
 @cache
-def plan_for(rows: int, outputs: int, inputs: int, element_size: int, processors: int) -> Plan:
-    """Which tile, and how many splits of the inputs."""
+def plan_with(
+    one_row: tuple[tuple[int, Tile], ...],
+    tiles: tuple[Tile, ...],
+    rows: int,
+    outputs: int,
+    inputs: int,
+    element_size: int,
+    processors: int,
+) -> Plan:
+    """Which of the tiles, and how many splits of the inputs."""
     prefetch = outputs * inputs * element_size <= PREFETCH_BYTES
     if rows == 1:
-        tile = next(tile for most, tile in ONE_ROW if outputs <= most)
+        tile = next(tile for most, tile in one_row if outputs <= most)
         return Plan(tile, -(-outputs // tile.outputs), 1, prefetch)
-    tile = next(tile for tile in TILES if rows <= tile.rows)
-    tiles, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
-    wanted = min(-(-PROGRAMS * processors // tiles), blocks // SPLIT_BLOCKS, MAX_SPLITS)
+    tile = next(tile for tile in tiles if rows <= tile.rows)
+    across, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
+    wanted = min(-(-PROGRAMS * processors // across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
     share = -(-blocks // max(1, wanted))
-    return Plan(tile, tiles, -(-blocks // share), prefetch)
+    return Plan(tile, across, -(-blocks // share), prefetch)
 
 
 def processors_of(x: Tensor) -> int:
@@ -309,12 +319,23 @@ def split_buffers(plan: Plan, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     assert plan.tiles <= MAX_COUNTERS, plan
     numbers = plan.splits * plan.tiles * plan.tile.rows * plan.tile.outputs
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
-    return partial, _counters(x.device, stream)
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return partial, counters(x.device)[_place_of(stream)]
 
 
 @cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    """All zero between kernels; kernels of one stream do not meet in them."""
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+def counters(device: torch.device) -> Tensor:
+    """All zero between kernels. Kernels of one stream do not meet in them; each stream has its own.
+    They are made by the first call, which must not be inside a CUDA graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("call the kernel once before it is captured in a CUDA graph")
+    return torch.zeros(MAX_STREAMS, MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+_streams = count()
+
+
+@cache
+def _place_of(stream: int) -> int:
+    return next(_streams) % MAX_STREAMS
