@@ -13,6 +13,7 @@ from moesaic.comm.collective import Outline, WindowCollective
 from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
+from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,
@@ -27,6 +28,7 @@ from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
+from moesaic.models.dense import DenseWeights
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.moe.context import MoeContext
@@ -157,6 +159,7 @@ class Subject:
     mesh: Mesh
     limits: StepLimits
     moe: MoeContext
+    dense: DenseWeights | None
 
     @property
     def num_layers(self) -> int:
@@ -172,12 +175,12 @@ class Subject:
         limits = step_limits(args, mesh, context_length(args, raw))
         whole = whole_outline(raw, dtype, weights)
         moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
-        return cls(raw, mesh, limits, moe)
+        return cls(raw, mesh, limits, moe, dense_weights(scheme, folder, moe))
 
     def share(self, rank: int) -> RankShare:
         ranks = _outline_rank(self.mesh, rank)
         moe, parallel = self.moe, ranks.parallel(self.num_layers, self.moe.deterministic)
-        model = outline(self.raw, moe, parallel)
+        model = outline(self.raw, moe, parallel, self.dense)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         of_experts = sum(map(expert_bytes, experts))
         assert parallel.layers is not None
@@ -213,11 +216,13 @@ def collective_bytes(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: to
     return sum(nbytes // size for size, nbytes in windows)
 
 
-def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:
+def outline(
+    raw: RawConfig, moe: MoeContext, parallel: Parallel, dense: DenseWeights | None = None
+) -> CausalLM:
     """A rank's part of the model, without memory."""
     group = OutlineGroup(parallel.stage.rank, parallel.stage.size)
     with torch.device("meta"):
-        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel)
+        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel, dense)
         return build_model(raw, context)
 
 

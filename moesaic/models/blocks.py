@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.linear import linear_float32
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head
@@ -46,7 +47,7 @@ class Router(Module):
         self.e_score_correction_bias = (
             parameter(num_experts, dtype=torch.float32) if correction_bias else None
         )
-        self.float32 = float32
+        self.float32, self.deterministic = float32, deterministic
         self.product = product(deterministic)
 
     @classmethod
@@ -58,8 +59,10 @@ class Router(Module):
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        if self.float32:
+        if self.float32 and self.deterministic:
             return self.product(x_TH.float(), self.weight.float(), None)
+        if self.float32:
+            return linear_float32(x_TH, self.weight, None)
         return self.product(x_TH, self.weight, self.bias)
 
 
