@@ -54,7 +54,7 @@ FEW_ROWS = 64
 ONE_ROW = (
     # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
     (16_384, Tile(1, 4, 1024, 4)),
-    (1 << 62, Tile(1, 8, 1024, 4)),
+    (1 << 62, Tile(1, 8, 1024, 8)),
 )
 TILES = (
     Tile(16, 32, 128, 4, 5),
