@@ -3,10 +3,11 @@
     python -m bench.linear                        # all shapes, 1..256 rows, bf16 and fp8
     python -m bench.linear --shapes qkv o --rows 1 16
     python -m bench.linear --sweep --shapes o     # every candidate tile, the best one last
-    python -m bench.linear --chain                # projections after each other, as in a decode step
+    python -m bench.linear --chain --rows 1 8     # projections after each other, as in decoding
+    python -m bench.linear --many                 # fp8 with 1024 rows and more
 
-The limit is the bytes that must move (the matrix, rows in and out) at the rate of a plain copy. In a
-chain each projection waits for the one before it: MOESAIC_PDL=0 shows what starting early brings.
+The limit is the bytes that must move (the matrix, rows in and out) at the rate of a plain copy. In
+a chain each projection waits for the one before it: MOESAIC_PDL=0 shows what starting early brings.
 """
 
 from __future__ import annotations
@@ -80,20 +81,29 @@ def plan_text(rows: int, shape: tuple[int, int], size: int) -> str:
     from moesaic.kernels.triton import linear_fp8 as fp8
 
     module = bf16 if size == 2 else fp8
-    if rows > module.FEW_ROWS:
+    if rows > module.TILES[-1].rows:
         return ""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = bf16.plan_with(module.ONE_ROW, module.TILES, rows, *shape, size, processors)
+    plan = module.plan_for(rows, *shape, gpu.device_facts()["processors"])
     return f"{plan.tiles} x {plan.splits}"
 
 
 def bf16_point(name: str, rows: int) -> Point:
     shape = SHAPES[name]
     x, weight = drawn(rows, shape[1]), drawn(*shape)
-    ours = gpu.measure(lambda: linear(x, weight))
+    ours = gpu.measure(_few_rows(x, weight) or (lambda: linear(x, weight)))
     theirs = gpu.measure(lambda: F.linear(x, weight))
     limit = limit_us(rows, shape, 2)
     return Point(name, "bf16", rows, plan_text(rows, shape, 2), ours, theirs, limit)
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> Work | None:
+    """Our kernel, also where it is not taken: to see from where on torch's is faster."""
+    from moesaic.kernels.triton import linear as bf16
+
+    y = drawn(len(x), len(weight))
+    if len(x) > bf16.TILES[-1].rows:
+        return None
+    return lambda: bf16.multiply(x, weight, None, y, False)
 
 
 def fp8_point(name: str, rows: int) -> Point:
@@ -165,13 +175,13 @@ def _candidates(rows: int, shape: tuple[int, int]) -> Iterator:
         for out, width, warps in ((2, 1024, 4), (4, 1024, 4), (4, 2048, 8), (8, 1024, 8)):
             yield Plan(Tile(1, out, width, warps), -(-outputs // out), 1, True)
     block = max(16, 1 << (rows - 1).bit_length())
-    for out, width, stages in product((16, 32, 64, 128), (64, 128, 256), (3, 4, 5, 6)):
-        shared = stages * (block + out) * width * 2
+    for out, width in product((16, 32, 64, 128), (64, 128, 256)):
+        # As many stages as leave room for a second program on the processor.
+        stages = min(8, 110_000 // ((block + out) * width * 2))
         tiles, blocks = -(-outputs // out), -(-inputs // width)
-        if shared > 200_000 or shared < 40_000:
-            continue
         for splits in (1, 2, 4, 8, 16):
-            if splits <= blocks // 2 and 100 <= tiles * splits <= max(1000, tiles):
+            filled = 200 <= tiles * splits <= max(800, tiles)
+            if stages >= 3 and splits <= blocks // 2 and filled:
                 share = -(-blocks // splits)
                 warps = 4 if out * block >= 512 else 2
                 yield Plan(Tile(block, out, width, warps, stages), tiles, -(-blocks // share), True)

@@ -64,6 +64,16 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 @native(LINEAR)
+def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear`; on a GPU no bit of a row depends on the other rows, nor on what other outputs there
+    are. (layers/invariant.py does the same on a CPU.)
+
+    x [[1, 2], [3, 4]], weight [[5, 6]]: [[17], [39]].
+    """
+    return compiled.reference(x_TI, weight_OI, bias_O)
+
+
+@native(LINEAR)
 def linear_float32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `linear`, and not rounded at all: 16-bit numbers in, float32 out.
 

@@ -118,7 +118,7 @@ def test_splits_follow_from_the_shape() -> None:
     """Two programs for each of 132 processors; no split of less than two blocks."""
 
     def splits(rows: int, outputs: int, inputs: int) -> tuple[int, int]:
-        plan = kernels.plan_with(kernels.ONE_ROW, kernels.TILES, rows, outputs, inputs, 2, 132)
+        plan = kernels.plan_for(rows, outputs, inputs, 132)
         return plan.tiles, plan.splits
 
     assert splits(1, 2048, 4096) == (512, 1)
@@ -127,6 +127,18 @@ def test_splits_follow_from_the_shape() -> None:
     assert splits(16, 128, 2048) == (4, 8)
     assert splits(16, 151_936, 2048) == (4748, 1)
     assert splits(2, 128, 128) == (4, 1)
+
+
+def test_rows_do_not_know_each_other() -> None:
+    """In deterministic mode: alone, among others, and with fewer outputs beside."""
+    dtype = torch.bfloat16 if GPU else torch.float16
+    x, weight = drawn(70, 136, dtype=dtype), drawn(80, 136, dtype=dtype)
+    y = kernels.linear_invariant(x, weight)
+    assert relative_error(y, exact_product(x, weight, None)) < ERROR[dtype]
+    assert torch.equal(kernels.linear_invariant(x[66:67], weight), y[66:67])
+    assert torch.equal(kernels.linear_invariant(x[:3], weight[:5]), y[:3, :5])
+    example = twins.linear_invariant(torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[5.0, 6]]))
+    assert example.tolist() == [[17], [39]]
 
 
 def test_float32_results_are_not_rounded() -> None:

@@ -62,6 +62,8 @@ TILES = (
     Tile(64, 64, 64, 4, 6),
     Tile(128, 64, 64, 4, 4),
 )
+# Of deterministic mode.
+INVARIANT = Tile(64, 64, 64, 4, 4)
 # Programs for each processor that splits aim at, and the fewest blocks of inputs worth a split.
 PROGRAMS = 2
 SPLIT_BLOCKS = 2
@@ -148,8 +150,13 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: the inputs are a multiple of BLOCK_I."""
+    """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile has are computed by
+    programs of their own, which only works without splits."""
     tile, split = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_T
+    x += first.to(tl.int64) * x_stride
+    y += first.to(tl.int64) * (num_outputs // 2 if GATED else num_outputs)
+    num_rows -= first
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     share = tl.cdiv(tl.cdiv(num_inputs, BLOCK_I), SPLITS) * BLOCK_I
     start = split * share
@@ -238,6 +245,13 @@ def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return linear_float32(x_TI, weight_OI)
 
 
+def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """One tile and one order of summing for all numbers of rows and outputs."""
+    tiles = -(-len(weight_OI) // INVARIANT.outputs)
+    y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
+    return multiply(x_TI, weight_OI, bias_O, y_TO, False, Plan(INVARIANT, tiles, 1, prefetch=False))
+
+
 def _many_rows(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -255,14 +269,14 @@ def multiply(
     gated: bool,
     plan: Plan | None = None,
 ) -> Tensor:
-    """Into `y_TO`, whatever the number of rows; `plan`: another than the usual one."""
+    """Into `y_TO`; `plan`: another than the usual one, which has tiles for a few rows."""
     rows, (outputs, inputs) = len(x_TI), weight_OI.shape
     assert x_TI.shape[1] == inputs and weight_OI.is_contiguous() and y_TO.is_contiguous()
     if rows == 0 or outputs == 0:
         return y_TO
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     size, processors = weight_OI.element_size(), processors_of(x_TI)
-    plan = plan or plan_with(ONE_ROW, TILES, rows, outputs, inputs, size, processors)
+    plan = plan or plan_for(rows, outputs, inputs, processors, size)
     tile, pdl = plan.tile, dependent_launch(x_TI)
     constants = {
         "BLOCK_O": tile.outputs,
@@ -277,8 +291,10 @@ def multiply(
     if tile.rows == 1:
         _one_row[(plan.tiles,)](x_TI, weight_OI, bias_O, y_TO, outputs, inputs, **constants)
         return y_TO
+    chunks = -(-rows // tile.rows)
+    assert chunks == 1 or plan.splits == 1, plan
     partial, arrived = split_buffers(plan, x_TI)
-    _few_rows[(plan.tiles, plan.splits)](
+    _few_rows[(plan.tiles, plan.splits, chunks)](
         x_TI, weight_OI, bias_O, y_TO, partial, arrived,
         rows, outputs, inputs, x_TI.stride(0), plan.tiles,
         BLOCK_T=tile.rows, SPLITS=plan.splits, num_stages=tile.stages, **constants,
@@ -287,6 +303,10 @@ def multiply(
 
 
 @cache
+def plan_for(rows: int, outputs: int, inputs: int, processors: int, element_size: int = 2) -> Plan:
+    return plan_with(ONE_ROW, TILES, rows, outputs, inputs, element_size, processors)
+
+
 def plan_with(
     one_row: tuple[tuple[int, Tile], ...],
     tiles: tuple[Tile, ...],

@@ -275,8 +275,7 @@ def multiply_few(
     if rows == 0 or outputs == 0:
         return y_TO
     values = x.values if x.values.stride(1) == 1 else x.values.contiguous()
-    processors = processors_of(values)
-    plan = plan or plan_with(ONE_ROW, TILES, rows, outputs, inputs, 1, processors)
+    plan = plan or plan_for(rows, outputs, inputs, processors_of(values))
     tile, pdl = plan.tile, dependent_launch(values)
     assert tile.inputs % GROUP.value == 0 and (tile.rows == 1 or tile.inputs == GROUP.value), tile
     constants = {
@@ -300,6 +299,11 @@ def multiply_few(
         BLOCK_T=tile.rows, SPLITS=plan.splits, num_stages=tile.stages, **constants,
     )  # fmt: skip
     return y_TO
+
+
+@cache
+def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> Plan:
+    return plan_with(ONE_ROW, TILES, rows, outputs, inputs, 1, processors)
 
 
 def multiply_many(
