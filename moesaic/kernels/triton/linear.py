@@ -32,13 +32,15 @@ from moesaic.kernels.triton.launch import (
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time: rows x outputs, by `inputs` at a time."""
+    """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
+    each processor, that splits aim at."""
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int = 1
+    programs: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +55,21 @@ class Plan:
 FEW_ROWS = 64
 ONE_ROW = (
     # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
+    (1024, Tile(1, 2, 1024, 4)),
     (16_384, Tile(1, 4, 1024, 4)),
     (1 << 62, Tile(1, 8, 1024, 8)),
 )
+# Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
+# fewer splits.
 TILES = (
     Tile(16, 32, 128, 4, 5),
     Tile(32, 64, 128, 4, 4),
-    Tile(64, 64, 64, 4, 6),
-    Tile(128, 64, 64, 4, 4),
+    Tile(64, 128, 64, 8, 4, programs=1),
+    Tile(128, 128, 64, 8, 4, programs=1),
 )
 # Of deterministic mode.
 INVARIANT = Tile(64, 64, 64, 4, 4)
-# Programs for each processor that splits aim at, and the fewest blocks of inputs worth a split.
-PROGRAMS = 2
+# The fewest blocks of inputs worth a split.
 SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
 # A matrix that the L2 cache can hold beside others is asked for before the rows are there.
@@ -88,11 +92,11 @@ def matrix_rows(first, num_outputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def prefetch_matrix(w, row_O, start, stop, num_inputs):
-    """Inputs start .. stop of some rows; 32 lines at a time, so that no thread idles."""
+def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
+    """Inputs start .. stop of some rows, by LINES lines of the cache at a time."""
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    for i in range(start, stop, 32 * LINE):
-        column = tl.minimum(i + tl.arange(0, 32) * LINE, stop - 1)
+    for i in range(start, stop, LINES * LINE):
+        column = tl.minimum(i + tl.arange(0, LINES) * LINE, stop - 1)
         prefetch_lines(w + row_O.to(tl.int64)[:, None] * num_inputs + column[None, :])
 
 
@@ -136,7 +140,10 @@ def add_splits(
     is_last = before == SPLITS - 1
     if is_last:
         acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
-        for other in tl.static_range(SPLITS):
+        UNROLL: tl.constexpr = (
+            4 if BLOCK_T * BLOCK_O < 8192 else 1
+        )  # loads of a tile take registers
+        for other in tl.range(SPLITS, loop_unroll_factor=UNROLL):
             place = partial + (tile + other * num_tiles).to(tl.int64) * (BLOCK_T * BLOCK_O) + spot
             # Not from the L1 cache, which does not see what other processors write.
             acc_TO += tl.load(place, mask=t < num_rows, other=0.0, cache_modifier=".cg")
@@ -163,7 +170,7 @@ def _few_rows(
     stop = tl.minimum(start + share, num_inputs)
     release_next(PDL)
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, start, stop, num_inputs)
+        prefetch_matrix(w, row_O, start, stop, num_inputs, 8)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
@@ -202,7 +209,7 @@ def _one_row(
     release_next(PDL)
     next_OI = tl.load(w_at, mask=None if EVEN else (i < num_inputs)[None, :])
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs)
+        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs, 16)
     await_inputs(PDL)
     acc_OI = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
     for at in range(0, num_inputs, BLOCK_I):
@@ -323,7 +330,7 @@ def plan_with(
         return Plan(tile, -(-outputs // tile.outputs), 1, prefetch)
     tile = next(tile for tile in tiles if rows <= tile.rows)
     across, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
-    wanted = min(-(-PROGRAMS * processors // across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
+    wanted = min(-(-tile.programs * processors // across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
     share = -(-blocks // max(1, wanted))
     return Plan(tile, across, -(-blocks // share), prefetch)
 

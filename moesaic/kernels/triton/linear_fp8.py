@@ -41,12 +41,16 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # every program for itself. Beyond the first number torch's own product is tried.
 FEW_ROWS = 128
 OWN_QUANTISED_ROWS = 16
-ONE_ROW = ((16_384, Tile(1, 4, 1024, 4)), (1 << 62, Tile(1, 8, 2048, 8)))
+ONE_ROW = (
+    (1024, Tile(1, 2, 1024, 4)),
+    (16_384, Tile(1, 4, 1024, 4)),
+    (1 << 62, Tile(1, 8, 2048, 8)),
+)
 TILES = (
     Tile(16, 32, 128, 4, 6),
     Tile(32, 64, 128, 4, 5),
-    Tile(64, 64, 128, 4, 6),
-    Tile(128, 64, 128, 8, 5),
+    Tile(64, 64, 128, 4, 6, programs=1),
+    Tile(128, 64, 128, 8, 5, programs=1),
 )
 MANY = Tile(128, 128, 128, 8, 4)
 # Row tiles that are computed side by side, so that they find each other's matrix rows in the cache.
@@ -107,7 +111,7 @@ def _few_rows(
     release_next(PDL)
     if PDL and PREFETCH:
         limit = tl.minimum(stop * GROUP, num_inputs)
-        prefetch_matrix(w, row_O, start * GROUP, limit, num_inputs)
+        prefetch_matrix(w, row_O, start * GROUP, limit, num_inputs, 4)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, GROUP)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
@@ -161,7 +165,7 @@ def _one_row(
     release_next(PDL)
     next_OGC = tl.load(w_at, mask=None if EVEN else (i_GC < num_inputs)[None, :, :])
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_G * GROUP, num_inputs, num_inputs)
+        prefetch_matrix(w, row_O, BLOCK_G * GROUP, num_inputs, num_inputs, 16)
     await_inputs(PDL)
     acc_OG = tl.zeros([BLOCK_O, BLOCK_G], tl.float32)
     for group in range(0, num_groups, BLOCK_G):
