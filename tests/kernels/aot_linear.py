@@ -78,13 +78,13 @@ def check_one_row(name: str, usage: Usage) -> None:
 def main(everything: bool) -> None:
     tiles = {tile.rows: tile for tile in linear.TILES}
     tiles_fp8 = {tile.rows: tile for tile in linear_fp8.TILES}
-    check_one_row("one row", bf16(linear.ONE_ROW[0][1]))
+    check_one_row("one row", bf16(linear.ONE_ROW[1][1]))
     check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
     check("16 rows fp8", fp8(tiles_fp8[16], own=True), 4, "mma.sync")
     if not everything:
         return
     check("16 rows", bf16(tiles[16]), 4, "mma.sync")
-    check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[0][1], own=True))
+    check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[1][1], own=True))
     check("many rows fp8", fp8_many(), 1, "wgmma.mma_async")
     for gated in (False, True):
         for _, tile in linear.ONE_ROW:
