@@ -18,8 +18,9 @@ from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
 from moesaic.kernels.triton.linear import Plan, Tile
 from moesaic.moe.quant.numerics import encode_fp8
-from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
+SHORT = (torch.float16, *((torch.bfloat16,) if GPU else ()))
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -84,7 +85,7 @@ def check(
     "rows, gated", [(1, False), (3, False), (17, False), (64, False), (1, True), (17, True)]
 )
 def test_few_rows(rows: int, gated: bool) -> None:
-    for dtype in FLOATS if GPU else (torch.float16,):
+    for dtype in SHORT:
         check(rows, 38, 200, dtype, gated)
 
 
@@ -95,10 +96,12 @@ def test_float32_and_whole_blocks() -> None:
 
 
 def test_nothing_to_multiply() -> None:
-    weight = drawn(8, 16)
-    assert kernels.linear(drawn(0, 16), weight).shape == (0, 8)
-    assert kernels.gate_up_silu(drawn(0, 16), weight).shape == (0, 4)
-    assert kernels.linear(drawn(2, 16), weight[:0]).shape == (2, 0)
+    x, weight = drawn(2, 16, dtype=torch.float16), drawn(8, 16, dtype=torch.float16)
+    assert kernels.linear(x[:0], weight).shape == (0, 8)
+    assert kernels.gate_up_silu(x[:0], weight).shape == (0, 4)
+    assert kernels.linear(x, weight[:0]).shape == (2, 0)
+    matrix = Fp8Matrix.of(weight)
+    assert fp8_kernels.linear_fp8(Rows(x[:0]), matrix, None, torch.float16).shape == (0, 8)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -161,7 +164,7 @@ def check_fp8(rows: int, shape: tuple[int, int], block: int, gated: bool, own: b
     """`own`: the kernel quantises."""
     outputs, inputs = shape
     weight = Fp8Matrix.of(drawn(outputs, inputs) / 8, block)
-    for dtype in FLOATS if GPU else (torch.float16,):
+    for dtype in SHORT:
         bias = drawn(outputs, dtype=dtype)
         x = exactly_quantised(rows, inputs, dtype)
         given = Rows(x) if own else quantise_groups(x)

@@ -67,8 +67,8 @@ TILES = (
     Tile(64, 128, 64, 8, 4, programs=1),
     Tile(128, 128, 64, 8, 4, programs=1),
 )
-# Of deterministic mode.
-INVARIANT = Tile(64, 64, 64, 4, 4)
+# Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
+INVARIANT = {2: Tile(64, 64, 64, 4, 4), 4: Tile(16, 32, 32, 4, 3)}
 # The fewest blocks of inputs worth a split.
 SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
@@ -230,18 +230,24 @@ def _one_row(
 def linear(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    if len(x_TI) > FEW_ROWS or x_TI.dtype != weight_OI.dtype:
+    if not _fits(x_TI, weight_OI):
         return _many_rows(x_TI, weight_OI, bias_O, dtype or x_TI.dtype)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI), dtype=dtype or x_TI.dtype)
     return multiply(x_TI, weight_OI, bias_O, y_TO, gated=False)
 
 
 def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    if len(x_TI) > FEW_ROWS:
+    if not _fits(x_TI, weight_OI):
         gate, up = F.linear(x_TI, weight_OI, bias_O).chunk(2, dim=-1)
         return F.silu(gate) * up
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI) // 2)
     return multiply(x_TI, weight_OI, bias_O, y_TO, gated=True)
+
+
+def _fits(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Few rows of a type that tensor cores know."""
+    few = len(x_TI) <= FEW_ROWS
+    return few and x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2
 
 
 def linear_float32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -254,9 +260,10 @@ def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """One tile and one order of summing for all numbers of rows and outputs."""
-    tiles = -(-len(weight_OI) // INVARIANT.outputs)
+    tile = INVARIANT[weight_OI.element_size()]
+    plan = Plan(tile, -(-len(weight_OI) // tile.outputs), 1, prefetch=False)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
-    return multiply(x_TI, weight_OI, bias_O, y_TO, False, Plan(INVARIANT, tiles, 1, prefetch=False))
+    return multiply(x_TI, weight_OI, bias_O, y_TO, False, plan)
 
 
 def _many_rows(
