@@ -21,6 +21,7 @@ from moesaic.engine.devices import (
     device_cache_tokens,
     gpu_room,
 )
+from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,
@@ -41,6 +42,7 @@ from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
+from moesaic.models.dense import DenseWeights
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.moe.context import MoeContext
@@ -180,6 +182,7 @@ class Subject:
     moe: MoeContext
     context_length: int
     cache_dtype: torch.dtype
+    dense: DenseWeights | None
 
     @property
     def num_layers(self) -> int:
@@ -196,12 +199,13 @@ class Subject:
         limits = step_limits(args, mesh, length)
         whole = whole_outline(raw, dtype, weights)
         moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
-        return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype))
+        dense = dense_weights(scheme, folder, moe)
+        return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype), dense)
 
     def share(self, rank: int) -> RankShare:
         ranks = _outline_rank(self.mesh, rank)
         moe, parallel = self.moe, ranks.parallel(self.num_layers, self.moe.deterministic)
-        model = outline(self.raw, moe, parallel)
+        model = outline(self.raw, moe, parallel, self.dense)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
         of_experts = sum(map(expert_bytes, experts))
         assert parallel.layers is not None
@@ -238,11 +242,13 @@ def collective_bytes(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: to
     return sum(nbytes // size for size, nbytes in windows)
 
 
-def outline(raw: RawConfig, moe: MoeContext, parallel: Parallel) -> CausalLM:
+def outline(
+    raw: RawConfig, moe: MoeContext, parallel: Parallel, dense: DenseWeights | None = None
+) -> CausalLM:
     """A rank's part of the model, without memory."""
     group = OutlineGroup(parallel.stage.rank, parallel.stage.size)
     with torch.device("meta"):
-        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel)
+        context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel, dense)
         return build_model(raw, context)
 
 

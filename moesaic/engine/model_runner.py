@@ -30,6 +30,7 @@ from moesaic.engine.devices import (
     compute_device,
     device_cache_tokens,
 )
+from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
     chunk_tokens,
@@ -85,11 +86,12 @@ class ModelRunner:
         whole = whole_outline(raw, self.dtype, weights)
         self.moe = moe_context(args, self.dtype, weights, self.limits, whole, ranks)
         self.parallel = ranks.parallel(raw.integer("num_hidden_layers"), self.deterministic)
-        part = outline(raw, self.moe, self.parallel)
+        dense = dense_weights(scheme, folder, self.moe)
+        part = outline(raw, self.moe, self.parallel, dense)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
         self._check_weights_fit(folder, weight_bytes)
         with self.device:
-            context = BuildContext(self.context_length, self.moe, self.parallel)
+            context = BuildContext(self.context_length, self.moe, self.parallel, dense)
             self.model = build_model(raw, context)
         self.eos_ids = _eos_ids(raw)
         self.vocab_size = self.model.config.vocab_size

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.comm.mesh import share
+from moesaic.kernels.linear import logits
 from moesaic.layers.linear import product
 from moesaic.layers.module import Cut, MatrixSlot, Module, TensorSlot, parameter
 from moesaic.layers.parallel import Parallel
@@ -62,6 +63,9 @@ class Head(Module):
         else:
             self.weight = parameter(len(held), hidden_size, dtype=dtype)
         self.product = product(parallel.deterministic)
+        # In float32 at once: nobody else gets them, nobody else's rounding is to be met.
+        samples = parallel.attention.rank == 0
+        self.alone = self.group.size == 1 and samples and not parallel.deterministic
         self.cuts = {"weight": Cut.of((vocab_size, hidden_size), held, range(hidden_size))}
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
@@ -73,7 +77,10 @@ class Head(Module):
         if self.parallel.spans_groups(self.parallel.vocab_tp):
             wanted = self.parallel.group_rows(rows)
             x_RH = self._rows_of_all(x_RH, rows)
-        part_RV = self.product(x_RH, self.weight, None)
+        if self.alone:
+            part_RV = logits(x_RH, self.weight)
+        else:
+            part_RV = self.product(x_RH, self.weight, None)
         if self.parallel.attention.rank > 0:  # the first rank of the group samples
             wanted = slice(0, 0)
         return self.group.gather_columns(part_RV, self.widths, wanted, "logits").float()

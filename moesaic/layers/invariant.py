@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import linear as kernel
+from moesaic.kernels.linear import linear_invariant
 
 # Rows and outputs of a product in torch: always exactly so many, the last ones zero.
 PIECE_ROWS = 32
@@ -27,6 +28,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) the number of threads does
     not matter either. In torch it must stay as it is.
     """
+    if x_TI.is_cuda:
+        return linear_invariant(x_TI, weight_OI, bias_O)
     if kernel.fits(weight_OI) and x_TI.dtype == weight_OI.dtype:
         return kernel.run(x_TI, weight_OI, bias_O)
     outputs = len(weight_OI)

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.comm.collective import Collective
-from moesaic.kernels.cpu import linear as kernel
+from moesaic.kernels.experts import Rows
+from moesaic.kernels.linear import (
+    Fp8Matrix,
+    gate_up_silu,
+    gate_up_silu_fp8,
+    linear,
+    linear_fp8,
+)
 from moesaic.layers import invariant
-from moesaic.layers.module import Cut, Module, TensorSlot, parameter, slot
+from moesaic.layers.module import (
+    Cut,
+    MatrixFormat,
+    MatrixSlot,
+    Module,
+    TensorSlot,
+    parameter,
+    slot,
+)
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-FEW_ROWS = 64
+ALL = slice(None)
 
 
 def product(deterministic: bool) -> Product:
     """What computes x W' + bias; in deterministic mode no row depends on its neighbours."""
-    return invariant.linear if deterministic else fastest_linear
-
-
-def fastest_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """For a few rows the compiled kernel reads bfloat16 weights faster than oneDNN does."""
-    few = len(x_TI) <= FEW_ROWS and x_TI.dtype == weight_OI.dtype == torch.bfloat16
-    if few and kernel.fits(weight_OI):
-        return kernel.run(x_TI, weight_OI, bias_O)
-    return F.linear(x_TI, weight_OI, bias_O)
+    return invariant.linear if deterministic else linear
 
 
 def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
@@ -50,8 +57,36 @@ class LinearConfig:
     deterministic: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A matrix of the checkpoint, and the part of it that a layer holds from row `start` on."""
+
+    name: str
+    start: int
+    cut: Cut
+    bias_cut: Cut
+
+    @property
+    def held(self) -> tuple[range, range]:
+        rows, cols = (range(size) for size in self.cut.shape)
+        return (
+            (rows[self.cut.where[0]], cols[self.cut.where[1]]) if self.cut.where else (rows, cols)
+        )
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + len(self.held[0]))
+
+
 class Linear(Module):
-    """`outputs` and `inputs`: those that this rank holds, all of them unless told otherwise."""
+    """`outputs` and `inputs`: those that this rank holds, all of them unless told otherwise.
+
+    The matrix is `weight`, in the model's type; or with a `format` the planes `values` and
+    `scales`, which are multiplied as they are.
+    """
+
+    values: nn.Parameter
+    scales: nn.Parameter
 
     def __init__(
         self, config: LinearConfig, outputs: range | None = None, inputs: range | None = None
@@ -59,16 +94,98 @@ class Linear(Module):
         super().__init__()
         outputs = range(config.outputs) if outputs is None else outputs
         inputs = range(config.inputs) if inputs is None else inputs
-        self.weight = parameter(len(outputs), len(inputs), dtype=config.dtype)
+        self.deterministic = config.deterministic
+        self.weight: nn.Parameter = parameter(len(outputs), len(inputs), dtype=config.dtype)
         self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
         self.product = product(config.deterministic)
-        self.cuts = {
-            "weight": Cut.of((config.outputs, config.inputs), outputs, inputs),
-            "bias": Cut.of((config.outputs,), outputs),
-        }
+        self.format: MatrixFormat | None = None
+        self.pieces: tuple[Piece, ...] = (
+            Piece(
+                "",
+                0,
+                Cut.of((config.outputs, config.inputs), outputs, inputs),
+                Cut.of((config.outputs,), outputs),
+            ),
+        )
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self.product(x_TI, self.weight, self.bias)
+        return self.multiply(x_TI, self.bias)
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if self.format is None:
+            return self.product(x_TI, self.weight, bias_O)
+        return linear_fp8(Rows(x_TI), self._fp8(self.format), bias_O, x_TI.dtype)
+
+    def _fp8(self, format: MatrixFormat) -> Fp8Matrix:
+        return Fp8Matrix(self.values, self.scales, format.block[0])
+
+    def misfit(self, format: MatrixFormat) -> str:
+        """Why the matrix cannot be kept so; nothing if it can."""
+        if self.deterministic:
+            return "deterministic mode has no float8 product"
+        for piece in self.pieces:
+            last = piece is self.pieces[-1]
+            for what, held, size, multiple in zip(
+                ("rows", "columns"), piece.held, piece.cut.shape, format.block, strict=True
+            ):
+                ends = (held.start, held.stop) if what == "rows" and not last else (held.start,)
+                cut = any(end % multiple for end in ends)
+                if not held or cut or (held.stop % multiple and held.stop != size):
+                    return (
+                        f"{what} {held.start}..{held.stop} of {size} are no whole blocks of "
+                        f"{multiple}"
+                    )
+        return ""
+
+    def keep_as(self, format: MatrixFormat) -> None:
+        """From now on, and before anything is loaded: the matrix is held in planes."""
+        assert not self.misfit(format), self.misfit(format)
+        rows, cols = self.weight.shape
+        device = self.weight.device
+        del self.weight
+        self.format = format
+        for name, (shape, dtype) in format.planes(rows, cols).items():
+            plane = torch.empty(shape, dtype=dtype, device=device)
+            setattr(self, name, nn.Parameter(plane, requires_grad=False))
+
+    def matrix_names(self, prefix: str) -> list[str]:
+        """In the checkpoint."""
+        return [f"{self._stem(prefix, piece)}weight" for piece in self.pieces]
+
+    def _stem(self, prefix: str, piece: Piece) -> str:
+        return prefix
+
+    def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
+        for piece in self.pieces:
+            stem = self._stem(prefix, piece)
+            yield self._matrix_slot(f"{stem}weight", piece)
+            if self.bias is not None:
+                yield slot(f"{stem}bias", self.bias[piece.place], piece.bias_cut)
+
+    def _matrix_slot(self, name: str, piece: Piece) -> TensorSlot | MatrixSlot:
+        if self.format is None:
+            return slot(name, self.weight[piece.place], piece.cut)
+        rows, cols = piece.cut.where or (ALL, ALL)
+        block = self.format.block[0]
+        scales = slice(piece.start // block, -(-piece.place.stop // block))
+        planes = {"values": self.values[piece.place], "scales": self.scales[scales]}
+        return MatrixSlot(name, planes, self.format, _two(piece.cut.shape), rows, cols)
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, cols = shape
+    return rows, cols
+
+
+def linears(module: Module, prefix: str = "") -> Iterator[tuple[str, Linear]]:
+    """All below a module, each with what its names in the checkpoint begin with."""
+    for name, child in module.named_children():
+        assert isinstance(child, Module)
+        path = f"{prefix}{module.renamed.get(name, name)}."
+        if isinstance(child, Linear):
+            yield path, child
+        else:
+            yield from linears(child, path)
 
 
 class RowLinear(Linear):
@@ -92,11 +209,11 @@ class RowLinear(Linear):
         """`rows`: those that this rank wants of the result; all by default."""
         rows = slice(0, len(x_TI)) if rows is None else rows
         if self.group.size == 1:
-            return self.product(x_TI[rows], self.weight, self.bias)
+            return self.multiply(x_TI[rows], self.bias)
         if self.gathers:
             all_TI = self.group.gather_columns(x_TI, self.widths, rows, self.operation)
-            return self.product(all_TI, self.weight, self.bias)
-        part_TO = self.product(x_TI, self.weight, None)
+            return self.multiply(all_TI, self.bias)
+        part_TO = self.multiply(x_TI, None)
         sum_TO = self.group.sum_rows(part_TO, rows, self.operation)
         return sum_TO if self.bias is None else sum_TO + self.bias
 
@@ -120,21 +237,31 @@ class MergedLinear(Linear):
         assert config.outputs == sum(part.outputs for part in parts.values())
         sizes = [len(part.held) for part in parts.values()]
         super().__init__(config, outputs=range(sum(sizes)))
-        self.parts, self.sizes = dict(parts), sizes
+        self.sizes = sizes
+        columns = range(config.inputs)
+        starts = accumulate(sizes, initial=0)
+        self.pieces = tuple(
+            Piece(
+                name,
+                start,
+                Cut.of((part.outputs, config.inputs), part.held, columns),
+                Cut.of((part.outputs,), part.held),
+            )
+            for start, (name, part) in zip(starts, parts.items(), strict=False)
+        )
 
     def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
         return self.forward(x_TI).split(self.sizes, dim=-1)
 
-    def slots(self, prefix: str) -> Iterator[TensorSlot]:
+    def gated(self, x_TI: Tensor) -> Tensor:
+        """silu of the first part times the second."""
+        if self.format is not None:
+            return gate_up_silu_fp8(Rows(x_TI), self._fp8(self.format), self.bias, x_TI.dtype)
+        if not self.deterministic:
+            return gate_up_silu(x_TI, self.weight, self.bias)
+        gate, up = self.split(x_TI)
+        return invariant.silu(gate) * up
+
+    def _stem(self, prefix: str, piece: Piece) -> str:
         # The merged layer has no name of its own in the checkpoint: drop the last part of the path.
-        stem = prefix.rstrip(".").rpartition(".")[0]
-        inputs = self.weight.shape[1]
-        start = 0
-        for name, part in self.parts.items():
-            stop = start + len(part.held)
-            cut = Cut.of((part.outputs, inputs), part.held, range(inputs))
-            yield slot(f"{stem}.{name}.weight", self.weight[start:stop], cut)
-            if self.bias is not None:
-                cut = Cut.of((part.outputs,), part.held)
-                yield slot(f"{stem}.{name}.bias", self.bias[start:stop], cut)
-            start = stop
+        return f"{prefix.rstrip('.').rpartition('.')[0]}.{piece.name}."

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from moesaic.comm.mesh import share
 from moesaic.core.step import PREFILL, Step
-from moesaic.kernels.quantise import silu_mul
 from moesaic.layers.linear import LinearConfig, MergedLinear, Part, RowLinear
 from moesaic.layers.module import Module
 from moesaic.layers.parallel import Parallel
@@ -39,4 +38,4 @@ class GatedMLP(Module):
             mine_TH = x_TH[parallel.own_rows(len(x_TH))]
             counts = parallel.row_counts(step.counts)
             x_TH = parallel.stage.gather_rows(mine_TH, counts, self.operation)
-        return self.down_proj(silu_mul(self.gate_up_proj(x_TH)), rows)
+        return self.down_proj(self.gate_up_proj.gated(x_TH), rows)

@@ -48,6 +48,13 @@ class MatrixFormat(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that cannot be cut apart."""
+
+    def planes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types."""
+
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]: ...
 
     def decode(self, planes: Mapping[str, Tensor], out: Tensor) -> Tensor: ...

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
+from moesaic.kernels.linear import linear_float32
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head
@@ -61,8 +62,10 @@ class Router(Module):
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        if self.float32:
+        if self.float32 and self.deterministic:
             return self.product(x_TH.float(), self.weight.float(), None)
+        if self.float32:
+            return linear_float32(x_TH, self.weight, None)
         return self.product(x_TH, self.weight, self.bias)
 
     def fused(self, x_TH: Tensor) -> RouterWeights | None:

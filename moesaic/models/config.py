@@ -13,6 +13,7 @@ import torch
 from moesaic.layers.linear import LinearConfig
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
+from moesaic.models.dense import DenseWeights
 from moesaic.moe.context import MoeContext
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -130,6 +131,8 @@ class BuildContext:
     positions: int
     moe: MoeContext
     parallel: Parallel = field(default_factory=Parallel)
+    dense: DenseWeights | None = None
+    """Projections that are kept quantised; None: all are in the model's type."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -28,4 +28,6 @@ def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
         )
     family = import_module(f"moesaic.models.{ARCHITECTURES[known[0]]}")
     model: CausalLM = family.build(raw, context)
+    if context.dense is not None:
+        context.dense.apply(model)
     return model.eval()

@@ -1,0 +1,154 @@
+"""Dense projections: what the GPU's kernels compute, and the same in torch.
+
+T tokens · I inputs · O outputs · G groups of 128 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.cpu import linear as compiled
+from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Rows
+from moesaic.kernels.native import native
+
+LINEAR = "moesaic.kernels.triton.linear"
+LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
+# For so few rows the compiled kernel reads bfloat16 weights faster than oneDNN does.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """float8_e4m3fn numbers [O, I] with float32 scales: of blocks of 128 x 128 (`rows` 128), the
+    last ones smaller; or of whole rows, [O, 1] (`rows` 1)."""
+
+    values: Tensor
+    scales: Tensor
+    rows: int = FP8_GROUP
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, rows: int = FP8_GROUP) -> Fp8Matrix:
+        """[[448, 2], [1, 0]] has one block, with scale 1."""
+        weight = weight_OI.float()
+        columns = FP8_GROUP if rows > 1 else weight.shape[1]
+        outputs, inputs = weight.shape
+        padded = F.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scales = _scales(blocks.abs().amax((1, 3)))
+        scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+        values = scaled.flatten(2).flatten(0, 1)[:outputs, :inputs]
+        return cls(values.contiguous().to(torch.float8_e4m3fn), scales, rows)
+
+    def dense(self) -> Tensor:
+        """In float32."""
+        outputs, inputs = self.values.shape
+        columns = FP8_GROUP if self.rows > 1 else inputs
+        by_row = self.scales.repeat_interleave(self.rows, 0)[:outputs]
+        return self.values.float() * by_row.repeat_interleave(columns, 1)[:, :inputs]
+
+
+@native(LINEAR)
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W' + bias, summed in float32 and rounded once.
+
+    x [[1, 2]], weight [[3, 4], [5, 6], [0, 1]], bias [0, 0, 7]: [[11, 17, 9]].
+    """
+    few = len(x_TI) <= FEW_ROWS and x_TI.dtype == weight_OI.dtype == torch.bfloat16
+    if few and compiled.fits(weight_OI):
+        return compiled.run(x_TI, weight_OI, bias_O)
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+@native(LINEAR)
+def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear`; on a GPU no bit of a row depends on the other rows, nor on what other outputs there
+    are. (layers/invariant.py does the same on a CPU.)
+
+    x [[1, 2], [3, 4]], weight [[5, 6]]: [[17], [39]].
+    """
+    return compiled.reference(x_TI, weight_OI, bias_O)
+
+
+@native(LINEAR)
+def linear_float32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As `linear`, and not rounded at all: 16-bit numbers in, float32 out.
+
+    x [[1, 2**-8]], weight [[1, 1]] in bfloat16: [[1.00390625]], where `linear` gives 1.
+    """
+    bias = None if bias_O is None else bias_O.float()
+    return F.linear(x_TI.float(), weight_OI.float(), bias)
+
+
+@native(LINEAR)
+def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`linear` in float32. A GPU does not round on the way there, a CPU does."""
+    return linear(x_TI, weight_OI).float()
+
+
+@native(LINEAR)
+def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """silu(gate) * up; the matrix holds the rows of gate, then as many of up.
+
+    x [[1]], weight [[0], [2], [5], [3]]: gate [0, 2], up [5, 3], result [[0, 5.2848]].
+    """
+    gate, up = linear(x_TI, weight_OI, bias_O).chunk(2, dim=-1)
+    return silu_and_mul(gate, up)
+
+
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """By element, in float32 too, where F.silu computes the last few of a tensor otherwise."""
+    silu = gate / (1 + torch.exp(-gate)) if gate.dtype == torch.float32 else F.silu(gate)
+    return silu * up
+
+
+@native(LINEAR_FP8)
+def linear_fp8(x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`linear` of float8 rows and a float8 matrix, in `dtype`. Rows in another type are quantised
+    first, as `quantise_groups` does it.
+
+    Rows [[448, 1]] with scale 0.5, weight [[2], [0]]' with scale 3: [[1344]].
+    """
+    y_TO = multiplied_fp8(x, weight)
+    return (y_TO if bias_O is None else y_TO + bias_O.float()).to(dtype)
+
+
+@native(LINEAR_FP8)
+def gate_up_silu_fp8(
+    x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`gate_up_silu`, as `linear_fp8`. The rows of up begin a block of scales of their own."""
+    gate, up = linear_fp8(x, weight, bias_O, torch.float32).chunk(2, dim=-1)
+    return silu_and_mul(gate, up).to(dtype)
+
+
+def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:
+    """In float32."""
+    quantised = quantise_groups(x.values) if x.scales is None else x
+    assert quantised.scales is not None and quantised.scale == 1.0
+    spread = quantised.scales.repeat_interleave(FP8_GROUP, 1)[:, : x.values.shape[1]]
+    return (quantised.values.float() * spread) @ weight.dense().T
+
+
+def quantise_groups(x_TI: Tensor) -> Rows:
+    """float8 values and a float32 scale for each 128 channels, the last group may be smaller. A
+    group of zeros has scale 1, one that is not finite NaN.
+
+    [[-4, 1]]: values [[-448, 112]], scales [[4 / 448]].
+    """
+    inputs = x_TI.shape[-1]
+    grouped = F.pad(x_TI.float(), (0, -inputs % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
+    scales = _scales(grouped.abs().amax(-1))
+    scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    values = scaled.flatten(-2)[:, :inputs].contiguous()
+    return Rows(values.to(torch.float8_e4m3fn), scales)
+
+
+def _scales(amax: Tensor) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny
+    # Divided by a tensor: CUDA takes the reciprocal of a plain number, and bits would differ.
+    scales = (amax / torch.full_like(amax, FP8_MAX)).clamp(min=tiny)
+    return scales.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)

@@ -1,0 +1,411 @@
+"""Products with matrices of float8 numbers; rows are float8 too, with a scale per 128 channels.
+
+T rows · I inputs · O outputs · G groups of 128 inputs. One row and few rows come in their own type
+and are quantised where they are loaded: that costs less than a kernel of its own. More rows are
+quantised once, before. Sums are float32; every 128 inputs are scaled as they are added.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.experts import Rows
+from moesaic.kernels.linear import Fp8Matrix, multiplied_fp8, quantise_groups, silu_and_mul
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.linear import (
+    Plan,
+    Tile,
+    add_splits,
+    matrix_rows,
+    plan_with,
+    prefetch_matrix,
+    processors_of,
+    split_buffers,
+    store_tile,
+)
+
+logger = logging.getLogger(__name__)
+
+GROUP = tl.constexpr(128)
+FP8_MAX = tl.constexpr(448.0)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Up to so many rows a matrix is read once, by tiles of these; up to so many, rows are quantised by
+# every program for itself. Beyond the first number torch's own product is tried.
+FEW_ROWS = 128
+OWN_QUANTISED_ROWS = 16
+ONE_ROW = (
+    (1024, Tile(1, 2, 1024, 4)),
+    (16_384, Tile(1, 4, 1024, 4)),
+    (1 << 62, Tile(1, 8, 2048, 8)),
+)
+TILES = (
+    Tile(16, 32, 128, 4, 6),
+    Tile(32, 64, 128, 4, 5),
+    Tile(64, 64, 128, 4, 6, programs=1),
+    Tile(128, 64, 128, 8, 5, programs=1),
+)
+MANY = Tile(128, 128, 128, 8, 4)
+# Row tiles that are computed side by side, so that they find each other's matrix rows in the cache.
+BAND = 16
+PROBE_ERROR = 1e-2
+
+
+@triton.jit
+def group_scales(amax):
+    """Of zeros 1; NaN of what is not finite."""
+    scales = tl.maximum(amax / FP8_MAX, TINY)
+    scales = tl.where(amax == 0, 1.0, scales)
+    return tl.where(amax < float("inf"), scales, float("nan"))
+
+
+@triton.jit
+def to_fp8(scaled):
+    """A NaN stays one."""
+    kept = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return kept.to(tl.float8e4nv)
+
+
+@triton.jit
+def scaled(
+    product_TO, scale_T, scales, tile, group, num_groups, num_outputs,
+    BLOCK_O: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A product over one group of inputs, by the scales of the rows and, with blocks, of the tile's
+    block: tiles are parts of blocks. A gated tile lies in a block of gate and one of up."""
+    if not BLOCKED:
+        product_TO *= scale_T[:, None]
+    elif GATED:
+        block = tile * BLOCK_O // (2 * GROUP)
+        gate = tl.load(scales + block * num_groups + group)
+        up = tl.load(scales + (block + num_outputs // (2 * GROUP)) * num_groups + group)
+        scale_O = tl.where(tl.arange(0, BLOCK_O) % 2 == 0, gate, up)
+        product_TO *= scale_T[:, None] * scale_O[None, :]
+    else:
+        scale = tl.load(scales + (tile * BLOCK_O // GROUP) * num_groups + group)
+        product_TO *= (scale_T * scale)[:, None]
+    return product_TO
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows(
+    x, x_scales, w, w_scales, bias, y, partial, arrived,
+    num_rows, num_outputs, num_inputs, x_stride, num_tiles,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, BLOCKED: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Without `x_scales` the rows are quantised here. `EVEN`: inputs are a multiple of 128."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
+    num_groups = tl.cdiv(num_inputs, GROUP)
+    share = tl.cdiv(num_groups, SPLITS)
+    start = split * share
+    stop = tl.minimum(start + share, num_groups)
+    release_next(PDL)
+    if PDL and PREFETCH:
+        limit = tl.minimum(stop * GROUP, num_inputs)
+        prefetch_matrix(w, row_O, start * GROUP, limit, num_inputs, 4)
+    await_inputs(PDL)
+    t, i = tl.arange(0, BLOCK_T), tl.arange(0, GROUP)
+    x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
+    w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
+    here = t < num_rows
+    acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+    for group in range(start, stop):
+        at = group * GROUP
+        if EVEN:
+            x_TI = tl.load(x_at + at, mask=here[:, None], other=0.0)
+            w_OI = tl.load(w_at + at)
+        else:
+            inside = (i < num_inputs - at)[None, :]
+            x_TI = tl.load(x_at + at, mask=here[:, None] & inside, other=0.0)
+            w_OI = tl.load(w_at + at, mask=inside, other=0.0)
+        if x_scales is None:
+            x_TI = x_TI.to(tl.float32)
+            scale_T = group_scales(tl.max(tl.abs(x_TI), 1))
+            x_TI = to_fp8(x_TI / scale_T[:, None])
+        else:
+            scale_T = tl.load(x_scales + t * num_groups + group, mask=here, other=0.0)
+        acc_TO += scaled(
+            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
+            BLOCK_O, BLOCKED, GATED,
+        )  # fmt: skip
+    if not BLOCKED:
+        acc_TO *= tl.load(w_scales + row_O)[None, :]
+    if SPLITS > 1:
+        is_last, acc_TO = add_splits(
+            acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
+        )
+        if is_last:
+            store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+    else:
+        store_tile(y, bias, acc_TO, tile, num_rows, num_outputs, BLOCK_T, BLOCK_O, GATED)
+
+
+@triton.jit
+def _one_row(
+    x, x_scales, w, w_scales, bias, y, num_outputs, num_inputs,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`EVEN`: inputs are a multiple of BLOCK_G groups. No tensor cores, as in linear.py."""
+    tile = tl.program_id(0)
+    row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
+    num_groups = tl.cdiv(num_inputs, GROUP)
+    g, c = tl.arange(0, BLOCK_G), tl.arange(0, GROUP)
+    i_GC = g[:, None] * GROUP + c[None, :]
+    w_at = w + row_O.to(tl.int64)[:, None, None] * num_inputs + i_GC[None, :, :]
+    release_next(PDL)
+    next_OGC = tl.load(w_at, mask=None if EVEN else (i_GC < num_inputs)[None, :, :])
+    if PDL and PREFETCH:
+        prefetch_matrix(w, row_O, BLOCK_G * GROUP, num_inputs, num_inputs, 16)
+    await_inputs(PDL)
+    acc_OG = tl.zeros([BLOCK_O, BLOCK_G], tl.float32)
+    for group in range(0, num_groups, BLOCK_G):
+        w_OGC = next_OGC.to(tl.float32)
+        at, ahead = group * GROUP, (group + BLOCK_G) * GROUP
+        if EVEN:
+            next_OGC = tl.load(w_at + ahead, mask=ahead < num_inputs)
+            x_GC = tl.load(x + at + i_GC).to(tl.float32)
+        else:
+            inside = i_GC < num_inputs - at
+            next_OGC = tl.load(w_at + ahead, mask=(i_GC < num_inputs - ahead)[None, :, :])
+            x_GC = tl.load(x + at + i_GC, mask=inside, other=0.0).to(tl.float32)
+            w_OGC = tl.where(inside[None, :, :], w_OGC, 0.0)
+        valid = group + g < num_groups
+        if x_scales is None:
+            scale_G = group_scales(tl.max(tl.abs(x_GC), 1))
+            x_GC = to_fp8(x_GC / scale_G[:, None]).to(tl.float32)
+        else:
+            scale_G = tl.load(x_scales + group + g, mask=valid, other=0.0)
+        product_OG = tl.sum(w_OGC * x_GC[None, :, :], 2) * scale_G[None, :]
+        if BLOCKED:
+            scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + (group + g)[None, :]
+            product_OG *= tl.load(scales_at, mask=valid[None, :], other=0.0)
+        acc_OG += product_OG
+    acc_1O = tl.sum(acc_OG, 1)[None, :]
+    if not BLOCKED:
+        acc_1O *= tl.load(w_scales + row_O)[None, :]
+    store_tile(y, bias, acc_1O, tile, 1, num_outputs, 1, BLOCK_O, GATED)
+
+
+@triton.jit
+def _many_rows(
+    x, x_scales, w, w_scales, bias, y, num_rows, num_outputs, num_inputs, row_tiles, output_tiles,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BAND: tl.constexpr, BLOCKED: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles in bands of BAND row tiles, output tile after output tile."""
+    release_next(PDL)
+    await_inputs(PDL)
+    place = tl.program_id(0)
+    band = place // (BAND * output_tiles)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    inside_band = place - band * BAND * output_tiles
+    first = (band * BAND + inside_band % height) * BLOCK_T
+    tile = inside_band // height
+    t = first + tl.arange(0, BLOCK_T)
+    kept = tl.minimum(t, num_rows - 1)
+    row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
+    i = tl.arange(0, GROUP)
+    x_at = x + kept.to(tl.int64)[:, None] * num_inputs + i[None, :]
+    w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
+    num_groups = tl.cdiv(num_inputs, GROUP)
+    x_scales += kept.to(tl.int64) * num_groups
+    acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+    for group in range(num_groups):
+        at = group * GROUP
+        if EVEN:
+            x_TI, w_OI = tl.load(x_at + at), tl.load(w_at + at)
+        else:
+            inside = (i < num_inputs - at)[None, :]
+            x_TI = tl.load(x_at + at, mask=inside, other=0.0)
+            w_OI = tl.load(w_at + at, mask=inside, other=0.0)
+        scale_T = tl.load(x_scales + group)
+        acc_TO += scaled(
+            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
+            BLOCK_O, BLOCKED, GATED,
+        )  # fmt: skip
+    if not BLOCKED:
+        acc_TO *= tl.load(w_scales + row_O)[None, :]
+    width = num_outputs // 2 if GATED else num_outputs
+    y += first.to(tl.int64) * width
+    store_tile(y, bias, acc_TO, tile, num_rows - first, num_outputs, BLOCK_T, BLOCK_O, GATED)
+
+
+def linear_fp8(x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _product(x, weight, bias_O, dtype, gated=False)
+
+
+def gate_up_silu_fp8(
+    x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return _product(x, weight, bias_O, dtype, gated=True)
+
+
+def _product(
+    x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype, gated: bool
+) -> Tensor:
+    rows = len(x.values)
+    if x.scales is None and rows > OWN_QUANTISED_ROWS:
+        x = quantise_groups(x.values)
+    if rows > FEW_ROWS and _torch_fits(x.values, weight, bias_O, dtype):
+        y_TO = _by_torch(x, weight, dtype)
+        return silu_and_mul(*y_TO.chunk(2, dim=-1)) if gated else y_TO
+    outputs = len(weight.values) // (2 if gated else 1)
+    y_TO = x.values.new_empty(rows, outputs, dtype=dtype)
+    multiply = multiply_few if rows <= FEW_ROWS else multiply_many
+    return multiply(x, weight, bias_O, y_TO, gated)
+
+
+def multiply_few(
+    x: Rows,
+    weight: Fp8Matrix,
+    bias_O: Tensor | None,
+    y_TO: Tensor,
+    gated: bool,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Into `y_TO`; `plan`: another than the usual one."""
+    rows, (outputs, inputs) = len(x.values), weight.values.shape
+    _check(x, weight, y_TO)
+    if rows == 0 or outputs == 0:
+        return y_TO
+    values = x.values if x.values.stride(1) == 1 else x.values.contiguous()
+    plan = plan or plan_for(rows, outputs, inputs, processors_of(values))
+    tile, pdl = plan.tile, dependent_launch(values)
+    assert tile.inputs % GROUP.value == 0 and (tile.rows == 1 or tile.inputs == GROUP.value), tile
+    constants = {
+        "BLOCK_O": tile.outputs,
+        "BLOCKED": weight.rows > 1,
+        "GATED": gated,
+        "EVEN": inputs % tile.inputs == 0,
+        "PREFETCH": plan.prefetch,
+        "PDL": pdl.on,
+        "num_warps": tile.warps,
+        **pdl.options,
+    }
+    tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
+    if tile.rows == 1:
+        groups = tile.inputs // GROUP.value
+        _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_G=groups, **constants)
+        return y_TO
+    partial, arrived = split_buffers(plan, values)
+    _few_rows[(plan.tiles, plan.splits)](
+        *tensors, partial, arrived, rows, outputs, inputs, values.stride(0), plan.tiles,
+        BLOCK_T=tile.rows, SPLITS=plan.splits, num_stages=tile.stages, **constants,
+    )  # fmt: skip
+    return y_TO
+
+
+@cache
+def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> Plan:
+    return plan_with(ONE_ROW, TILES, rows, outputs, inputs, 1, processors)
+
+
+def multiply_many(
+    x: Rows,
+    weight: Fp8Matrix,
+    bias_O: Tensor | None,
+    y_TO: Tensor,
+    gated: bool,
+    tile: Tile = MANY,
+) -> Tensor:
+    """Into `y_TO`; the rows must be quantised and there must be some."""
+    rows, (outputs, inputs) = len(x.values), weight.values.shape
+    _check(x, weight, y_TO)
+    assert x.scales is not None and x.values.is_contiguous()
+    row_tiles, output_tiles = -(-rows // tile.rows), -(-outputs // tile.outputs)
+    pdl = dependent_launch(x.values)
+    _many_rows[(row_tiles * output_tiles,)](
+        x.values, x.scales, weight.values, weight.scales, bias_O, y_TO,
+        rows, outputs, inputs, row_tiles, output_tiles,
+        BLOCK_T=tile.rows, BLOCK_O=tile.outputs, BAND=BAND, BLOCKED=weight.rows > 1, GATED=gated,
+        EVEN=inputs % GROUP.value == 0, PDL=pdl.on,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl.options,
+    )  # fmt: skip
+    return y_TO
+
+
+def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
+    outputs, inputs = weight.values.shape
+    assert x.values.shape[1] == inputs and y_TO.is_contiguous(), (x.values.shape, inputs)
+    assert weight.values.is_contiguous() and weight.scales.is_contiguous()
+    assert x.scales is None or (x.scales.is_contiguous() and x.scale == 1.0)
+    groups = -(-inputs // GROUP.value) if weight.rows > 1 else 1
+    assert weight.scales.shape == (-(-outputs // weight.rows), groups), weight.scales.shape
+    halves = outputs // 2 % weight.rows == 0 or y_TO.shape[1] == outputs
+    assert halves, f"up begins inside of a block of scales: {outputs} rows"
+
+
+def _torch_fits(x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether torch's product scales by blocks here, and gets these."""
+    whole = all(size % GROUP.value == 0 for size in weight.values.shape)
+    fits = weight.rows == GROUP.value and whole and bias_O is None and dtype == torch.bfloat16
+    return fits and x_TI.is_cuda and _torch_works(x_TI.device)
+
+
+def _by_torch(x: Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+    """cuBLAS wants the scales of rows column by column, rows in fours, and the scales of a row of
+    blocks in fours."""
+    assert x.scales is not None
+    rows, blocks = len(x.values), weight.scales.shape[1]
+    values, scales = x.values, x.scales
+    if rows % 4:
+        # Bytes: not everything knows how to pad float8.
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, -rows % 4)).view(values.dtype)
+        scales = F.pad(scales, (0, 0, 0, -rows % 4))
+    of_weight = F.pad(weight.scales, (0, -blocks % 4)) if blocks % 4 else weight.scales
+    y_TO = F.scaled_mm(
+        values,
+        weight.values.t(),
+        scales.t().contiguous().t(),
+        F.ScalingType.BlockWise1x128,
+        of_weight.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+    return y_TO[:rows]
+
+
+@cache
+def _torch_works(device: torch.device) -> bool:
+    """Tried once, on numbers whose product is known."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("multiply many rows once before that is captured in a CUDA graph")
+    problem = _problem_with(lambda x, weight: _by_torch(x, weight, torch.bfloat16), device)
+    logger.info(
+        "float8 products of many rows by blocks: %s",
+        f"Triton, torch.nn.functional.scaled_mm does not do ({problem})" if problem else "torch",
+    )
+    return not problem
+
+
+def _problem_with(product: Callable[[Rows, Fp8Matrix], Tensor], device: torch.device) -> str:
+    """What is wrong with it; nothing if it gives what the twin does."""
+    generator = torch.Generator(device).manual_seed(0)
+    x_TI = torch.randn(258, 640, device=device, generator=generator)
+    w_OI = torch.randn(384, 640, device=device, generator=generator)
+    # Blocks of different sizes: a scale that is applied in the wrong place shows.
+    w_OI *= (
+        torch.linspace(0.1, 10, 15, device=device)
+        .view(3, 5)
+        .repeat_interleave(128, 0)
+        .repeat_interleave(128, 1)
+    )
+    x_TI *= torch.linspace(0.1, 10, 258, device=device)[:, None]
+    x, weight = quantise_groups(x_TI), Fp8Matrix.of(w_OI)
+    try:
+        y_TO = product(x, weight)
+    except Exception as error:  # whatever a version or a GPU does not know
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    expected = multiplied_fp8(x, weight)
+    off = float((y_TO.float() - expected).norm() / expected.norm())
+    return "" if off < PROBE_ERROR else f"it is off by {off:.2g}"

@@ -1,0 +1,58 @@
+"""Which projections of a model are kept as float8 numbers, and multiplied as such.
+
+Embedding, head, routers and norms never are: they are not `Linear`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from moesaic.layers.linear import Linear, linears
+from moesaic.layers.module import Module
+from moesaic.moe.quant.weights import WeightFormat
+
+logger = logging.getLogger(__name__)
+
+KEPT = ("fp8_block", "fp8_channel", "fp8_tensor")
+# Used head by head, in the model's type (MLA); and a single row, not worth it.
+PLAIN = re.compile(r"\.(kv_b_proj|shared_expert_gate)\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """Projections whose matrices are all among `names` (None: any) are kept in `format`."""
+
+    format: WeightFormat
+    names: frozenset[str] | None = None
+
+    def apply(self, model: Module) -> None:
+        """Before weights are loaded. What does not fit stays in the model's type, and is decoded at
+        load if need be."""
+        stay: Counter[tuple[str, str]] = Counter()
+        kept = 0
+        for prefix, linear in linears(model):
+            reason = self._reason(prefix, linear)
+            if reason is None:
+                linear.keep_as(self.format)
+                kept += 1
+            elif reason:
+                stay[prefix.rstrip(".").rpartition(".")[2], reason] += 1
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return
+        logger.info("dense: %d projections are kept as %s", kept, self.format.name)
+        for (name, reason), count in stay.items():
+            logger.info("dense: %d of %s stay unquantised: %s", count, name, reason)
+
+    def _reason(self, prefix: str, linear: Linear) -> str | None:
+        """Why a projection is not kept in the format: None where it is, nothing where that is as
+        it should be."""
+        names = linear.matrix_names(prefix)
+        if any(map(PLAIN.search, names)):
+            return ""
+        if self.names is not None and not self.names.issuperset(names):
+            some = not self.names.isdisjoint(names)
+            return "the checkpoint has quantised only some of its parts" if some else ""
+        return linear.misfit(self.format) or None

@@ -1,0 +1,107 @@
+"""Compiles the dense projections' kernels for Hopper, as they are launched.
+
+python -m tests.kernels.aot_linear          # the main ones, in CI
+python -m tests.kernels.aot_linear all      # every tile, with a table
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from moesaic.kernels.triton import linear, linear_fp8
+from moesaic.kernels.triton.linear import Tile
+from tests.kernels.aot import Usage, build
+
+SHARED = 227 * 1024
+ALIGNED = ("num_outputs", "num_inputs", "x_stride")
+SIZES = dict.fromkeys(("num_outputs", "num_inputs", "x_stride"), "i32")
+SPLIT = {"partial": "*fp32", "arrived": "*i32", "num_rows": "i32", "num_tiles": "i32"}
+FLAGS = {"bias": None, "EVEN": True, "PREFETCH": True, "PDL": True}
+
+
+def bf16(tile: Tile, gated: bool = False, splits: int = 4) -> Usage:
+    types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", **SIZES}
+    constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCK_I": tile.inputs, "GATED": gated}
+    options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
+    if tile.rows == 1:
+        del types["x_stride"]
+        return build(linear._one_row, types, constants, **options)
+    constants |= {"BLOCK_T": tile.rows, "SPLITS": splits}
+    options["num_stages"] = tile.stages
+    return build(linear._few_rows, types | SPLIT, constants, **options)
+
+
+def fp8(tile: Tile, gated: bool = False, own: bool = False, blocked: bool = True) -> Usage:
+    """`own`: rows are quantised by the kernel."""
+    types = {"x": "*bf16" if own else "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}
+    types |= {"y": "*bf16", **SIZES} | ({} if own else {"x_scales": "*fp32"})
+    constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCKED": blocked, "GATED": gated}
+    constants |= {"x_scales": None} if own else {}
+    options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
+    if tile.rows == 1:
+        del types["x_stride"]
+        constants["BLOCK_G"] = tile.inputs // 128
+        return build(linear_fp8._one_row, types, constants, **options)
+    constants |= {"BLOCK_T": tile.rows, "SPLITS": 4}
+    options["num_stages"] = tile.stages
+    return build(linear_fp8._few_rows, types | SPLIT, constants, **options)
+
+
+def fp8_many(gated: bool = False, blocked: bool = True) -> Usage:
+    tile = linear_fp8.MANY
+    types = {"x": "*fp8e4nv", "x_scales": "*fp32", "w": "*fp8e4nv", "w_scales": "*fp32"}
+    types |= {"y": "*bf16", "num_rows": "i32", "num_outputs": "i32", "num_inputs": "i32"}
+    types |= {"row_tiles": "i32", "output_tiles": "i32"}
+    constants = {"bias": None, "EVEN": True, "PDL": True, "BLOCKED": blocked, "GATED": gated}
+    constants |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.outputs, "BAND": linear_fp8.BAND}
+    options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
+    return build(linear_fp8._many_rows, types, constants, num_stages=tile.stages, **options)
+
+
+def check(name: str, usage: Usage, programs: int = 1, matrix: str = "") -> None:
+    """No spills; so many programs fit on a processor at once."""
+    print(f"{name:40} {usage.registers:4} registers {usage.local:4} local {usage.shared:7} shared")
+    assert usage.local == 0, f"{name} spills {usage.local} bytes"
+    assert usage.shared * programs <= SHARED, f"{name}: {usage.shared} bytes of shared memory"
+    assert not matrix or usage.count(matrix), f"{name} has no {matrix}"
+    assert usage.count("griddepcontrol.wait"), f"{name} does not wait for its predecessor"
+
+
+def check_one_row(name: str, usage: Usage) -> None:
+    check(name, usage)
+    assert usage.count("ld.global.v4"), f"{name} has no loads of 128 bits"
+    first_load, wait = usage.ptx.index("ld.global.v4"), usage.ptx.index("griddepcontrol.wait")
+    assert first_load < wait, f"{name} does not fetch weights before it waits"
+
+
+def main(everything: bool) -> None:
+    tiles = {tile.rows: tile for tile in linear.TILES}
+    tiles_fp8 = {tile.rows: tile for tile in linear_fp8.TILES}
+    check_one_row("one row", bf16(linear.ONE_ROW[1][1]))
+    check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
+    check("16 rows fp8", fp8(tiles_fp8[16], own=True), 4, "mma.sync")
+    if not everything:
+        return
+    check("16 rows", bf16(tiles[16]), 4, "mma.sync")
+    check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[1][1], own=True))
+    check("many rows fp8", fp8_many(), 1, "wgmma.mma_async")
+    for gated in (False, True):
+        for _, tile in linear.ONE_ROW:
+            check_one_row(f"{tile} {gated}", bf16(tile, gated))
+        for tile in linear.TILES:
+            for splits in (1, 4):
+                check(f"{tile} {gated} {splits}", bf16(tile, gated, splits))
+        for blocked in (True, False):
+            for own in (True, False):
+                for _, tile in linear_fp8.ONE_ROW:
+                    check_one_row(f"fp8 {tile} {gated}", fp8(tile, gated, own, blocked))
+            for tile in linear_fp8.TILES:
+                own = tile.rows <= linear_fp8.OWN_QUANTISED_ROWS
+                check(f"fp8 {tile} {gated} {own}", fp8(tile, gated, own, blocked))
+                check(f"fp8 {tile} {gated}", fp8(tile, gated, False, blocked))
+            check(f"fp8 many {gated} {blocked}", fp8_many(gated, blocked), 1, "wgmma.mma_async")
+
+
+if __name__ == "__main__":
+    main("all" in sys.argv[1:])
