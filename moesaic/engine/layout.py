@@ -14,6 +14,7 @@ from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
+from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.devices import (
     StepBytes,
     cache_dtype,
@@ -21,7 +22,6 @@ from moesaic.engine.devices import (
     device_cache_tokens,
     gpu_room,
 )
-from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
     GIB,

@@ -22,6 +22,7 @@ from moesaic.comm.control import Seat, State
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.step import Step
+from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.devices import (
     Room,
     StepBytes,
@@ -30,7 +31,6 @@ from moesaic.engine.devices import (
     compute_device,
     device_cache_tokens,
 )
-from moesaic.engine.dense_setup import dense_weights
 from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
     chunk_tokens,

@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.kernels.cpu import linear as compiled
 from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Rows
 from moesaic.kernels.native import native
+from moesaic.kernels.quantise import quantise_rows
 
 LINEAR = "moesaic.kernels.triton.linear"
 LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
@@ -139,12 +140,7 @@ def quantise_groups(x_TI: Tensor) -> Rows:
 
     [[-4, 1]]: values [[-448, 112]], scales [[4 / 448]].
     """
-    inputs = x_TI.shape[-1]
-    grouped = F.pad(x_TI.float(), (0, -inputs % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
-    scales = _scales(grouped.abs().amax(-1))
-    scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
-    values = scaled.flatten(-2)[:, :inputs].contiguous()
-    return Rows(values.to(torch.float8_e4m3fn), scales)
+    return Rows(*quantise_rows(x_TI, "fp8"))
 
 
 def _scales(amax: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
 from moesaic.kernels.linear import linear_float32
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head

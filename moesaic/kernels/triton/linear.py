@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.quantise import silu_mul
 from moesaic.kernels.triton.launch import (
     await_inputs,
     dependent_launch,
@@ -238,8 +239,7 @@ def linear(
 
 def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     if not _fits(x_TI, weight_OI):
-        gate, up = F.linear(x_TI, weight_OI, bias_O).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu_mul(F.linear(x_TI, weight_OI, bias_O))
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI) // 2)
     return multiply(x_TI, weight_OI, bias_O, y_TO, gated=True)
 

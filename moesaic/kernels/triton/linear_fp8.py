@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.experts import Rows
-from moesaic.kernels.linear import Fp8Matrix, multiplied_fp8, quantise_groups, silu_and_mul
+from moesaic.kernels.linear import Fp8Matrix, multiplied_fp8, quantise_groups
+from moesaic.kernels.quantise import silu_mul
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.linear import (
     Plan,
@@ -258,7 +259,7 @@ def _product(
         x = quantise_groups(x.values)
     if rows > FEW_ROWS and _torch_fits(x.values, weight, bias_O, dtype):
         y_TO = _by_torch(x, weight, dtype)
-        return silu_and_mul(*y_TO.chunk(2, dim=-1)) if gated else y_TO
+        return silu_mul(y_TO) if gated else y_TO
     outputs = len(weight.values) // (2 if gated else 1)
     y_TO = x.values.new_empty(rows, outputs, dtype=dtype)
     multiply = multiply_few if rows <= FEW_ROWS else multiply_many
