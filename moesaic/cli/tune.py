@@ -105,7 +105,7 @@ def _cases(
     device = tuning.device_facts(torch.device("cuda", torch.cuda.current_device()))
     folder = tuning.TUNED if args.out is None else Path(args.out)
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
-    cases = {}
+    cases: dict[tuple[str, int], Case] = {}
     for (experts, top_k, hidden, inner), count in (
         (size, count) for size in sizes for count in tokens
     ):
