@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import msgspec
 
 from moesaic.core.messages import TopLogprobs
 from moesaic.engine.sampler import SampleRow
+
+FUTURE: Final = -1
+"""The token that the newest step before gives the request, which is under way still."""
 
 
 class Score(msgspec.Struct, array_like=True):
@@ -20,7 +25,8 @@ class Score(msgspec.Struct, array_like=True):
 
 class PlanItem(msgspec.Struct, array_like=True):
     """New tokens of one sequence, of which `first` are computed already; all live in `pages`. `key`
-    is the request's number."""
+    is the request's number. A token may be FUTURE where the runner overlaps steps, and is then the
+    only one."""
 
     key: int
     token_ids: list[int]
@@ -83,6 +89,22 @@ class ItemResult(msgspec.Struct, array_like=True):
 
 class StepResult(msgspec.Struct, array_like=True):
     items: list[ItemResult]
+
+
+class Begun(Protocol):
+    """A step that a runner was given. Those that come after a failed one are never waited for."""
+
+    def wait(self) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was over when it had begun."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class Turn(msgspec.Struct, array_like=True):
