@@ -109,7 +109,9 @@ class PlanReceiver:
         if told.position is not None:
             assert known.sample is not None
             known.output_ids = [*known.output_ids[: told.kept_ids], *told.output_ids]
-            sample = structs.replace(known.sample, position=told.position, output_ids=known.output_ids)
+            sample = structs.replace(
+                known.sample, position=told.position, output_ids=known.output_ids
+            )
         return PlanItem(told.key, told.token_ids, told.first, known.pages, told.score, sample)
 
 
