@@ -73,9 +73,13 @@ class Request:
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
+    looks_back: bool = field(init=False)
+    """As its parameters say; asked for every token."""
+
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
+        self.looks_back = self.params.looks_back
 
     @property
     def prompt_len(self) -> int:
@@ -102,7 +106,7 @@ class Request:
     @property
     def remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_new_tokens - self.num_output
+        return self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -120,8 +124,8 @@ class Request:
         """Whether its next token can be asked for while the one before is under way."""
         return (
             self.pending < self.remaining_tokens
-            and not self.params.looks_back
-            and not self.wants_input_logprobs
+            and not self.looks_back
+            and not (self.return_logprob and self.wants_input_logprobs)
         )
 
     @property

@@ -245,15 +245,15 @@ class EngineCore:
         work = self._try_suspects() or self.scheduler.schedule(parts, ahead=self.overlaps)
         if not work:
             return StepPlan([], [])
-        prompt_tokens = sum(item.length for item in work if not item.request.is_decoding)
+        prompt_tokens = sum(item.length for item in work if not item.decodes)
         # An error must come before anything is counted as done.
-        items = [_plan_item(request, length) for request, length in work]
+        items = [_plan_item(request, length) for request, length, _ in work]
         plan = StepPlan(items, list(self._taken), prompt_tokens > 0, self._ended)
         self._taken.clear()
         self._ended = []
         self.num_steps += 1
         self.tally.begin(prompt_tokens)
-        planned = [Planned.begin(request, length) for request, length in work]
+        planned = [Planned.begin(request, length) for request, length, _ in work]
         self._under_way.append(UnderWay(planned, plan.clear, plan.ended))
         return plan
 
@@ -308,14 +308,15 @@ class EngineCore:
 
     def _advance(self, item: Planned, found: ItemResult) -> None:
         request = item.request
-        if not self._is_open(request):  # it ended while the step was under way
+        job = self.jobs.get(request.rid)
+        if job is None or job.request is not request:  # it ended while the step was under way
             return
-        job = self.jobs[request.rid]
         if found.broken:
             self._fail(request, found.broken)
             return
-        request.input_logprobs += found.input_logprobs
-        request.input_top_logprobs += found.input_top_logprobs
+        if found.input_logprobs:
+            request.input_logprobs += found.input_logprobs
+            request.input_top_logprobs += found.input_top_logprobs
         if request.retractions == item.retractions:
             self.kv.share(request, item.stop)
         if not item.samples:
@@ -375,12 +376,12 @@ def _sample_row(request: Request, position: int) -> SampleRow:
     """`position`: that of the token which is sampled."""
     params = request.params
     return SampleRow(
-        params=params,
-        seed=request.seed,
-        position=position,
-        prompt_ids=request.prompt_ids if params.penalised else (),
-        output_ids=request.output_ids if params.looks_back else (),
-        eos_ids=request.eos_ids,
-        return_logprob=request.return_logprob,
-        top_logprobs_num=request.top_logprobs_num,
+        params,
+        request.seed,
+        position,
+        request.prompt_ids if request.looks_back and params.penalised else (),
+        request.output_ids if request.looks_back else (),
+        request.eos_ids,
+        request.return_logprob,
+        request.top_logprobs_num,
     )

@@ -23,7 +23,7 @@ class Score(msgspec.Struct, array_like=True):
     top: int
 
 
-class PlanItem(msgspec.Struct, array_like=True):
+class PlanItem(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one sequence, of which `first` are computed already; all live in `pages`. `key`
     is the request's number. A token may be FUTURE where the runner overlaps steps, and is then the
     only one."""
@@ -74,7 +74,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return starts
 
 
-class ItemResult(msgspec.Struct, array_like=True):
+class ItemResult(msgspec.Struct, array_like=True, gc=False):
     """What a step gave one item. `broken`: why it has nothing to give. `ended`: it is complete, as
     its grammar has it, and the model has no token that would say so."""
 

@@ -25,7 +25,7 @@ class Planned(NamedTuple):
         """What the step will have done is counted as done: steps are carried out in order."""
         first = request.num_computed
         stop = first + length
-        samples = stop == request.num_tokens
+        samples = stop == len(request.token_ids) + request.pending
         planned = cls(request, stop, samples, first, request.num_scored, request.retractions)
         if request.return_logprob:
             scored = min(stop, request.prompt_len - 1) - request.logprob_start

@@ -52,7 +52,7 @@ class NonFiniteLogits(RuntimeError):
         )
 
 
-class SampleRow(msgspec.Struct, frozen=True):
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """What one row of logits needs; `position` counts the tokens before the one sampled."""
 
     params: SamplingParams

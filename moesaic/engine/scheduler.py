@@ -34,10 +34,12 @@ class SchedulerConfig:
 
 
 class Scheduled(NamedTuple):
-    """`length` tokens of a request, from its first that is not computed."""
+    """`length` tokens of a request, from its first that is not computed; `decodes`: as opposed to
+    a part of what was given."""
 
     request: Request
     length: int
+    decodes: bool = False
 
     @property
     def stop(self) -> int:
@@ -47,6 +49,9 @@ class Scheduled(NamedTuple):
     def samples(self) -> bool:
         """Whether this step yields the request's next token."""
         return self.stop == self.request.num_tokens
+
+
+Plan = dict[Request, Scheduled]
 
 
 class Scheduler:
@@ -75,7 +80,7 @@ class Scheduler:
         under way. `parts`: steps that are to be under way at once, each with its share of them.
         `only`: who may take part, running or waiting; everybody unless given. `ahead`: also those
         whose next token is under way, if they can do without knowing it."""
-        planned: dict[Request, int] = {}
+        planned: Plan = {}
         decoding: list[Request] = []
         filling: list[Request] = []
         for request in self._running_by_age():
@@ -87,16 +92,16 @@ class Scheduler:
         for request in decoding[: -(-len(self.running) // parts)]:
             # Mostly its last page has room; one that was retracted just now has no pages.
             if request.num_computed < len(request.pages) * page_size:
-                planned[request] = 1
-            else:
-                self._plan(request, 1, planned)
+                planned[request] = Scheduled(request, 1, True)
+            elif self._plan(request, 1, planned):
+                planned[request] = Scheduled(request, 1, True)
         budget = self.config.chunk_tokens
         for request in filling:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
         if self.waiting:
             self._admit(budget, planned, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
-        return [Scheduled(request, length) for request, length in planned.items()]
+        return list(planned.values())
 
     def _running_by_age(self) -> list[Request]:
         if self._by_age is None:
@@ -115,7 +120,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _plan(self, request: Request, length: int, planned: dict[Request, int]) -> int:
+    def _plan(self, request: Request, length: int, planned: Plan) -> int:
         """Plans `length` tokens, retracting the youngest while pages are missing; says how many
         were planned, which is none if the request itself had to go."""
         if length == 0 or request not in self.running:
@@ -126,7 +131,7 @@ class Scheduler:
             self._retract(youngest)
             if youngest is request:
                 return 0
-        planned[request] = length
+        planned[request] = Scheduled(request, length)
         return length
 
     def _retract(self, request: Request) -> None:
@@ -142,9 +147,7 @@ class Scheduler:
         self._by_age = None
         self.kv.release(request)
 
-    def _admit(
-        self, budget: int, planned: dict[Request, int], only: frozenset[Request] | None
-    ) -> None:
+    def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
         """Takes in waiting requests in order; one that shares the prompt which another is computing
         right now stays behind until it can reuse it."""
         held_back: list[Request] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -332,6 +333,6 @@ def test_each_step_is_recorded_once(overlapping: EngineCore) -> None:
     steps = [s for s in unpack(spans.read(0, spans.count)) if s.kind == Kind.STEP]
     assert [step.step for step in steps] == list(range(first, first + len(plans)))
     assert [step.tokens for step in steps] == [3, 1, 1, 1, 1, 1, 1]
-    for one, other in zip(steps, steps[1:], strict=False):
+    for one, other in pairwise(steps):
         assert one.begin < one.end <= other.begin
     spans.free()
