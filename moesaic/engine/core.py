@@ -55,7 +55,8 @@ class _Running:
 
     number: int
     when: int
-    plan: StepPlan
+    tokens: int
+    prefill: bool
     begun: Begun
 
 
@@ -209,9 +210,10 @@ class EngineCore:
         result = None
         try:
             if plan.items:
-                spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
+                tokens = plan.num_tokens
+                spans.add(Kind.PLAN, start, tokens=tokens)
                 begun = self.runner.begin(plan)
-                self._running.append(_Running(self.num_steps, start, plan, begun))
+                self._running.append(_Running(self.num_steps, start, tokens, plan.prefill, begun))
             if self._running and not (plan.items and len(self._running) < depth):
                 result = self._running[0].begun.wait()
         except Exception as error:
@@ -224,18 +226,18 @@ class EngineCore:
 
     def _take_in(self, step: _Running, result: StepResult) -> None:
         """Steps under way at once share the time."""
-        spans, plan = self.runner.spans, step.plan
+        spans = self.runner.spans
         spans.begin_step(step.number)
         begin = spans.clock()
         self.apply(result)
         spans.add(Kind.DETOKENISE, begin, tokens=len(result.items))
         start, self._stepped = max(step.when, self._stepped), time.monotonic_ns()
-        spans.add(Kind.STEP, start, tokens=plan.num_tokens, end=self._stepped)
+        spans.add(Kind.STEP, start, tokens=step.tokens, end=self._stepped)
         spans.begin_step(self.num_steps)
         seconds = (self._stepped - start) / 1e9
         self.observer.steps += 1
         self.observer.busy += seconds
-        usual = self._pace.take(plan.prefill, plan.num_tokens, seconds)
+        usual = self._pace.take(step.prefill, step.tokens, seconds)
         if usual is not None:
             logger.warning("step %d took %.1f s, usually %.2f s", step.number, seconds, usual)
 

@@ -15,6 +15,7 @@ group at a time (engine/quarantine.py).
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -66,7 +67,11 @@ def run(link: RankLink) -> None:
         logging.getLogger(quiet).setLevel(logging.WARNING)
         # Batches are each leader's own.
         logging.getLogger("moesaic.engine.tally").setLevel(logging.getLogger().level)
-    Rank(link).serve()
+    rank = Rank(link)
+    # What was made until now stays: to look through it for garbage would hold up a step.
+    gc.collect()
+    gc.freeze()
+    rank.serve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +275,8 @@ class Rank:
         also as others are told it."""
         self.number += 1
         self.link.seat.begin(self.number)
+        if self.mesh.world == 1:
+            return self._settle(plan), plan, wires.NOTHING
         wire = self._encode(plan)
         data = wire if self.mesh.attention_tp > 1 and plan.items else b""
         logits = sum(1 for _ in plan.logit_rows())
@@ -287,6 +294,14 @@ class Rank:
         if not any(counts):
             return Turn(self.number), plan, wire
         return Turn(self.number, counts, logit_rows, any(prefills)), plan, wire
+
+    def _settle(self, plan: StepPlan) -> Turn:
+        """As `_agree`, where there is nobody to agree with."""
+        assert self.leader is not None
+        self._suspects = [self.leader.core.num_suspects]
+        if not plan.items:
+            return Turn(self.number)
+        return Turn(self.number, (plan.num_tokens,), prefill=plan.prefill)
 
     def _encode(self, plan: StepPlan) -> bytes:
         """For whoever else carries it out."""
