@@ -48,10 +48,9 @@ class StepProfile:
 
     def _record(self, name: str, steps: int) -> None:
         """What was under way before is over when it begins, and all of it when it ends."""
-        activities = [ProfilerActivity.CUDA] if self._cuda else [ProfilerActivity.CPU]
         self._settle()
         first, begin = self.core.num_steps, time.perf_counter()
-        with profile(activities=activities) as recorded:
+        with profile(activities=_activities()) as recorded:
             for _ in range(steps):
                 self._step()
             self._settle()
@@ -80,6 +79,10 @@ class StepProfile:
         return {"steps": steps, "busy_us": busy, "wall_us": seconds * 1e6 / steps, "kernels": rows}
 
 
+def _activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]
+
+
 def _inner(event: Any, on_device: bool) -> float:
     """Of an operator, what those that it calls take."""
     if on_device:
@@ -91,6 +94,8 @@ def profile_steps(
     engine: Engine, core: EngineCore, prompts: list[list[int]], tokens: int
 ) -> dict[str, Table]:
     """`prompts`: as long and as many as those of the batch that was measured."""
+    with profile(activities=_activities()):
+        pass  # the profiler must be set up by this thread before another may use it
     recorder = StepProfile(core, len(prompts))
     step: Callable[[], None] = recorder
     core.step = step  # type: ignore[method-assign]

@@ -154,10 +154,8 @@ class EngineCore:
             self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        self._under_way.clear()
-        self._running.clear()
+        """What is under way has nobody to tell when it comes."""
         self._quarantine.clear()
-        self.tally.forget()
         for job in list(self.jobs.values()):
             self._finish(job, FinishReason("abort", message=message, failed=True))
 
@@ -296,11 +294,10 @@ class EngineCore:
 
     def apply(self, result: StepResult) -> None:
         """The results of the oldest step under way."""
-        work, found_items = self._under_way[0].items, result.items
+        work, found_items = self._under_way.popleft().items, result.items
+        self.tally.end(result)
         if len(work) != len(found_items):
             raise ValueError(f"{len(found_items)} results of a step with {len(work)} requests")
-        self._under_way.popleft()
-        self.tally.end(result)
         for item, found in zip(work, found_items, strict=True):
             try:
                 self._advance(item, found)

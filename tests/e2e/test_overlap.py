@@ -336,3 +336,27 @@ def test_each_step_is_recorded_once(overlapping: EngineCore) -> None:
     for one, other in pairwise(steps):
         assert one.begin < one.end <= other.begin
     spans.free()
+
+
+def test_an_error_of_the_engine_leaves_steps_that_nobody_waits_for(
+    overlapping: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = overlapping
+    expected = one_request(5)
+    tokens_of_plans(core, expected)
+    core.add(one_request(5))
+    core.step()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(core.scheduler, "schedule", fail)
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    monkeypatch.undo()
+    core.fail_all("made up")
+    assert core.has_work and not core.jobs
+    again = one_request(5)
+    tokens_of_plans(core, again)
+    assert again.request.output_ids == expected.request.output_ids
+    assert core.kv.num_used == 0 and not core.has_work
