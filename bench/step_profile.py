@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import print_table
 from moesaic import Engine
 from moesaic.engine.core import EngineCore
+from moesaic.engine.plan import StepPlan
 
 DECODE_STEPS = 4
 SHOWN = 16
@@ -49,14 +50,23 @@ class StepProfile:
     def _record(self, name: str, steps: int) -> None:
         """What was under way before is over when it begins, and all of it when it ends."""
         self._settle()
-        first, begin = self.core.num_steps, time.perf_counter()
+        plans: list[StepPlan] = []
+        plan = self.core.plan
+
+        def note() -> StepPlan:
+            plans.append(plan())
+            return plans[-1]
+
+        self.core.plan = note  # type: ignore[method-assign, assignment]
+        begin = time.perf_counter()
         with profile(activities=_activities()) as recorded:
             for _ in range(steps):
                 self._step()
             self._settle()
         seconds = time.perf_counter() - begin
-        planned = max(1, self.core.num_steps - first)
-        self.tables[name] = self._table(recorded, planned, seconds)
+        del self.core.plan  # type: ignore[method-assign]
+        made = [one.num_tokens for one in plans if one.items]
+        self.tables[name] = {"tokens": made, **self._table(recorded, len(made), seconds)}
 
     def _settle(self) -> None:
         if self._cuda:
@@ -114,7 +124,8 @@ def profile_steps(
 def show_profile(title: str, tables: dict[str, Table]) -> None:
     for name, table in tables.items():
         busy, wall = table["busy_us"], table["wall_us"]
-        print(f"\n{title}, {name}: busy {busy:,.0f} µs of {wall:,.0f} µs a step")
+        print(f"\n{title}, {name}: busy {busy:,.0f} µs of {wall:,.0f} µs a step", end="")
+        print(f" of {table['tokens'][0]} tokens")
         print_table(
             ["kernel", "calls", "us", "share"],
             [

@@ -91,9 +91,8 @@ class Scheduler:
         page_size = self.kv.page_size
         for request in decoding[: -(-len(self.running) // parts)]:
             # Mostly its last page has room; one that was retracted just now has no pages.
-            if request.num_computed < len(request.pages) * page_size or self._plan(
-                request, 1, planned
-            ):
+            has_room = request.num_computed < len(request.pages) * page_size
+            if has_room or self._plan(request, 1, planned):
                 planned[request] = Scheduled(request, 1, True)
         budget = self.config.chunk_tokens
         for request in filling:

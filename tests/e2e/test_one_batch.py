@@ -50,6 +50,7 @@ def test_rows_of_the_result(tmp_path, capsys):
         assert not row["overlap"] and row["peers"] == {}
     profile = json.loads(out.with_name("one_batch_profile_fp32.json").read_text())
     decode = profile["3"]["decode"]
+    assert profile["3"]["prefill"]["tokens"] == [72] and decode["tokens"] == [3] * 4
     assert decode["steps"] == 4 and any("mm" in row["kernel"] for row in decode["kernels"])
     total = sum(row["us"] for row in decode["kernels"])
     assert total == pytest.approx(decode["busy_us"]) and 0 < total <= decode["wall_us"]
