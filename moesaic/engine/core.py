@@ -242,7 +242,9 @@ class EngineCore:
     def plan(self, parts: int = 1) -> StepPlan:
         """The next step, which is then under way; `parts`: how many may be so at once. A step of
         nothing is not under way."""
-        work = self._try_suspects() or self.scheduler.schedule(parts, ahead=self.overlaps)
+        work = self._try_suspects()
+        if not work and self.scheduler.has_work:
+            work = self.scheduler.schedule(parts, ahead=self.overlaps)
         if not work:
             return StepPlan([], [])
         prompt_tokens = sum(item.length for item in work if not item.decodes)
