@@ -362,3 +362,19 @@ def test_an_error_of_the_engine_leaves_steps_that_nobody_waits_for(
     tokens_of_plans(core, again)
     assert again.request.output_ids == expected.request.output_ids
     assert core.kv.num_used == 0 and not core.has_work
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone() -> None:
+    """It is computed once more before that is known; nobody else sees anything of it."""
+    core = make_core({"page_size": 4, "max_total_tokens": 96}, AheadRunner)
+    core.runner.model.model.embed_tokens.weight.data[5] = float("nan")
+    calm = SamplingParams(temperature=0.0, logit_bias={5: -100.0}, ignore_eos=True)
+    cases = [Case([97 + n, 98, 99], calm, 9, False, 0, 0, None) for n in range(4)]
+    alone = [serve(core, [case], 10 * n)[0][0].output_ids for n, case in enumerate(cases)]
+    chooses = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, ignore_eos=True)
+    cases.append(Case([100, 101], chooses, 9, False, 0, 0, None))
+    for base in (1000, 2000):
+        *good, (bad, _) = serve(core, cases, base)
+        assert bad.output_ids == [5] and bad.finish_reason is not None
+        assert "not finite" in str(bad.finish_reason.message)
+        assert [request.output_ids for request, _ in good] == alone
