@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
@@ -378,3 +379,27 @@ def test_numbers_that_are_not_finite_fail_their_request_alone() -> None:
         assert bad.output_ids == [5] and bad.finish_reason is not None
         assert "not finite" in str(bad.finish_reason.message)
         assert [request.output_ids for request, _ in good] == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("count", [1, 5])
+def test_on_a_gpu_overlap_changes_nothing(count: int) -> None:
+    """All requests take part in all steps, so that both ways compute the same batches."""
+    prompts = [[97 + n, 98, 99, 100 + n] * 3 for n in range(count)]
+    params = [
+        {"temperature": 0.8 * (n % 2), "sampling_seed": n, "max_new_tokens": 40, "ignore_eos": True}
+        for n in range(count)
+    ]
+    answers = []
+    for off in (True, False):
+        flags = {"device": "cuda", "disable_overlap_schedule": off}
+        with Engine(model_path="tiny:qwen3_moe", **flags) as engine:
+            core = engine._core
+            assert isinstance(core, EngineCore) and core.overlaps is not off
+            found = engine.generate(input_ids=prompts, sampling_params=params)
+            assert isinstance(found, list)
+            answers.append([one["output_ids"] for one in found])
+            assert engine.get_server_info()["pages_used"] == 0
+    assert answers[0] == answers[1]
+    assert all(len(ids) == 40 for ids in answers[1])
