@@ -35,8 +35,9 @@ class Request:
     """One sequence to continue.
 
     `token_ids` holds the prompt and then every emitted token; the first `num_computed` of them have
-    their keys and values in `pages`, or a step that is under way puts them there. `pending`: such a
-    step samples its next token. `num_scored`: prompt logprobs that steps gave or are to give.
+    their keys and values in `pages`, or a step that is under way puts them there. `pending`: tokens
+    that such steps sample; the last but one of these may be computed already. `num_scored`: prompt
+    logprobs that steps gave or are to give.
     A retracted request keeps its tokens and loses its pages.
     """
 
@@ -57,7 +58,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_scored: int = 0
-    pending: bool = False
+    pending: int = 0
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
@@ -72,9 +73,13 @@ class Request:
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
+    looks_back: bool = field(init=False)
+    """As its parameters say; asked for every token."""
+
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
+        self.looks_back = self.params.looks_back
 
     @property
     def prompt_len(self) -> int:
@@ -101,12 +106,27 @@ class Request:
     @property
     def remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_new_tokens - self.num_output
+        return self.max_new_tokens + len(self.prompt_ids) - len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """With those that steps under way sample."""
+        return len(self.token_ids) + self.pending
 
     @property
     def is_decoding(self) -> bool:
         """All tokens but the newest are computed, and that one was emitted, not given."""
-        return self.num_output > 0 and len(self.token_ids) - self.num_computed <= 1
+        tokens = len(self.token_ids) + self.pending
+        return tokens > len(self.prompt_ids) and tokens - self.num_computed <= 1
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether its next token can be asked for while the one before is under way."""
+        return (
+            self.pending < self.remaining_tokens
+            and not self.looks_back
+            and not (self.return_logprob and self.wants_input_logprobs)
+        )
 
     @property
     def next_input_logprob(self) -> int:

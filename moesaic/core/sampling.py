@@ -121,6 +121,11 @@ class SamplingParams:
         )
 
     @property
+    def looks_back(self) -> bool:
+        """Whether what may follow depends on the tokens so far."""
+        return self.penalised or self.min_new_tokens > 0 or self.grammar is not None
+
+    @property
     def grammar(self) -> Grammar | None:
         """What the answer must look like, if that was asked for."""
         for kind in GRAMMARS:

@@ -20,7 +20,15 @@ from moesaic.engine.kv_manager import KVManager
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
-from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan, StepResult
+from moesaic.engine.plan import (
+    FUTURE,
+    Begun,
+    ItemResult,
+    PlanItem,
+    Score,
+    StepPlan,
+    StepResult,
+)
 from moesaic.engine.quarantine import Planned, Quarantine, UnderWay
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
@@ -42,14 +50,31 @@ class ModelFacts:
     num_experts: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A step that the runner was given, and when it was planned."""
+
+    number: int
+    when: int
+    tokens: int
+    prefill: bool
+    begun: Begun
+
+
 class EngineCore:
-    """The requests of one serving group. Not thread-safe: one thread calls it."""
+    """The requests of one serving group. Not thread-safe: one thread calls it.
+
+    Where the runner overlaps steps with the host's work, the next step begins before the results
+    of the last are known: two are under way at once, and requests take part in the second with a
+    token that only the device knows. Requests for which that cannot be wait for their token.
+    """
 
     fault: str = ""
 
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None, group: int = 0) -> None:
         self.args = args
         self.runner = runner or make_runner(args)
+        self.overlaps = self.runner.overlaps and not args.disable_overlap_schedule
         self._taken: list[int] = []
         self.kv = KVManager(
             self.runner.num_pages,
@@ -71,6 +96,9 @@ class EngineCore:
         self.jobs: dict[str, Job] = {}
         self.num_steps = 0
         self._under_way: deque[UnderWay] = deque()
+        self._running: deque[_Running] = deque()
+        self._stepped = 0
+        """When the last step's results had been taken in."""
         self._quarantine = Quarantine()
         self._ended: list[int] = []
         """Numbers of requests that are over, for the next plan to say."""
@@ -93,7 +121,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Requests, or steps under way whose requests have ended."""
+        return self.scheduler.has_work or bool(self._under_way)
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way at once on one rank; those for suspects go alone."""
+        return 2 if self.overlaps and not self._quarantine else 1
 
     def wake(self) -> None:
         """Called when the engine's thread has something to do besides its steps: it will look."""
@@ -121,9 +155,8 @@ class EngineCore:
             self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        self._under_way.clear()
+        """What is under way has nobody to tell when it comes."""
         self._quarantine.clear()
-        self.tally.forget()
         for job in list(self.jobs.values()):
             self._finish(job, FinishReason("abort", message=message, failed=True))
 
@@ -167,47 +200,64 @@ class EngineCore:
         return len(self._quarantine)
 
     def step(self) -> None:
-        """One pass of the model; a request that makes it fail is found and ended, no others."""
-        spans, start = self.runner.spans, time.monotonic_ns()
+        """Begins a pass of the model if there is anything to compute, and takes in the results of
+        the oldest if enough are under way; a request that makes one fail is found and ended, no
+        others."""
+        spans, start, depth = self.runner.spans, time.monotonic_ns(), self.depth
         spans.begin_step(self.num_steps + 1)
         plan = self.plan()
-        spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
+        result = None
         try:
-            result = self.runner.step(plan)
+            if plan.items:
+                tokens = plan.num_tokens
+                spans.add(Kind.PLAN, start, tokens=tokens)
+                begun = self.runner.begin(plan)
+                self._running.append(_Running(self.num_steps, start, tokens, plan.prefill, begun))
+            if self._running and not (plan.items and len(self._running) < depth):
+                result = self._running[0].begun.wait()
         except Exception as error:
-            if not self._under_way:
-                raise
             known = self.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
             self.accuse(self.retreat(), repr(error), alone=True)
             return
+        if result is not None:
+            self._take_in(self._running.popleft(), result)
+
+    def _take_in(self, step: _Running, result: StepResult) -> None:
+        """Steps under way at once share the time."""
+        spans = self.runner.spans
+        spans.begin_step(step.number)
         begin = spans.clock()
         self.apply(result)
         spans.add(Kind.DETOKENISE, begin, tokens=len(result.items))
-        spans.add(Kind.STEP, start, tokens=plan.num_tokens)
-        self._count_step(plan, (time.monotonic_ns() - start) / 1e9)
-
-    def _count_step(self, plan: StepPlan, seconds: float) -> None:
+        start, self._stepped = max(step.when, self._stepped), time.monotonic_ns()
+        spans.add(Kind.STEP, start, tokens=step.tokens, end=self._stepped)
+        spans.begin_step(self.num_steps)
+        seconds = (self._stepped - start) / 1e9
         self.observer.steps += 1
         self.observer.busy += seconds
-        usual = self._pace.take(plan.prefill, plan.num_tokens, seconds)
+        usual = self._pace.take(step.prefill, step.tokens, seconds)
         if usual is not None:
-            logger.warning("step %d took %.1f s, usually %.2f s", self.num_steps, seconds, usual)
+            logger.warning("step %d took %.1f s, usually %.2f s", step.number, seconds, usual)
 
     def plan(self, parts: int = 1) -> StepPlan:
         """The next step, which is then under way; `parts`: how many may be so at once. A step of
         nothing is not under way."""
-        work = self._try_suspects() or self.scheduler.schedule(parts)
-        prefill = any(not item.request.is_decoding for item in work)
-        items = [_plan_item(item) for item in work]
+        work = self._try_suspects()
+        if not work and self.scheduler.has_work:
+            work = self.scheduler.schedule(parts, ahead=self.overlaps)
         if not work:
             return StepPlan([], [])
-        plan = StepPlan(items, list(self._taken), prefill, self._ended)
+        prompt_tokens = sum(item.length for item in work if not item.decodes)
+        # An error must come before anything is counted as done.
+        items = [_plan_item(request, length) for request, length, _ in work]
+        plan = StepPlan(items, list(self._taken), prompt_tokens > 0, self._ended)
         self._taken.clear()
         self._ended = []
         self.num_steps += 1
-        self.tally.begin(work)
-        self._under_way.append(UnderWay([Planned.begin(item) for item in work], plan.clear))
+        self.tally.begin(prompt_tokens)
+        planned = [Planned.begin(request, length) for request, length, _ in work]
+        self._under_way.append(UnderWay(planned, plan.clear, plan.ended))
         return plan
 
     def _try_suspects(self) -> list[Scheduled]:
@@ -226,9 +276,11 @@ class EngineCore:
         again: who was to do it may not have come to it."""
         suspects: dict[Request, None] = {}
         self.tally.forget()
+        self._running.clear()
         while self._under_way:
             step = self._under_way.pop()
             self._taken += step.clear
+            self._ended += step.ended
             for item in step.items:
                 item.undo()
                 if self._is_open(item.request):
@@ -245,11 +297,10 @@ class EngineCore:
 
     def apply(self, result: StepResult) -> None:
         """The results of the oldest step under way."""
-        work, found_items = self._under_way[0].items, result.items
+        work, found_items = self._under_way.popleft().items, result.items
+        self.tally.end(result)
         if len(work) != len(found_items):
             raise ValueError(f"{len(found_items)} results of a step with {len(work)} requests")
-        self._under_way.popleft()
-        self.tally.end(result)
         for item, found in zip(work, found_items, strict=True):
             try:
                 self._advance(item, found)
@@ -259,19 +310,20 @@ class EngineCore:
 
     def _advance(self, item: Planned, found: ItemResult) -> None:
         request = item.request
-        if not self._is_open(request):  # it ended while the step was under way
+        job = self.jobs.get(request.rid)
+        if job is None or job.request is not request:  # it ended while the step was under way
             return
-        job = self.jobs[request.rid]
         if found.broken:
             self._fail(request, found.broken)
             return
-        request.input_logprobs += found.input_logprobs
-        request.input_top_logprobs += found.input_top_logprobs
-        if request in self.scheduler.running:
-            self.kv.share(request, min(item.stop, request.num_computed))
+        if found.input_logprobs:
+            request.input_logprobs += found.input_logprobs
+            request.input_top_logprobs += found.input_top_logprobs
+        if request.retractions == item.retractions:
+            self.kv.share(request, item.stop)
         if not item.samples:
             return
-        request.pending = False
+        request.pending -= 1
         if found.ended:
             reason: FinishReason | None = FinishReason("stop")
         elif found.token_id is None:
@@ -300,37 +352,38 @@ class EngineCore:
         job.finish(reason)
 
 
-def _plan_item(item: Scheduled) -> PlanItem:
-    request = item.request
-    first, stop = request.num_computed, item.stop
+def _plan_item(request: Request, length: int) -> PlanItem:
+    first, tokens = request.num_computed, request.token_ids
+    stop, position = first + length, len(tokens) + request.pending
+    ids = tokens[first:stop] if first < len(tokens) else [FUTURE]
     sample = None
-    if item.samples and request.remaining_tokens > 0:
-        sample = _sample_row(request)
-    pages, score = list(request.pages), _score(request, stop)
-    return PlanItem(request.arrival, request.token_ids[first:stop], first, pages, score, sample)
+    if stop == position and position < request.prompt_len + request.max_new_tokens:
+        sample = _sample_row(request, position)
+    score = _score(request, stop) if request.return_logprob else None
+    return PlanItem(request.arrival, ids, first, list(request.pages), score, sample)
 
 
 def _score(request: Request, stop: int) -> Score | None:
     """The prompt tokens whose logprobs this chunk's rows give."""
     begin = request.logprob_start + request.num_scored
     end = min(stop, request.prompt_len - 1)
-    if not request.return_logprob or begin >= end:
+    if begin >= end:
         return None
     assert begin >= request.num_computed, "a prefix was reused whose logprobs are wanted"
     row = begin - request.num_computed
     return Score(row, request.prompt_ids[begin + 1 : end + 1], request.top_logprobs_num)
 
 
-def _sample_row(request: Request) -> SampleRow:
+def _sample_row(request: Request, position: int) -> SampleRow:
+    """`position`: that of the token which is sampled."""
     params = request.params
-    looks_back = params.penalised or params.min_new_tokens > 0 or params.grammar is not None
     return SampleRow(
-        params=params,
-        seed=request.seed,
-        position=len(request.token_ids),
-        prompt_ids=request.prompt_ids if params.penalised else (),
-        output_ids=request.output_ids if looks_back else (),
-        eos_ids=request.eos_ids,
-        return_logprob=request.return_logprob,
-        top_logprobs_num=request.top_logprobs_num,
+        params,
+        request.seed,
+        position,
+        request.prompt_ids if request.looks_back and params.penalised else (),
+        request.output_ids if request.looks_back else (),
+        request.eos_ids,
+        request.return_logprob,
+        request.top_logprobs_num,
     )

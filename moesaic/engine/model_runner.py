@@ -43,7 +43,7 @@ from moesaic.engine.layout import (
 from moesaic.engine.matchers import Allowed, Matchers
 from moesaic.engine.memory import GIB, cache_tokens, total_memory
 from moesaic.engine.moe_setup import kind_of, moe_context, report_buffers, weight_format
-from moesaic.engine.plan import ItemResult, StepPlan, StepResult, Turn
+from moesaic.engine.plan import Begun, Computed, ItemResult, StepPlan, StepResult, Turn
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, sample, token_logprobs
 from moesaic.engine.tokenizer import Tokenizer
@@ -67,6 +67,9 @@ NONE_LEFT = "no token is left that its grammar, logit_bias and other parameters 
 
 class ModelRunner:
     """The weights and the cache of one rank, and what it computes with them."""
+
+    overlaps = False
+    """Whether `begin` comes back before a step is computed, and plans may have FUTURE tokens."""
 
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         keep_freed_memory()
@@ -191,9 +194,13 @@ class ModelRunner:
         try:
             return self.results(plan, turn, self.forward(plan, turn))
         except Exception:
-            if self.ranks.mesh.world == 1:
+            if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
                 self.moe.restart()
             raise
+
+    def begin(self, plan: StepPlan) -> Begun:
+        """Steps are carried out in the order in which they begin."""
+        return Computed(self.step(plan))
 
     def restart(self, generation: int) -> None:
         """After a step that was abandoned; all ranks call it with one number, higher than any

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import msgspec
 
 from moesaic.core.messages import TopLogprobs
 from moesaic.engine.sampler import SampleRow
+
+FUTURE: Final = -1
+"""The token that the newest step before gives the request, which is under way still."""
 
 
 class Score(msgspec.Struct, array_like=True):
@@ -18,9 +23,10 @@ class Score(msgspec.Struct, array_like=True):
     top: int
 
 
-class PlanItem(msgspec.Struct, array_like=True):
+class PlanItem(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one sequence, of which `first` are computed already; all live in `pages`. `key`
-    is the request's number."""
+    is the request's number. A token may be FUTURE where the runner overlaps steps, and is then the
+    only one."""
 
     key: int
     token_ids: list[int]
@@ -68,7 +74,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return starts
 
 
-class ItemResult(msgspec.Struct, array_like=True):
+class ItemResult(msgspec.Struct, array_like=True, gc=False):
     """What a step gave one item. `broken`: why it has nothing to give. `ended`: it is complete, as
     its grammar has it, and the model has no token that would say so."""
 
@@ -83,6 +89,22 @@ class ItemResult(msgspec.Struct, array_like=True):
 
 class StepResult(msgspec.Struct, array_like=True):
     items: list[ItemResult]
+
+
+class Begun(Protocol):
+    """A step that a runner was given. Those that come after a failed one are never waited for."""
+
+    def wait(self) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was over when it had begun."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class Turn(msgspec.Struct, array_like=True):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moesaic.core.request import Request
-from moesaic.engine.scheduler import Scheduled
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """An item of a step under way: the request's tokens up to `stop`, and whether the step samples
     the next one. The rest is how the request was before, so that the step can be taken back."""
 
@@ -22,24 +21,24 @@ class Planned:
     retractions: int
 
     @classmethod
-    def begin(cls, item: Scheduled) -> Planned:
+    def begin(cls, request: Request, length: int) -> Planned:
         """What the step will have done is counted as done: steps are carried out in order."""
-        request, stop, samples = item.request, item.stop, item.samples
-        planned = cls(
-            request, stop, samples, request.num_computed, request.num_scored, request.retractions
-        )
+        first = request.num_computed
+        stop = first + length
+        samples = stop == len(request.token_ids) + request.pending
+        planned = cls(request, stop, samples, first, request.num_scored, request.retractions)
         if request.return_logprob:
             scored = min(stop, request.prompt_len - 1) - request.logprob_start
             request.num_scored = max(request.num_scored, scored)
         request.num_computed = stop
-        request.pending = samples
+        request.pending += samples
         return planned
 
     def undo(self) -> None:
         """As if it had not begun; later steps of the request have been taken back before. Pages
         stay, unless the request has lost them meanwhile."""
         request = self.request
-        request.pending = False
+        request.pending -= self.samples
         request.num_scored = self.num_scored
         if request.retractions == self.retractions:
             request.num_computed = self.first
@@ -47,10 +46,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A step that was planned and whose results have not come. `clear`: pages that it zeroes."""
+    """A step that was planned and whose results have not come. `clear`: pages that it zeroes;
+    `ended`: requests that it lets the runner forget."""
 
     items: list[Planned]
     clear: list[int]
+    ended: list[int]
 
 
 class Quarantine:

@@ -3,7 +3,8 @@
 In the first stage the leader of each attention group plans. All ranks of the stage then settle in
 one small all-gather what everybody must know of the step, its followers get the leader's plan, and
 all compute, with nothing to do for those that have no tokens. In a pipeline the order goes on to
-the next stage with the hidden states, and up to as many steps as there are stages are under way.
+the next stage with the hidden states, and up to as many steps as there are stages are under way. A
+rank alone, whose runner overlaps steps, begins one before it takes in the results of the last.
 Every decision of the loop follows from what was gathered, so all ranks take the same one.
 
 A rank that raises in a step tells the supervisor, which calls all ranks of the replica back: each
@@ -14,6 +15,7 @@ group at a time (engine/quarantine.py).
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -38,9 +40,10 @@ from moesaic.engine.leader import NOTHING, Leader
 from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
 from moesaic.engine.plan import (
+    Begun,
+    Computed,
     Order,
     StepPlan,
-    StepResult,
     Turn,
     decode_order,
     decode_result,
@@ -64,11 +67,15 @@ def run(link: RankLink) -> None:
         logging.getLogger(quiet).setLevel(logging.WARNING)
         # Batches are each leader's own.
         logging.getLogger("moesaic.engine.tally").setLevel(logging.getLogger().level)
-    Rank(link).serve()
+    rank = Rank(link)
+    # What was made until now stays: to look through it for garbage would hold up a step.
+    gc.collect()
+    gc.freeze()
+    rank.serve()
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _UnderWay:
     """A step under way, since then; `has_items`: work of this rank's group."""
 
     when: int
@@ -91,8 +98,8 @@ class Rank:
         self.pipe = self._make_pipe()
         self.number = 0
         self._sender, self._receiver = PlanSender(), PlanReceiver()
-        self._local: deque[StepResult] = deque()
-        self._under_way: deque[_Begun] = deque()
+        self._local: deque[Begun] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._finished = 0
         """The last step whose results have been taken in."""
         self._ended = 0
@@ -178,9 +185,8 @@ class Rank:
         if turn.counts:
             self.spans.add(Kind.PLAN, start, tokens=plan.num_tokens)
             self._compute(turn, plan, wire)
-            self._under_way.append(_Begun(start, turn, bool(plan.items)))
-        most = 1 if self._is_trial else self.mesh.pp
-        if self._under_way and (not turn.counts or len(self._under_way) >= most):
+            self._under_way.append(_UnderWay(start, turn, bool(plan.items)))
+        if self._under_way and (not turn.counts or len(self._under_way) >= self._depth):
             self._finish_oldest()
         elif not turn.counts and not any(self._suspects):
             self._go_to_sleep(turn)
@@ -189,11 +195,20 @@ class Rank:
             self._count_step(plan, start)
         return True
 
+    @property
+    def _depth(self) -> int:
+        """Steps that may be under way at once."""
+        if self._is_trial:
+            return 1
+        if self.leader is None or self.mesh.world > 1:
+            return self.mesh.pp
+        return self.leader.core.depth
+
     def _count_step(self, plan: StepPlan, start: int) -> None:
         self.observer.steps += 1
         self.spans.add(Kind.STEP, start, tokens=plan.num_tokens)
 
-    def _judge(self, begun: _Begun) -> None:
+    def _judge(self, begun: _UnderWay) -> None:
         """One rank of a replica is enough to see that a step was slow."""
         now, turn = time.monotonic_ns(), begun.turn
         seconds = (now - max(begun.when, self._ended)) / 1e9
@@ -260,6 +275,8 @@ class Rank:
         also as others are told it."""
         self.number += 1
         self.link.seat.begin(self.number)
+        if self.mesh.world == 1:
+            return self._settle(plan), plan, wires.NOTHING
         wire = self._encode(plan)
         data = wire if self.mesh.attention_tp > 1 and plan.items else b""
         logits = sum(1 for _ in plan.logit_rows())
@@ -278,6 +295,14 @@ class Rank:
             return Turn(self.number), plan, wire
         return Turn(self.number, counts, logit_rows, any(prefills)), plan, wire
 
+    def _settle(self, plan: StepPlan) -> Turn:
+        """As `_agree`, where there is nobody to agree with."""
+        assert self.leader is not None
+        self._suspects = [self.leader.core.num_suspects]
+        if not plan.items:
+            return Turn(self.number)
+        return Turn(self.number, (plan.num_tokens,), prefill=plan.prefill)
+
     def _encode(self, plan: StepPlan) -> bytes:
         """For whoever else carries it out."""
         if self.leader is None or self.mesh.attention_tp * self.mesh.pp == 1:
@@ -292,16 +317,19 @@ class Rank:
         return told.numpy().tobytes()
 
     def _compute(self, turn: Turn, plan: StepPlan, wire: bytes) -> None:
+        if self.mesh.world == 1:
+            self._local.append(self.runner.begin(plan))
+            return
         hidden_TH = self.runner.forward(plan, turn)
         if self.pipe is None:
-            self._local.append(self.runner.results(plan, turn, hidden_TH))
+            self._local.append(Computed(self.runner.results(plan, turn, hidden_TH)))
         else:
             self.pipe.send(encode(Order(turn, wire)), hidden_TH)
 
     def _finish_oldest(self) -> None:
         """Takes in the results of the step that has been under way for longest."""
         begun = self._under_way.popleft()
-        result = self._local.popleft() if self._local else None
+        result = self._local.popleft().wait() if self._local else None
         if self.leader is not None and begun.has_items:
             if result is None:
                 assert self.pipe is not None

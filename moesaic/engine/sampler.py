@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,8 +53,7 @@ class NonFiniteLogits(RuntimeError):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """What one row of logits needs; `position` counts the tokens before the one sampled."""
 
     params: SamplingParams

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from moesaic.core.request import Request
 from moesaic.engine.kv_cache import Node
@@ -21,6 +23,7 @@ from moesaic.engine.kv_manager import KVManager
 RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
 # Nobody is assumed to emit more than this many tokens when pages are reserved.
 RESERVE_TOKENS = 4096
+_arrival = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,13 @@ class SchedulerConfig:
     conservativeness: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """`length` tokens of a request, from its first that is not computed."""
+class Scheduled(NamedTuple):
+    """`length` tokens of a request, from its first that is not computed; `decodes`: as opposed to
+    a part of what was given."""
 
     request: Request
     length: int
+    decodes: bool = False
 
     @property
     def stop(self) -> int:
@@ -44,7 +48,10 @@ class Scheduled:
     @property
     def samples(self) -> bool:
         """Whether this step yields the request's next token."""
-        return self.stop == len(self.request.token_ids)
+        return self.stop == self.request.num_tokens
+
+
+Plan = dict[Request, Scheduled]
 
 
 class Scheduler:
@@ -52,6 +59,8 @@ class Scheduler:
         self.config, self.kv = config, kv
         self.waiting: deque[Request] = deque()
         self.running: set[Request] = set()
+        self._by_age: list[Request] | None = None
+        """The running ones, unless they have changed since."""
         self.num_retractions = 0
         self._admitted = (0, 0)
         self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
@@ -64,22 +73,39 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self, parts: int = 1, only: frozenset[Request] | None = None) -> list[Scheduled]:
+    def schedule(
+        self, parts: int = 1, only: frozenset[Request] | None = None, ahead: bool = False
+    ) -> list[Scheduled]:
         """The next step's work; empty only if there is no request but those whose next token is
         under way. `parts`: steps that are to be under way at once, each with its share of them.
-        `only`: who may take part, running or waiting; everybody unless given."""
-        planned: dict[Request, int] = {}
-        chosen = self.running if only is None else self.running & only
-        by_age = sorted((r for r in chosen if not r.pending), key=_arrival)
-        decoding = [r for r in by_age if r.is_decoding]
+        `only`: who may take part, running or waiting; everybody unless given. `ahead`: also those
+        whose next token is under way, if they can do without knowing it."""
+        planned: Plan = {}
+        decoding: list[Request] = []
+        filling: list[Request] = []
+        for request in self._running_by_age():
+            if request.pending and not (ahead and request.can_run_ahead):
+                continue
+            if only is None or request in only:
+                (decoding if request.is_decoding else filling).append(request)
+        page_size = self.kv.page_size
         for request in decoding[: -(-len(self.running) // parts)]:
-            self._plan(request, 1, planned)
+            # Mostly its last page has room; one that was retracted just now has no pages.
+            has_room = request.num_computed < len(request.pages) * page_size
+            if has_room or self._plan(request, 1, planned):
+                planned[request] = Scheduled(request, 1, True)
         budget = self.config.chunk_tokens
-        for request in (r for r in by_age if not r.is_decoding):
+        for request in filling:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-        self._admit(budget, planned, only)
+        if self.waiting:
+            self._admit(budget, planned, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
-        return [Scheduled(request, length) for request, length in planned.items()]
+        return list(planned.values())
+
+    def _running_by_age(self) -> list[Request]:
+        if self._by_age is None:
+            self._by_age = sorted(self.running, key=_arrival)
+        return self._by_age
 
     def take_admitted(self) -> tuple[int, int]:
         """Requests admitted since the last call, and how many of their tokens were cached."""
@@ -89,12 +115,11 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Forgets a request, wherever it is."""
         if request in self.running:
-            self.running.remove(request)
-            self.kv.release(request)
+            self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _plan(self, request: Request, length: int, planned: dict[Request, int]) -> int:
+    def _plan(self, request: Request, length: int, planned: Plan) -> int:
         """Plans `length` tokens, retracting the youngest while pages are missing; says how many
         were planned, which is none if the request itself had to go."""
         if length == 0 or request not in self.running:
@@ -105,25 +130,30 @@ class Scheduler:
             self._retract(youngest)
             if youngest is request:
                 return 0
-        planned[request] = length
+        planned[request] = Scheduled(request, length)
         return length
 
     def _retract(self, request: Request) -> None:
         assert len(self.running) > 1, "a request that was admitted alone must fit"
-        self.running.remove(request)
-        self.kv.release(request)
+        self._leave(request)
         request.retractions += 1
         self.num_retractions += 1
         self._reserve = min(1.0, self._reserve + RESERVE_STEP)
         self.waiting.appendleft(request)
 
-    def _admit(
-        self, budget: int, planned: dict[Request, int], only: frozenset[Request] | None
-    ) -> None:
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._by_age = None
+        self.kv.release(request)
+
+    def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
         """Takes in waiting requests in order; one that shares the prompt which another is computing
         right now stays behind until it can reuse it."""
         held_back: list[Request] = []
-        computing = {self._frontier(r) for r in self.running if not r.is_decoding}
+        # What the step with its first token computes is shared when that has come.
+        computing = {
+            self._frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
+        }
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
             request = self.waiting[0]
             if only is not None and request not in only:
@@ -144,6 +174,7 @@ class Scheduler:
                 request.cached_tokens = request.num_computed
                 request.queue_seconds = time.monotonic() - request.created
             self.running.add(request)
+            self._by_age = None
             self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
             computing.add((node, key))
@@ -172,12 +203,9 @@ class Scheduler:
     def _expected_pages(self, request: Request) -> int:
         """Pages that a running request is likely to take from now on."""
         growth = int(self._reserve * min(request.remaining_tokens, RESERVE_TOKENS))
-        return self.kv.pages_for(len(request.token_ids) + growth) - len(request.pages)
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+        tokens = max(len(request.token_ids) + growth, request.num_computed)
+        return self.kv.pages_for(tokens) - len(request.pages)
 
 
 def _uncomputed(request: Request) -> int:
-    return len(request.token_ids) - request.num_computed
+    return request.num_tokens - request.num_computed

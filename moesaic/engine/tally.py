@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from moesaic.core.stats import GroupStats
 from moesaic.engine.plan import StepResult
-from moesaic.engine.scheduler import Scheduled, Scheduler
+from moesaic.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +40,10 @@ class Tally:
         self._ended = 0.0
         self._told = Told(scheduler, interval)
 
-    def begin(self, work: Sequence[Scheduled]) -> None:
+    def begin(self, prompt_tokens: int) -> None:
         """A step was planned. What it found in the cache is known to the scheduler."""
-        chunks = [item.length for item in work if not item.request.is_decoding]
         admitted, cached = self._scheduler.take_admitted()
-        begun = Begun(time.monotonic(), bool(chunks), sum(chunks), admitted, cached)
+        begun = Begun(time.monotonic(), prompt_tokens > 0, prompt_tokens, admitted, cached)
         self._under_way.append(begun)
 
     def end(self, result: StepResult) -> None:

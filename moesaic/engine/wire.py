@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec import structs
 
 from moesaic.engine.plan import PlanItem, Score, StepPlan
 from moesaic.engine.sampler import SampleRow
@@ -77,7 +78,7 @@ class PlanSender:
             return told
         if known.sample is None:
             # The caller's process looks for stop strings.
-            known.sample = told.sample = replace(
+            known.sample = told.sample = structs.replace(
                 item.sample, params=replace(item.sample.params, stop=())
             )
         else:
@@ -108,7 +109,9 @@ class PlanReceiver:
         if told.position is not None:
             assert known.sample is not None
             known.output_ids = [*known.output_ids[: told.kept_ids], *told.output_ids]
-            sample = replace(known.sample, position=told.position, output_ids=known.output_ids)
+            sample = structs.replace(
+                known.sample, position=told.position, output_ids=known.output_ids
+            )
         return PlanItem(told.key, told.token_ids, told.first, known.pages, told.score, sample)
 
 

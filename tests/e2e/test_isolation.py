@@ -199,7 +199,7 @@ def test_half_precision_runs(family: str, tmp_path: Path) -> None:
 
 
 def test_request_properties() -> None:
-    request = Request("r", [1, 2, 3], None, 0, 4, 0)  # type: ignore[arg-type]
+    request = Request("r", [1, 2, 3], SamplingParams(), 0, 4, 0)
     assert not request.is_decoding and request.remaining_tokens == 4
     request.num_computed = 3
     request.token_ids.append(9)
@@ -249,7 +249,7 @@ def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
 def test_an_error_in_the_engine_itself_ends_requests_but_not_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(parts: int) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(engine._core.scheduler, "schedule", fail)

@@ -1,0 +1,368 @@
+"""One batch through the engine: how long prompts take, and a step in which all requests decode.
+
+    python -m bench.one_batch --model-path shape:qwen3-30b-a3b --load-format dummy --dtype bfloat16
+    python -m bench.one_batch --model-path shape:qwen3-30b-a3b --load-format dummy \
+        --quantization fp8 --batch-size 1 8 32 128 256 --out bench/results/h200_one_batch.json
+    python -m bench.one_batch --model-path tiny:qwen3_moe --batch-size 1 4 --input-len 64
+
+Flags of the server are taken, too. Requests go through the engine's own scheduler as anybody's do:
+distinct prompts of random tokens, greedy, none ends early. A decode step is the time between two
+ends of steps, as the engine recorded them, in which every request of the batch had one token. The
+limit is that of bench/step_limits.py at the mean context, from what a copy and a matrix product
+reach on this GPU, or from --bandwidth and --rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench.common import cpu_name, print_table
+from bench.one_batch_peer import PeerPoint, run_apart
+from bench.step_limits import Ceilings, Forward, ModelLimit
+from bench.step_profile import profile_steps, show_profile
+from moesaic import Engine
+from moesaic.cli.common import add_model, read_args
+from moesaic.config.args import ServerArgs
+from moesaic.config.args_engine import ServeArgs
+from moesaic.config.parser import FlagParser
+from moesaic.engine.core import EngineCore
+from moesaic.models.tiny import materialise
+from moesaic.observe.spans import Kind, Span, unpack
+
+BATCHES = (1, 8, 32, 128, 256)
+WARM_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one run of a batch, in milliseconds; `steps`: of those in which all requests decoded."""
+
+    prefill: float
+    steps: list[float]
+    plan: list[float]
+    take_in: list[float]
+    total: float
+
+
+@dataclass
+class Point:
+    """A row of the result. `limit_ms`, `of_limit`: of a decode step, where limits are known; so for
+    prompts. `plan_ms`, `take_in_ms`: of the host, beside the device where steps overlap."""
+
+    model: str
+    dtype: str
+    batch: int
+    input_len: int
+    output_len: int
+    prefill_ms: float
+    prefill_tok_s: float
+    decode_ms: float
+    decode_tok_s: float
+    decode_steps: int
+    plan_ms: float
+    take_in_ms: float
+    total_s: float
+    total_tok_s: float
+    limit_ms: float | None = None
+    of_limit: float | None = None
+    prefill_limit_tok_s: float | None = None
+    overlap: bool = False
+    device: str = ""
+    peers: dict[str, Any] = field(default_factory=dict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, rest = parser().parse_known_args(argv)
+    args = engine_args(rest, options)
+    longest = options.input_len + options.output_len
+    points: list[Point] = []
+    profiles: dict[str, Any] = {}
+    on_gpu = torch.cuda.is_available() and args["device"] != "cpu"
+    peers = measure_peers(options, args, on_gpu)
+    found = ceilings(options, on_gpu)
+    with Engine(**args) as engine:
+        core = engine._core
+        assert isinstance(core, EngineCore), "one rank, in this process"
+        name = name_of(core)
+        limit = model_limit(core, found)
+        for batch in options.batch_size:
+            if batch * longest > core.facts.cache_tokens or batch > engine.max_running:
+                print(f"batch {batch} does not fit: {core.facts.cache_tokens} tokens of cache")
+                continue
+            point = measure(engine, core, options, batch, limit)
+            point.peers = {one.name: asdict(one) for one in peers if one.batch == batch}
+            points.append(point)
+            report([point])
+            if options.profile:
+                prompts = draw_prompts(batch, options.input_len, core.facts.vocab_size, seed=99)
+                profiles[str(batch)] = profile_steps(engine, core, prompts, options.output_len)
+    report(points)
+    for batch_name, profile in profiles.items():
+        show_profile(f"batch {batch_name}", profile)
+    if options.out is not None:
+        merge_rows(options.out, points)
+        if profiles:
+            write(options.out.with_name(f"{options.out.stem}_profile_{name}.json"), profiles)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("python -m bench.one_batch", allow_abbrev=False)
+    made.add_argument("--batch-size", type=int, nargs="+", default=list(BATCHES))
+    made.add_argument("--input-len", type=int, default=1024)
+    made.add_argument("--output-len", type=int, default=128)
+    made.add_argument("--repeats", type=int, default=1, help="runs of each batch; all steps count")
+    made.add_argument("--bandwidth", type=float, help="TB/s of a copy, instead of measuring it")
+    made.add_argument("--rate", type=float, help="TFLOP/s in bfloat16, instead of measuring it")
+    made.add_argument("--fp8-rate", type=float, help="TFLOP/s in fp8; twice --rate unless given")
+    made.add_argument("--peer", choices=("transformers",), help="also measure this on the GPU")
+    made.add_argument("--peer-batch", type=int, nargs="+", default=[1, 8, 32])
+    made.add_argument("--profile", action="store_true", help="which kernels a step's time goes to")
+    made.add_argument("--out", type=Path, help="JSON list; rows of other models and types stay")
+    return made
+
+
+def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The server's flags, with what a benchmark wants where they say nothing."""
+    flags = FlagParser("python -m bench.one_batch", "python -m bench.one_batch [flags]", "")
+    add_model(flags)
+    flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
+    given = flags.parse(rest)
+    most = str(max(options.batch_size))
+    defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
+    read = read_args(defaults | given)
+    return asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+
+
+def measure_peers(
+    options: argparse.Namespace, args: dict[str, Any], on_gpu: bool
+) -> list[PeerPoint]:
+    """Before the engine takes the GPU's memory."""
+    if options.peer is None:
+        return []
+    folder, device = materialise(args["model_path"]), "cuda" if on_gpu else "cpu"
+    batches = [batch for batch in options.peer_batch if batch in options.batch_size]
+    return run_apart(folder, batches, options.input_len, device)
+
+
+def ceilings(options: argparse.Namespace, on_gpu: bool) -> Ceilings | None:
+    """None on a CPU, unless they are given."""
+    if options.bandwidth is not None and options.rate is not None:
+        fp8 = options.fp8_rate or 2 * options.rate
+        return Ceilings(options.bandwidth * 1e12, options.rate * 1e12, fp8 * 1e12)
+    if not on_gpu:
+        return None
+    gpu = import_module("bench.gpu")  # gives figures a microsecond
+    rates = [gpu.matrix_rate(dtype) * 1e6 for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    found = Ceilings(gpu.copy_bandwidth() * 1e6, *rates)
+    print(f"copy {found.bandwidth / 1e12:.2f} TB/s, bf16 {found.rate / 1e12:.0f} TFLOP/s, ", end="")
+    print(f"fp8 {found.fp8_rate / 1e12:.0f} TFLOP/s")
+    free_memory()
+    return found
+
+
+def device_of(core: EngineCore) -> torch.device:
+    return next(core.runner.model.parameters()).device
+
+
+def model_limit(core: EngineCore, found: Ceilings | None) -> ModelLimit | None:
+    if found is None:
+        return None
+    config = Path(core.args.model_path, "config.json").read_text(encoding="utf-8")
+    return ModelLimit(json.loads(config), found, fp8=name_of(core) == "fp8")
+
+
+def name_of(core: EngineCore) -> str:
+    """How results name the type of the weights."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return core.args.quantization or names[core.runner.dtype]
+
+
+def draw_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+def measure(
+    engine: Engine,
+    core: EngineCore,
+    options: argparse.Namespace,
+    batch: int,
+    limit: ModelLimit | None,
+) -> Point:
+    vocab, length = core.facts.vocab_size, options.input_len
+    # Kernels are compiled and memory is taken before anything is measured.
+    warm = min(WARM_TOKENS, options.output_len)
+    generate(engine, draw_prompts(batch, length, vocab, seed=batch), warm)
+    timings = []
+    for repeat in tqdm(range(options.repeats), desc=f"batch {batch}", unit="run"):
+        prompts = draw_prompts(batch, length, vocab, seed=1000 * (repeat + 1) + batch)
+        core.runner.spans.start()
+        generate(engine, prompts, options.output_len)
+        core.runner.spans.stop()
+        spans = core.runner.spans
+        timings.append(timing(list(unpack(spans.read(0, spans.count))), batch))
+        spans.free()
+    point = make_point(timings, batch, options, core)
+    if limit is not None:
+        context = length + options.output_len / 2
+        point.limit_ms = 1e3 * limit.seconds(Forward.decode(batch, context))
+        point.of_limit = point.limit_ms / point.decode_ms
+        prompts_at_once = min(batch, max(1, core.runner.chunk_tokens // length))
+        pass_ = Forward.prefill(prompts_at_once, length)
+        point.prefill_limit_tok_s = pass_.tokens / limit.seconds(pass_)
+    return point
+
+
+def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
+    answers = engine.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+    )
+    assert isinstance(answers, list)
+    for answer in answers:
+        reason = answer["meta_info"]["finish_reason"]
+        if len(answer["output_ids"]) != tokens:
+            raise SystemExit(f"a request ended early: {reason}")
+
+
+def timing(spans: Sequence[Span], batch: int) -> Timing:
+    """Prompts are done with the last step of more tokens than requests; the decode steps that count
+    are the run after it, until the first request ends."""
+    steps = sorted((s for s in spans if s.kind == Kind.STEP), key=lambda s: s.step)
+    filling = [number for number, step in enumerate(steps) if step.tokens > batch]
+    if not filling:
+        raise SystemExit(f"no step had more than {batch} tokens: give a longer --input-len")
+    last = filling[-1]
+    run = []
+    for step in steps[last + 1 :]:
+        if step.tokens != batch:
+            break
+        run.append(step)
+    if len(run) < 2:
+        raise SystemExit(
+            f"the requests of a batch of {batch} never decoded together for two steps: give a "
+            "longer --output-len or a larger --chunked-prefill-size"
+        )
+    counted = {step.step for step in run}
+    return Timing(
+        prefill=_ms(steps[last].end - steps[0].begin),
+        steps=[_ms(after.end - before.end) for before, after in pairwise(run)],
+        plan=_durations(spans, Kind.PLAN, counted),
+        take_in=_durations(spans, Kind.DETOKENISE, counted),
+        total=_ms(steps[-1].end - steps[0].begin),
+    )
+
+
+def _durations(spans: Sequence[Span], kind: Kind, steps: set[int]) -> list[float]:
+    return [_ms(s.end - s.begin) for s in spans if s.kind == kind and s.step in steps]
+
+
+def _ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6
+
+
+def make_point(
+    timings: Sequence[Timing],
+    batch: int,
+    options: argparse.Namespace,
+    core: EngineCore,
+) -> Point:
+    steps = [step for one in timings for step in one.steps]
+    decode = statistics.median(steps)
+    prefill = statistics.median(one.prefill for one in timings)
+    total = statistics.median(one.total for one in timings) / 1e3
+    device = device_of(core)
+    return Point(
+        model=str(core.args.served_model_name).removeprefix("shape:"),
+        dtype=name_of(core),
+        batch=batch,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        prefill_ms=prefill,
+        prefill_tok_s=1e3 * batch * options.input_len / prefill,
+        decode_ms=decode,
+        decode_tok_s=1e3 * batch / decode,
+        decode_steps=len(steps),
+        plan_ms=statistics.median(x for one in timings for x in one.plan),
+        take_in_ms=statistics.median(x for one in timings for x in one.take_in),
+        total_s=total,
+        total_tok_s=batch * (options.input_len + options.output_len) / total,
+        overlap=core.overlaps,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+    )
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def report(points: Sequence[Point]) -> None:
+    header = ["batch", "prefill ms", "tok/s", "decode ms", "limit ms", "of limit", "tok/s"]
+    header += ["plan ms", "take in ms", "total s", "tok/s"]
+    rows = []
+    for p in points:
+        limits = ["", ""]
+        if p.limit_ms is not None and p.of_limit is not None:
+            limits = [f"{p.limit_ms:.2f}", f"{p.of_limit:.0%}"]
+        cells = [str(p.batch), f"{p.prefill_ms:.1f}", f"{p.prefill_tok_s:,.0f}"]
+        cells += [f"{p.decode_ms:.3f}", *limits, f"{p.decode_tok_s:,.0f}"]
+        cells += [f"{p.plan_ms:.3f}", f"{p.take_in_ms:.3f}"]
+        rows.append([*cells, f"{p.total_s:.2f}", f"{p.total_tok_s:,.0f}"])
+    if points:
+        print(f"{points[0].model}, {points[0].dtype}, {points[0].device}")
+    print_table(header, rows)
+    peers = [(p, one) for p in points for one in p.peers.values()]
+    if peers:
+        print_table(
+            ["peer", "batch", "decode ms", "times", "prefill tok/s", "how"],
+            [
+                [one["name"], str(p.batch), _shown(one["decode_ms"]), _times(one, p)]
+                + [_shown(one["prefill_tok_s"]), one["problem"] or one["detail"]]
+                for p, one in peers
+            ],
+        )
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _times(peer: dict[str, Any], point: Point) -> str:
+    """How much longer its step takes than the engine's."""
+    return "" if peer["decode_ms"] is None else f"{peer['decode_ms'] / point.decode_ms:.1f}x"
+
+
+def merge_rows(path: Path, points: Sequence[Point]) -> None:
+    """Rows of the same model, type and batch are replaced."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    new = {(p.model, p.dtype, p.batch): asdict(p) for p in points}
+    kept = [row for row in rows if (row["model"], row["dtype"], row["batch"]) not in new]
+    merged = [*kept, *new.values()]
+    write(path, sorted(merged, key=lambda row: (row["model"], row["dtype"], row["batch"])))
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A runner that overlaps steps as one on a GPU does, on the CPU; and ranks that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+from moesaic.comm.rank_link import RankLink
+from moesaic.engine import rank as ranks
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import FUTURE, Begun, StepPlan, StepResult
+from tests.e2e.poison_rank import Poison
+
+TARGET = "tests.ahead:run"
+MODES = ("begin", "wait", "late")
+"""When a step is computed, and when its errors are raised: both at the beginning, both when it is
+waited for, or as on a device: computed when it begins, its errors seen when it is waited for."""
+
+
+@dataclass
+class Late:
+    runner: AheadRunner
+    plan: StepPlan
+    done: StepResult | Exception | None = None
+
+    def compute(self) -> None:
+        if self.done is None:
+            try:
+                self.done = self.runner.compute(self.plan)
+            except Exception as error:
+                self.done = error
+
+    def wait(self) -> StepResult:
+        self.compute()
+        if isinstance(self.done, Exception):
+            raise self.done
+        assert self.done is not None
+        return self.done
+
+
+class AheadRunner(ModelRunner):
+    """Knows the last token of each request; `poison`: tokens that break a step."""
+
+    overlaps = True
+
+    def __init__(
+        self, *args: Any, mode: str = "late", poison: Sequence[int] = (), **named: Any
+    ) -> None:
+        super().__init__(*args, **named)
+        self.mode, self.poison = mode, frozenset(poison)
+        self.last: dict[int, int] = {}
+        self.futures = 0
+
+    def begin(self, plan: StepPlan) -> Begun:
+        step = Late(self, plan)
+        if self.mode != "wait":
+            step.compute()
+        if self.mode == "begin":
+            step.wait()
+        return step
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        for key in plan.ended:
+            self.last.pop(key, None)
+        items = []
+        for item in plan.items:
+            if FUTURE in item.token_ids:
+                assert len(item.token_ids) == 1 and item.score is None
+                self.futures += 1
+                item = structs.replace(item, token_ids=[self.last.get(item.key, 0)])
+            if item.sample is not None:
+                assert item.sample.position == item.stop
+            items.append(item)
+        if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
+            raise ZeroDivisionError("poison")
+        result = self.step(structs.replace(plan, items=items))
+        for item, found in zip(items, result.items, strict=True):
+            if found.token_id is not None:
+                self.last[item.key] = found.token_id
+        return result
+
+
+def run(link: RankLink) -> None:
+    """A rank as the engine's own."""
+    ranks.make_runner = AheadRunner  # type: ignore[assignment]
+    rank = ranks.Rank(link)
+    Poison(rank.runner)
+    rank.serve()

@@ -1,0 +1,72 @@
+"""The benchmark of one batch measures what the engine recorded."""
+
+import json
+
+import pytest
+
+from bench.one_batch import main, merge_rows, timing
+from bench.one_batch_peer import run_apart
+from moesaic.models.tiny import materialise
+from moesaic.observe.spans import Kind, Span
+
+MS = 1_000_000
+
+
+def span(kind, step, tokens, begin, end):
+    return Span(kind, -1, step, tokens, int(begin * MS), int(end * MS), 0, 0)
+
+
+def test_only_steps_in_which_all_decode_count():
+    """Two prompts in two steps, the second with a token of the first; then two tokens a step."""
+    steps = [(1, 16, 0, 10), (2, 17, 10, 22), (3, 2, 22, 24), (4, 2, 24, 25), (5, 2, 25, 28)]
+    steps += [(6, 1, 28, 29)]
+    spans = [span(Kind.STEP, *step) for step in steps]
+    spans += [span(Kind.PLAN, n, 2, 30 + n, 30.5 + n) for n in range(1, 7)]
+    spans += [span(Kind.DETOKENISE, 4, 2, 24.9, 25), span(Kind.SAMPLE, 4, 2, 24, 25)]
+    found = timing(spans, 2)
+    assert found.prefill == 22 and found.total == 29
+    assert found.steps == [1.0, 3.0]  # from the end of the one before
+    assert found.plan == [0.5] * 3 and found.take_in == pytest.approx([0.1])
+    with pytest.raises(SystemExit, match="never decoded together"):
+        timing(spans[:3], 2)
+    with pytest.raises(SystemExit, match="longer --input-len"):
+        timing(spans, 99)
+
+
+def test_rows_of_the_result(tmp_path, capsys):
+    out = tmp_path / "found" / "one_batch.json"
+    flags = ["--model-path", "tiny:qwen3_moe", "--input-len", "24", "--output-len", "6"]
+    flags += ["--bandwidth", "0.1", "--rate", "1", "--out", str(out)]
+    assert main([*flags, "--batch-size", "1", "3", "--profile"]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["batch"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["model"] == "tiny:qwen3_moe" and row["dtype"] == "fp32"
+        assert row["decode_steps"] >= 2 and row["decode_ms"] > 0 and row["prefill_tok_s"] > 0
+        assert row["decode_tok_s"] == pytest.approx(1e3 * row["batch"] / row["decode_ms"])
+        assert row["of_limit"] == pytest.approx(row["limit_ms"] / row["decode_ms"])
+        # Keys and values of 27 tokens in two layers, and all else a step reads.
+        assert row["limit_ms"] > 1e3 * 2 * row["batch"] * 27 * 2 * 2 * 16 * 2 / 0.1e12
+        assert not row["overlap"] and row["peers"] == {}
+    profile = json.loads(out.with_name("one_batch_profile_fp32.json").read_text())
+    decode = profile["3"]["decode"]
+    assert profile["3"]["prefill"]["tokens"] == [72] and decode["tokens"] == [3] * 4
+    assert decode["steps"] == 4 and any("mm" in row["kernel"] for row in decode["kernels"])
+    total = sum(row["us"] for row in decode["kernels"])
+    assert total == pytest.approx(decode["busy_us"]) and 0 < total <= decode["wall_us"]
+    assert "of limit" in capsys.readouterr().out
+    # Another run replaces its own rows and no others.
+    out.write_text(json.dumps([*rows, rows[0] | {"dtype": "fp8"}]))
+    merge_rows(out, [])
+    assert main([*flags, "--batch-size", "3"]) == 0
+    kinds = [(row["dtype"], row["batch"]) for row in json.loads(out.read_text())]
+    assert kinds == [("fp32", 1), ("fp32", 3), ("fp8", 1)]
+
+
+@pytest.mark.slow
+def test_transformers_beside_it():
+    found = run_apart(materialise("tiny:qwen3_moe"), [2], 24, "cpu")
+    assert [point.name for point in found] == ["transformers", "generate_batch"]
+    for point in found:
+        assert point.problem == "" and point.batch == 2
+        assert point.decode_ms is not None and point.decode_ms > 0
