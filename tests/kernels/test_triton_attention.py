@@ -1,0 +1,211 @@
+"""Attention's kernels against their torch twins and a float64 softmax, with everything that is not
+of a sequence poisoned."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels import attention
+from moesaic.kernels.attention import (
+    DecodeRows,
+    LayerPages,
+    PrefillRows,
+    Queries,
+    Softmax,
+    Splits,
+)
+from moesaic.kernels.triton import attention_decode, attention_prefill
+from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FP8_BOUND = 1e-2
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int = 0
+    """0: as the keys. With one latent for keys and values, `rest` of its channels are no values."""
+    rest: int = 0
+    page: int = 4
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.dim
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of (new tokens, tokens of all) in a cache whose other places are NaN."""
+
+    shape: Shape
+    lengths: Sequence[tuple[int, int]]
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    q: Queries
+    cache: LayerPages
+    starts: list[int]
+    first: list[int]
+    pages: Tensor
+
+    @property
+    def rows(self) -> int:
+        return sum(new for new, _ in self.lengths)
+
+    def poisoned(self) -> Tensor:
+        size = (self.rows + 2, self.shape.heads, self.shape.values)
+        return torch.full(size, math.nan, dtype=self.dtype, device=DEVICE)
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def decode(self, splits: Splits) -> DecodeRows:
+        assert all(new == 1 for new, _ in self.lengths)
+        counters = torch.zeros(len(self.lengths) * self.shape.heads, dtype=torch.int32)
+        return DecodeRows(
+            self.ints(self.starts),
+            self.ints([kv for _, kv in self.lengths]),
+            self.ints(self.first),
+            self.pages,
+            splits,
+            counters.to(DEVICE),
+        )
+
+    def prefill(self) -> PrefillRows:
+        def tiles(size: int) -> Tensor:
+            pairs = [
+                (number, offset)
+                for number, (new, _) in enumerate(self.lengths)
+                for offset in range(0, new, size)
+            ]
+            random.shuffle(pairs)
+            return torch.tensor(pairs, dtype=torch.int32, device=DEVICE).view(-1, 2)
+
+        return PrefillRows(
+            self.ints(self.starts),
+            self.ints([new for new, _ in self.lengths]),
+            self.ints([kv for _, kv in self.lengths]),
+            self.ints(self.first),
+            self.pages,
+            tiles,
+        )
+
+
+def make_case(
+    shape: Shape,
+    lengths: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Rows of the step are left free before the first sequence and after the last one."""
+    cache_dtype = cache_dtype or dtype
+    needed = [-(-kv // shape.page) for _, kv in lengths]
+    total = sum(needed)
+    order = (torch.randperm(total + 2) + 1).int()
+    first = [sum(needed[:i]) for i in range(len(needed))]
+    sizes = (total + 3, shape.page, shape.kv_heads)
+    keys = torch.full((*sizes, shape.dim), math.nan).to(cache_dtype)
+    values = torch.full((*sizes, shape.values), math.nan).to(cache_dtype)
+    for (_, kv), begin in zip(lengths, first, strict=True):
+        for position in range(kv):
+            page, offset = int(order[begin + position // shape.page]), position % shape.page
+            keys[page, offset] = torch.randn(shape.kv_heads, shape.dim).to(cache_dtype)
+            values[page, offset] = torch.randn(shape.kv_heads, shape.values).to(cache_dtype)
+    scales = (0.5, 2.0) if cache_dtype != dtype else (1.0, 1.0)
+    cache = LayerPages(
+        keys.to(DEVICE), None if shape.rest else values.to(DEVICE), shape.values, *scales
+    )
+    rows = sum(new for new, _ in lengths)
+    q = torch.randn(rows + 2, shape.heads, shape.dim).to(dtype).to(DEVICE)
+    main = shape.dim - shape.rest
+    queries = Queries(q[..., :main], q[..., main:].contiguous()) if shape.rest else Queries(q)
+    starts = [1 + sum(new for new, _ in lengths[:i]) for i in range(len(lengths))]
+    return Case(
+        shape, lengths, dtype, cache_dtype, queries, cache, starts, first, order.to(DEVICE)
+    )
+
+
+def expected(case: Case, softmax: Softmax) -> Tensor:
+    """In float64; rows of nobody stay NaN."""
+    out = torch.full((case.rows + 2, case.shape.heads, case.shape.values), math.nan).double()
+    q, pages = case.q.whole().cpu().double() * softmax.scale, case.pages.tolist()
+    group = case.shape.heads // case.shape.kv_heads
+    keys = case.cache.keys.cpu().double() * case.cache.k_scale
+    values = keys[..., : case.shape.values]
+    if case.cache.values is not None:
+        values = case.cache.values.cpu().double() * case.cache.v_scale
+    for (new, kv), start, first in zip(case.lengths, case.starts, case.first, strict=True):
+        where = [(pages[first + n // case.shape.page], n % case.shape.page) for n in range(kv)]
+        k = torch.stack([keys[place] for place in where]) if kv else keys[0, :0]
+        v = torch.stack([values[place] for place in where]) if kv else values[0, :0]
+        for row in range(start, start + new):
+            last = kv - new + row - start
+            begin = 0 if softmax.window is None else max(0, last - softmax.window + 1)
+            for head in range(case.shape.heads):
+                logits = k[begin : last + 1, head // group] @ q[row, head]
+                if softmax.sinks_N is not None:
+                    logits = torch.cat((logits, softmax.sinks_N[head : head + 1].cpu().double()))
+                weights = logits.softmax(0)[: last + 1 - begin]
+                out[row, head] = weights @ v[begin : last + 1, head // group]
+    return out
+
+
+def check(out: Tensor, want: Tensor, bound: float) -> None:
+    real = ~want.isnan().any(-1).any(-1)
+    assert relative_error(out.cpu()[real], want[real]) < bound
+    assert out.cpu()[~real].isnan().all(), "rows of nobody were written"
+
+
+def softmax_of(case: Case, window: int | None = None, sinks: bool = False) -> Softmax:
+    drawn = torch.randn(case.shape.heads).to(case.dtype).to(DEVICE) if sinks else None
+    return Softmax(0.4, window, drawn)
+
+
+DECODING = [(1, 1), (1, 0), (1, 37), (1, 8), (1, 130)]
+GQA = Shape(8, 2, 16)
+LATENT = Shape(5, 1, 48, 32, rest=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "sinks", "splits"),
+    [
+        (GQA, None, False, Splits(1, 64)),
+        (GQA, None, True, Splits(3, 16)),
+        (GQA, 3, True, Splits(3, 16)),
+        (Shape(3, 3, 24, page=1), 40, False, Splits(2, 128)),
+        (Shape(8, 1, 16, page=256), None, False, Splits(5, 32)),
+        (LATENT, None, False, Splits(3, 32)),
+    ],
+)
+def test_decoding_equals_the_oracle(
+    shape: Shape, window: int | None, sinks: bool, splits: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(shape.dim)
+    small_blocks(monkeypatch)
+    case = make_case(shape, DECODING, torch.float32)
+    softmax = softmax_of(case, window, sinks)
+    batch = case.decode(splits)
+    out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
+    check(out, expected(case, softmax), BOUNDS[torch.float32])
+    assert not batch.counters.any(), "counters must be zeros again"
+    twin = attention.decode_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())
+    check(twin, expected(case, softmax), BOUNDS[torch.float32])
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short sequences have several; a GPU is tested with what it will run."""
+    if not GPU:
+        tiny = attention_decode.Config(16, 16, 4, 2)
+        monkeypatch.setattr(attention_decode, "CONFIGS", ((1 << 30, tiny),))
+        tile = attention_prefill.Config(16, 16, 4, 2)
+        monkeypatch.setattr(attention_prefill, "CONFIGS", ((1 << 30, tile),))
