@@ -25,7 +25,6 @@ from moesaic.kernels.triton import attention_decode, attention_prefill
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FP8_BOUND = 1e-2
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 
@@ -209,3 +208,120 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_decode, "CONFIGS", ((1 << 30, tiny),))
         tile = attention_prefill.Config(16, 16, 4, 2)
         monkeypatch.setattr(attention_prefill, "CONFIGS", ((1 << 30, tile),))
+
+
+CHUNKS = [(1, 1), (5, 5), (17, 40), (1, 37), (33, 33), (2, 66)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "sinks"),
+    [
+        (GQA, None, False),
+        (Shape(8, 1, 16, page=64), 3, True),
+        (Shape(6, 2, 24, page=1), 20, False),
+        (Shape(2, 2, 24, 16), None, True),
+        (LATENT, None, False),
+    ],
+)
+def test_prefill_equals_the_oracle(
+    shape: Shape, window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(shape.dim)
+    small_blocks(monkeypatch)
+    case = make_case(shape, CHUNKS, torch.float32)
+    softmax, batch = softmax_of(case, window, sinks), case.prefill()
+    out = attention_prefill.prefill_attention(case.q, case.cache, batch, softmax, case.poisoned())
+    check(out, expected(case, softmax), BOUNDS[torch.float32])
+    twin = attention.prefill_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())
+    check(twin, expected(case, softmax), BOUNDS[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+def test_other_types(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    case = make_case(GQA, [(1, 21), (1, 5)], dtype, cache_dtype)
+    softmax = softmax_of(case)
+    want, bound = expected(case, softmax), BOUNDS[dtype]
+    batch = case.decode(Splits(2, 16))
+    out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
+    check(out, want, bound)
+    rows = case.prefill()
+    out = attention_prefill.prefill_attention(case.q, case.cache, rows, softmax, case.poisoned())
+    check(out, want, bound)
+
+
+def test_no_sequences() -> None:
+    case = make_case(GQA, [], torch.float32)
+    softmax, out = softmax_of(case), case.poisoned()
+    attention_decode.decode_attention(case.q, case.cache, case.decode(Splits(1, 64)), softmax, out)
+    attention_prefill.prefill_attention(case.q, case.cache, case.prefill(), softmax, out)
+    assert out.isnan().all()
+
+
+def test_bits_of_a_row_depend_on_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in one piece, in chunks and token by token; decoding alone and among others."""
+    small_blocks(monkeypatch)
+    case = make_case(GQA, [(40, 40)], torch.float32)
+    softmax = softmax_of(case, None, True)
+
+    def rows(pieces: Sequence[int]) -> Tensor:
+        ends = [sum(pieces[: i + 1]) for i in range(len(pieces))]
+        lengths = list(zip(pieces, ends, strict=True))
+        starts = [1 + end - new for new, end in lengths]
+        part = Case(
+            case.shape, lengths, case.dtype, case.dtype, case.q, case.cache, starts,
+            [0] * len(pieces), case.pages,
+        )  # fmt: skip
+        return attention_prefill.prefill_attention(
+            case.q, case.cache, part.prefill(), softmax, case.poisoned()
+        )[1:-1]
+
+    whole = rows([40])
+    assert torch.equal(rows([17, 20, 3]), whole)
+    assert torch.equal(rows([36, 1, 1, 1, 1]), whole)
+
+
+def worked_example() -> tuple[Queries, LayerPages, Tensor, Tensor]:
+    """Keys [ln 3, 0] and [0, 0] with values [4, 0] and [0, 8]."""
+    keys = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]], device=DEVICE)
+    values = torch.tensor([[4.0, 0.0], [0.0, 8.0]], device=DEVICE)
+    q = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]], device=DEVICE)
+    cache = LayerPages(keys.view(1, 2, 1, 2), values.view(1, 2, 1, 2), 2)
+    ints = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    return Queries(q), cache, ints, torch.full((2, 1, 2), math.nan, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "decode", [attention.decode_attention.twin, attention_decode.decode_attention]
+)
+def test_example_of_decode_attention(decode) -> None:
+    q, cache, ints, out = worked_example()
+    zero, one, two = (ints[i : i + 1] for i in range(3))
+    batch = DecodeRows(one, two, zero, zero, Splits(1, 64), torch.zeros_like(ints))
+    decode(q, cache, batch, Softmax(1.0), out)
+    torch.testing.assert_close(out[1].cpu(), torch.tensor([[3.0, 2.0]]))
+    assert out[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "prefill", [attention.prefill_attention.twin, attention_prefill.prefill_attention]
+)
+def test_example_of_prefill_attention(prefill) -> None:
+    q, cache, ints, out = worked_example()
+    zero, two = ints[:1], ints[2:]
+    batch = PrefillRows(zero, two, two, zero, zero, lambda size: ints.new_zeros(1, 2))
+    prefill(q, cache, batch, Softmax(1.0), out)
+    torch.testing.assert_close(out.cpu(), torch.tensor([[[4.0, 0.0]], [[3.0, 2.0]]]))
+
+
+def test_splits_fill_the_gpu_but_not_with_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "num_processors", lambda device: 132)
+    choose = attention_decode.choose_splits
+    assert choose(1, 4, 1088, None) == Splits(9, 128)
+    assert choose(1, 4, 40960, None) == Splits(66, 128)
+    assert choose(32, 4, 1088, None) == Splits(2, 128)
+    assert choose(256, 4, 40960, None) == Splits(1, 128)
+    assert choose(1, 1, 0, None) == Splits(1, 128)

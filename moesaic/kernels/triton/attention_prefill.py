@@ -188,8 +188,9 @@ def prefill_kernel(
         for start in range(0, low, BLOCK_N):
             slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
             page = pages_at(pages, start + BLOCK_N, offs_n, kv_len, PAGE, BLOCK_N)
+            every = offs_n >= 0
             acc, total, top = meet_block(
-                acc, total, top, q1, q2, keys, values, slots, offs_n, offs_n, scale, k_slot, v_slot,
+                acc, total, top, q1, q2, keys, values, slots, every, every, scale, k_slot, v_slot,
                 D1, D1P, D2, D2P, V, VP, SHARED, False,
             )  # fmt: skip
     page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
