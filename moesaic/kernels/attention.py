@@ -29,6 +29,11 @@ DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# Programs that a GPU should have for each of its processors, if contexts are long enough.
+PROGRAMS_PER_PROCESSOR = 2
+# Fewer tokens than this are not worth a program of their own.
+LEAST_CHUNK = 128
+MAX_SPLITS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,16 @@ class Splits:
 
     count: int
     chunk: int
+
+
+def choose_splits(
+    batch: int, kv_heads: int, max_kv_len: int, processors: int, chunk: int = LEAST_CHUNK
+) -> Splits:
+    """Enough programs to fill the GPU with `batch` sequences, none with less than `chunk` tokens.
+    All runs of a graph use those of its largest context."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors // max(1, batch * kv_heads)
+    count = min(max(1, wanted), max(1, -(-max_kv_len // chunk)), MAX_SPLITS)
+    return Splits(count, chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, LatentMaps
+from moesaic.layers.context import AttentionSpec, CacheSpec, CpuAttention, LatentMaps
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -46,18 +46,32 @@ class Group:
 
 
 class PagedCache:
-    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero."""
+    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero.
 
-    def __init__(self, spec: CacheSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+    On a GPU they may be in float8_e4m3fn: the real numbers are those of the cache times `k_scale`
+    and `v_scale`."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         shape = (spec.num_layers, num_pages + 1, page_size, spec.num_heads)
         self.page_size = page_size
-        self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype)
-        self.values = torch.empty(*shape, spec.value_dim, dtype=dtype)
+        self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+        self.values = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+        self.k_scale = self.v_scale = 1.0
         self.clear([0])
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages before use: what lies behind a sequence's last token is masked, but masked
-        garbage that is not finite would still spoil the result."""
+        garbage that is not finite would still spoil the result. The kernels of a GPU never let it
+        reach one, so nothing is done there."""
+        if self.keys.is_cuda:
+            return
         index = torch.tensor(pages)
         self.keys.index_fill_(1, index, 0)
         self.values.index_fill_(1, index, 0)
@@ -67,7 +81,7 @@ class PagedCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-class TorchAttention(AttentionStep):
+class TorchAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
         self.cache = cache
         self.spans = spans

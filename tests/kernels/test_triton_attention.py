@@ -20,6 +20,7 @@ from moesaic.kernels.attention import (
     Queries,
     Softmax,
     Splits,
+    choose_splits,
 )
 from moesaic.kernels.triton import attention_decode, attention_prefill
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
@@ -129,9 +130,7 @@ def make_case(
     main = shape.dim - shape.rest
     queries = Queries(q[..., :main], q[..., main:].contiguous()) if shape.rest else Queries(q)
     starts = [1 + sum(new for new, _ in lengths[:i]) for i in range(len(lengths))]
-    return Case(
-        shape, lengths, dtype, cache_dtype, queries, cache, starts, first, order.to(DEVICE)
-    )
+    return Case(shape, lengths, dtype, cache_dtype, queries, cache, starts, first, order.to(DEVICE))
 
 
 def expected(case: Case, softmax: Softmax) -> Tensor:
@@ -221,6 +220,7 @@ CHUNKS = [(1, 1), (5, 5), (17, 40), (1, 37), (33, 33), (2, 66)]
         (Shape(6, 2, 24, page=1), 20, False),
         (Shape(2, 2, 24, 16), None, True),
         (LATENT, None, False),
+        (Shape(19, 1, 16), None, False),
     ],
 )
 def test_prefill_equals_the_oracle(
@@ -317,11 +317,9 @@ def test_example_of_prefill_attention(prefill) -> None:
     torch.testing.assert_close(out.cpu(), torch.tensor([[[4.0, 0.0]], [[3.0, 2.0]]]))
 
 
-def test_splits_fill_the_gpu_but_not_with_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_decode, "num_processors", lambda device: 132)
-    choose = attention_decode.choose_splits
-    assert choose(1, 4, 1088, None) == Splits(9, 128)
-    assert choose(1, 4, 40960, None) == Splits(66, 128)
-    assert choose(32, 4, 1088, None) == Splits(2, 128)
-    assert choose(256, 4, 40960, None) == Splits(1, 128)
-    assert choose(1, 1, 0, None) == Splits(1, 128)
+def test_splits_fill_the_gpu_but_not_with_crumbs() -> None:
+    assert choose_splits(1, 4, 1088, 132) == Splits(9, 128)
+    assert choose_splits(1, 4, 40960, 132) == Splits(66, 128)
+    assert choose_splits(32, 4, 1088, 132) == Splits(2, 128)
+    assert choose_splits(256, 4, 40960, 132) == Splits(1, 128)
+    assert choose_splits(1, 1, 0, 132) == Splits(1, 128)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import DecodeRows, LayerPages, Queries, Softmax, Splits
+from moesaic.kernels.attention import DecodeRows, LayerPages, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -29,12 +29,7 @@ from moesaic.kernels.triton.attention_blocks import (
     strides,
     two_parts,
 )
-from moesaic.kernels.triton.launch import (
-    await_inputs,
-    dependent_launch,
-    num_processors,
-    release_next,
-)
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +51,14 @@ CONFIGS = (
 )
 # Many heads over one latent are a matrix product worth its name.
 MANY_ROWS = Config(64, 32, 8, 2)
-# Programs that a GPU should have for each of its processors, if contexts are long enough.
-PROGRAMS_PER_PROCESSOR = 2
-# Fewer tokens than this are not worth a program of their own.
-LEAST_CHUNK = 128
 # A merging program holds about so many elements of partial results at once.
 MERGED = 8192
-MAX_SPLITS = 128
 
 
 def choose_config(rows: int, key_bytes: int) -> Config:
     if rows > 32 and key_bytes > 512:
         return MANY_ROWS
     return next(config for size, config in CONFIGS if key_bytes <= size)
-
-
-def choose_splits(
-    batch: int, kv_heads: int, max_kv_len: int, device: int | None, chunk: int = LEAST_CHUNK
-) -> Splits:
-    """Enough programs to fill the GPU with `batch` sequences, none with less than `chunk` tokens.
-    All of a graph's runs use those of its largest context."""
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // max(1, batch * kv_heads)
-    count = min(max(1, wanted), max(1, -(-max_kv_len // chunk)), MAX_SPLITS)
-    return Splits(count, chunk)
 
 
 def decode_attention(
@@ -93,6 +73,7 @@ def decode_attention(
     config = choose_config(per_kv, cache.keys.shape[-1] * cache.keys.element_size())
     tiles = kv_heads * -(-per_kv // config.rows)
     splits = batch.splits
+    assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
     partial = sums = out_TNV
     if splits.count > 1:
         size = (num_seqs, splits.count, num_heads)
@@ -229,10 +210,10 @@ def decode_kernel(
         if WINDOW > 0:
             seen = kept & (start + offs_n >= oldest)
         acc, total, top = meet_block(
-            acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale, k_slot, v_slot,
-            D1, D1P, D2, D2P, V, VP, SHARED, True,
+            acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
+            k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
         )  # fmt: skip
-    if SPLITS > 1:
+    if SPLITS > 1:  # noqa: SIM102  a constant: without splits none of it is compiled
         if used > 1:
             num_heads = tl.num_programs(0) // BLOCKS * GROUP
             plane = tl.num_programs(2).to(tl.int64) * num_splits * num_heads

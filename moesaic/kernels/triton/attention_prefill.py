@@ -1,6 +1,6 @@
 """Prefill: many queries of each sequence over its cached tokens, its new ones among them.
 
-A program takes one key/value head and a tile of rows: some positions, each with all the heads that
+A program takes one key/value head and a tile of rows: some positions, each with the heads that
 share it. Blocks of keys begin at multiples of their size, and a block that a row does not see
 leaves it as it is: so the bits of a row depend on its sequence alone, not on its tile.
 """
@@ -50,13 +50,8 @@ CONFIGS = (
 )
 
 
-def choose_config(key_bytes: int, group: int) -> Config:
-    config = next(config for size, config in CONFIGS if key_bytes <= size)
-    if group > config.rows:
-        raise ValueError(
-            f"{group} query heads share a key/value head: prefill takes at most {config.rows}"
-        )
-    return config
+def choose_config(key_bytes: int) -> Config:
+    return next(config for size, config in CONFIGS if key_bytes <= size)
 
 
 def prefill_attention(
@@ -67,12 +62,14 @@ def prefill_attention(
     q = two_parts(q)
     kv_heads = cache.keys.shape[2]
     per_kv = q.values.shape[1] // kv_heads
-    config = choose_config(cache.keys.shape[-1] * q.values.element_size(), per_kv)
-    tiles_X2 = batch.tiles(config.rows // per_kv)
+    config = choose_config(cache.keys.shape[-1] * q.values.element_size())
+    per_tile = min(per_kv, config.rows)
+    parts = kv_heads * -(-per_kv // per_tile)
+    tiles_X2 = batch.tiles(config.rows // per_tile)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
-    prefill_kernel[(len(tiles_X2) * kv_heads,)](
+    prefill_kernel[(len(tiles_X2) * parts,)](
         q.values,
         rest,
         cache.keys,
@@ -90,10 +87,11 @@ def prefill_attention(
         *strides(cache.keys),
         *strides(values),
         *strides(out_TNV),
-        kv_heads,
+        parts,
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
         GROUP=per_kv,
+        PER_TILE=per_tile,
         ROWS=config.rows,
         **channels(q),
         V=cache.value_dim,
@@ -135,10 +133,11 @@ def prefill_kernel(
     v_head,
     out_row,
     out_head,
-    kv_heads,
+    parts,
     scale,
     v_scale,
     GROUP: tl.constexpr,
+    PER_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     D1: tl.constexpr,
     D1P: tl.constexpr,
@@ -153,18 +152,21 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    POSITIONS: tl.constexpr = ROWS // GROUP
-    tile = tl.program_id(0) // kv_heads
-    kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    POSITIONS: tl.constexpr = ROWS // PER_TILE
+    BLOCKS: tl.constexpr = (GROUP + PER_TILE - 1) // PER_TILE
+    tile = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    kv_head = (part // BLOCKS).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)
     seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     length, kv_len = tl.load(lengths + seq), tl.load(kv_lens + seq)
     pages = pages_p + tl.load(first_p + seq)
-    query = offset + tl.arange(0, ROWS) // GROUP
-    valid = (tl.arange(0, ROWS) < POSITIONS * GROUP) & (query < length)
+    query = offset + tl.arange(0, ROWS) // PER_TILE
+    member = part % BLOCKS * PER_TILE + tl.arange(0, ROWS) % PER_TILE
+    valid = (tl.arange(0, ROWS) < POSITIONS * PER_TILE) & (query < length) & (member < GROUP)
     row = (tl.load(starts + seq) + query).to(tl.int64)
-    heads = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
+    heads = kv_head * GROUP + member
     q1 = load_rows(q1_p, row * q1_row + heads * q1_head, valid, D1, D1P, True)
     q2 = q1
     if D2 > 0:
@@ -206,6 +208,4 @@ def prefill_kernel(
             D1, D1P, D2, D2P, V, VP, SHARED, True,
         )  # fmt: skip
     x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-    store_rows(
-        out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V, VP
-    )
+    store_rows(out, row * out_row + heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
