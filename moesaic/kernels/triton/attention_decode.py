@@ -50,9 +50,9 @@ CONFIGS = (
     (1 << 30, Config(16, 32, 4, 3)),
 )
 # Many heads over one latent are a matrix product worth its name.
-MANY_ROWS = Config(64, 32, 8, 2)
-# A merging program holds about so many elements of partial results at once.
-MERGED = 8192
+MANY_ROWS = Config(64, 64, 8, 2)
+# Partial results that a merging program loads at once.
+MERGED = 4
 
 
 def choose_config(rows: int, key_bytes: int) -> Config:
@@ -113,7 +113,7 @@ def decode_attention(
         BLOCK_N=config.block,
         CHUNK=-(-splits.chunk // config.block) * config.block,
         SPLITS=triton.next_power_of_2(splits.count),
-        MERGED=max(1, MERGED // (config.rows * padded(cache.value_dim))),
+        MERGED=MERGED,
         SHARED=cache.values is None,
         SINKS=softmax.sinks_N is not None,
         WINDOW=softmax.window or 0,
@@ -213,66 +213,79 @@ def decode_kernel(
             acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
             k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
         )  # fmt: skip
-    if SPLITS > 1:  # noqa: SIM102  a constant: without splits none of it is compiled
-        if used > 1:
-            num_heads = tl.num_programs(0) // BLOCKS * GROUP
-            plane = tl.num_programs(2).to(tl.int64) * num_splits * num_heads
-            first = seq.to(tl.int64) * num_splits * num_heads
-            place = first + split * num_heads + heads
-            store_rows(partial, place * V, acc, valid, V, VP)
-            tl.store(sums + place, top, mask=valid)
-            tl.store(sums + plane + place, total, mask=valid)
-            tl.debug_barrier()
-            counter = counters + seq * tl.num_programs(0) + tile
-            last = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
-            if last:
-                tl.store(counter, 0)
-                acc, total, top = merge_splits(
-                    partial, sums, plane, first, num_heads, used, heads, valid,
-                    ROWS, V, VP, SPLITS, MERGED,
-                )  # fmt: skip
-            valid = valid & last
-    x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-    store_rows(out + row * out_row, heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+    out += row * out_row
+    if (SPLITS == 1) | (used <= 1):
+        x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
+        store_rows(out, heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+    else:
+        num_heads = tl.num_programs(0) // BLOCKS * GROUP
+        plane = tl.num_programs(2).to(tl.int64) * num_splits * num_heads
+        first = seq.to(tl.int64) * num_splits * num_heads
+        place = first + split * num_heads + heads
+        store_rows(partial, place * V, acc, valid, V, VP)
+        tl.store(sums + place, top, mask=valid)
+        tl.store(sums + plane + place, total, mask=valid)
+        # All threads have stored before one of them counts.
+        tl.debug_barrier()
+        counter = counters + seq * tl.num_programs(0) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            merge_splits(
+                partial, sums, out, sinks, plane, first, num_heads, used, heads, valid, out_head,
+                v_scale, ROWS, V, VP, SPLITS, MERGED, SINKS,
+            )  # fmt: skip
 
 
 @triton.jit
 def merge_splits(
     partial,
     sums,
+    out,
+    sinks,
     plane,
     first,
     num_heads,
     used,
     heads,
     valid,
+    out_head,
+    v_scale,
     ROWS: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
     SPLITS: tl.constexpr,
     MERGED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """What the splits of a sequence found, as if one program had met all its tokens. Past the first
-    cache: other processors wrote it."""
+    """Puts together what the splits of a sequence found, as if one program had met all its tokens,
+    some channels at a time. Past the first cache: other processors wrote it."""
+    WIDTH: tl.constexpr = min(VP, 128)
     split = tl.arange(0, SPLITS)
-    kept = (split < used)[:, None] & valid[None, :]
+    there = (split < used)[:, None] & valid[None, :]
     place = first + split[:, None] * num_heads + heads[None, :]
-    tops = tl.load(sums + place, mask=kept, other=LOWEST, cache_modifier=".cg")
-    totals = tl.load(sums + plane + place, mask=kept, other=0.0, cache_modifier=".cg")
+    tops = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(sums + plane + place, mask=there, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 0)
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
-    acc = tl.zeros((ROWS, VP), tl.float32)
-    d = tl.arange(0, VP)
-    for start in range(0, used, MERGED):
-        part = start + tl.arange(0, MERGED)
-        there = (part < used)[:, None] & valid[None, :]
-        at = first + part[:, None] * num_heads + heads[None, :]
-        share = tl.load(sums + at, mask=there, other=LOWEST, cache_modifier=".cg") - top[None, :]
-        x = tl.load(
-            partial + at[:, :, None] * V + d[None, None, :],
-            mask=there[:, :, None] & (d[None, None, :] < V),
-            other=0.0,
-            cache_modifier=".cg",
+    for column in range(0, VP, WIDTH):
+        d = column + tl.arange(0, WIDTH)
+        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(0, used, MERGED):
+            # Unrolled, so that several loads are under way at once.
+            for part in tl.static_range(MERGED):
+                kept = valid & (start + part < used)
+                at = first + (start + part) * num_heads + heads
+                x = tl.load(
+                    partial + at[:, None] * V + d[None, :],
+                    mask=kept[:, None] & (d[None, :] < V),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                share = tl.load(sums + at, mask=kept, other=LOWEST, cache_modifier=".cg") - top
+                acc += x * tl.exp2(share)[:, None]
+        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
+        tl.store(
+            out + (heads * out_head)[:, None] + d[None, :],
+            y.to(out.dtype.element_ty),
+            mask=valid[:, None] & (d[None, :] < V),
         )
-        acc += tl.sum(x * tl.exp2(share)[:, :, None], 0)
-    return acc, total, top
