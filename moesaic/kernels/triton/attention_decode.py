@@ -266,7 +266,8 @@ def merge_splits(
     tops = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
     totals = tl.load(sums + plane + place, mask=there, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 0)
-    total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
+    shares = tl.exp2(tops - top[None, :])
+    total = tl.sum(totals * shares, 0)
     for column in range(0, VP, WIDTH):
         d = column + tl.arange(0, WIDTH)
         acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -281,8 +282,8 @@ def merge_splits(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                share = tl.load(sums + at, mask=kept, other=LOWEST, cache_modifier=".cg") - top
-                acc += x * tl.exp2(share)[:, None]
+                share = tl.sum(tl.where(split[:, None] == start + part, shares, 0.0), 0)
+                acc += x * share[:, None]
         y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
         tl.store(
             out + (heads * out_head)[:, None] + d[None, :],
