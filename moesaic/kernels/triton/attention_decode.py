@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import DecodeRows, LayerPages, Queries, Softmax
+from moesaic.kernels.attention import MAX_SPLITS, DecodeRows, LayerPages, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -51,6 +51,8 @@ CONFIGS = (
 )
 # Many heads over one latent are a matrix product worth its name.
 MANY_ROWS = Config(64, 64, 8, 2)
+# Of a merging program's tables: few sizes, since each is a kernel of its own.
+SPLITS = (1, 16, MAX_SPLITS)
 # Partial results that a merging program loads at once.
 MERGED = 4
 
@@ -112,7 +114,7 @@ def decode_attention(
         PAGE=cache.page_size,
         BLOCK_N=config.block,
         CHUNK=-(-splits.chunk // config.block) * config.block,
-        SPLITS=triton.next_power_of_2(splits.count),
+        SPLITS=next(most for most in SPLITS if splits.count <= most),
         MERGED=MERGED,
         SHARED=cache.values is None,
         SINKS=softmax.sinks_N is not None,
