@@ -50,7 +50,7 @@ CONFIGS = (
     (1 << 30, Config(16, 32, 4, 3)),
 )
 # Many heads over one latent are a matrix product worth its name.
-MANY_ROWS = Config(64, 64, 8, 2)
+MANY_ROWS = Config(64, 32, 8, 2)
 # Of a merging program's tables: few sizes, since each is a kernel of its own.
 SPLITS = (1, 16, MAX_SPLITS)
 # Partial results that a merging program loads at once.
