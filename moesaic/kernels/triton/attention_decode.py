@@ -127,7 +127,11 @@ def decode_attention(
     return out_TNV
 
 
-@triton.jit
+# Views of one packed tensor: as they happen to lie, they would be as many kernels.
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["counters", "rows_p", "kv_lens", "first_p", "pages_p"],
+)
 def decode_kernel(
     q1_p,
     q2_p,

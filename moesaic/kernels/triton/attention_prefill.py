@@ -109,7 +109,11 @@ def prefill_attention(
     return out_TNV
 
 
-@triton.jit
+# Views of one packed tensor: as they happen to lie, they would be as many kernels.
+@triton.jit(
+    do_not_specialize=["parts"],
+    do_not_specialize_on_alignment=["tiles", "starts", "lengths", "kv_lens", "first_p", "pages_p"],
+)
 def prefill_kernel(
     q1_p,
     q2_p,

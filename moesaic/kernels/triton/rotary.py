@@ -139,7 +139,7 @@ def encode(x, into, FP8: tl.constexpr):
     return x.to(into.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def enter_heads_kernel(
     qkv,
     out,
@@ -206,7 +206,7 @@ def enter_heads_kernel(
     tl.store(to, encode(v * v_factor, values, FP8), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def enter_latent_kernel(
     q,
     out,
