@@ -247,9 +247,7 @@ def sweep_prefill(args: argparse.Namespace) -> Iterator[Row]:
         case = make_case(shape, spans, args.page_size, dtype)
         operations = prefill_operations(shape, batch, tokens)
         limit = operations / gpu.matrix_rate(torch.bfloat16)
-        for (rows, warps), block, stages in product(
-            ((64, 4), (128, 4), (128, 8)), (64, 128), (2, 3)
-        ):
+        for (rows, warps), block, stages in product(((64, 4), (128, 8)), (64, 128), (2, 3)):
             config = module.Config(rows, block, warps, stages)
             module.CONFIGS = ((1 << 30, config),)
             took = timed(run_prefill(case))
