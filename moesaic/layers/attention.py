@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.mesh import share
-from moesaic.layers.context import AttentionSpec, ForwardContext
+from moesaic.layers.context import AttentionSpec, ForwardContext, HeadParts, LatentParts
 from moesaic.layers.linear import (
     Linear,
     LinearConfig,
@@ -120,6 +120,8 @@ class Attention(Module):
         eps = config.qk_norm_eps
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
+        sizes = (len(heads.queries), len(heads.kv), dim)
+        self.parts = HeadParts(*sizes, rope, self.q_norm, self.k_norm)
         self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
         self.cuts = {"sinks": Cut.of((config.num_heads,), heads.queries)}
         self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
@@ -127,13 +129,8 @@ class Attention(Module):
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(x_TH):
             return x_TH
-        dim = self.config.head_dim
-        q_TND, k_TMD, v_TMD = (part.unflatten(-1, (-1, dim)) for part in self.qkv_proj.split(x_TH))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TND, k_TMD = self.q_norm(q_TND), self.k_norm(k_TMD)
-        q_TND = self.rope.rotate(q_TND, ctx.cos, ctx.sin)
-        k_TMD = self.rope.rotate(k_TMD, ctx.cos, ctx.sin)
-        mixed_TND = ctx.attention.attend(self.spec, q_TND, k_TMD, v_TMD)
+        qkv_TX, angles = self.qkv_proj(x_TH), (ctx.cos, ctx.sin)
+        mixed_TND = ctx.attention.attend_heads(self.spec, qkv_TX, self.parts, angles)
         return self.o_proj(mixed_TND.flatten(1))
 
 
@@ -195,16 +192,16 @@ class LatentAttention(Module):
             group,
             f"attention of layer {layer}",
         )
+        self.parts = LatentParts(config.rope_dim, rope, self.kv_a_layernorm)
         self.spec = AttentionSpec(parallel.in_stage(layer), config.scale)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(x_TH):
             return x_TH
-        cfg = self.config
-        q_nope, q_rope = self._queries(x_TH).split([cfg.nope_dim, cfg.rope_dim], dim=-1)
-        q_TND = torch.cat((q_nope, self.rope.rotate(q_rope, ctx.cos, ctx.sin)), dim=-1)
-        latents_TC = self._latents(x_TH, ctx)
-        values_TNV = ctx.attention.attend_latent(self.spec, q_TND, latents_TC, self)
+        q_TND, latents_TC = self._queries(x_TH), self.kv_a_proj_with_mqa(x_TH)
+        values_TNV = ctx.attention.attend_latents(
+            self.spec, q_TND, latents_TC, self.parts, self, (ctx.cos, ctx.sin)
+        )
         return self.o_proj(values_TNV.flatten(1))
 
     def absorbs(self, queries: int, kv_len: int) -> bool:
@@ -216,9 +213,12 @@ class LatentAttention(Module):
 
     def absorb(self, q_TND: Tensor) -> Tensor:
         q_nope, q_rope = q_TND.split([self.config.nope_dim, self.config.rope_dim], dim=-1)
+        return torch.cat((self.absorb_plain(q_nope), q_rope), dim=-1)
+
+    def absorb_plain(self, q_TND: Tensor) -> Tensor:
         keys_NRD = self._up_projections()[0].transpose(1, 2)
-        q_latent_NTR = head_products(q_nope.transpose(0, 1), keys_NRD, self.deterministic)
-        return torch.cat((q_latent_NTR.transpose(0, 1), q_rope), dim=-1)
+        q_latent_NTR = head_products(q_TND.transpose(0, 1), keys_NRD, self.deterministic)
+        return q_latent_NTR.transpose(0, 1)
 
     def release(self, mixed_TNC: Tensor) -> Tensor:
         mixed_NTR = mixed_TNC[..., : self.config.kv_rank].transpose(0, 1)
@@ -246,12 +246,6 @@ class LatentAttention(Module):
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TH)))
         return q.unflatten(-1, (self.num_heads, -1))
-
-    def _latents(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
-        compressed = self.kv_a_proj_with_mqa(x_TH)
-        latent, k_rope = compressed.split([self.config.kv_rank, self.config.rope_dim], dim=-1)
-        k_rope = self.rope.rotate(k_rope.unsqueeze(1), ctx.cos, ctx.sin).squeeze(1)
-        return torch.cat((self.kv_a_layernorm(latent), k_rope), dim=-1)
 
 
 def _channels(heads: range, dim: int) -> range:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, AttentionStep, LatentMaps
+from moesaic.layers.context import AttentionSpec, CpuAttention, LatentMaps
 from moesaic.layers.invariant import in_pieces, sigmoid
 from moesaic.layers.torch_attention import PagedCache, Span
 
@@ -69,7 +69,7 @@ class Group:
     """The newest key that each block's first query sees, counted from the range's first."""
 
 
-class DeterministicAttention(AttentionStep):
+class DeterministicAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
         self.cache = cache
         self.spans = spans

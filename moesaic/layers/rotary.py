@@ -95,7 +95,10 @@ class RotaryTable:
             self.sin = (angles.sin() * scale).to(device)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for each token, with a dimension of one for the heads."""
+        """cos and sin for each token, with a dimension of one for the heads. The table moves to
+        where positions are."""
+        if self.cos.device != positions_T.device:
+            self.cos, self.sin = (x.to(positions_T.device) for x in (self.cos, self.sin))
         return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
 
     def rotate(self, x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

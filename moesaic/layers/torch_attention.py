@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, LatentMaps
+from moesaic.layers.context import AttentionSpec, CacheSpec, CpuAttention, LatentMaps
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -81,7 +81,7 @@ class PagedCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-class TorchAttention(AttentionStep):
+class TorchAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
         self.cache = cache
         self.spans = spans

@@ -1,0 +1,298 @@
+"""Decoding: one query of each sequence over its cached tokens, which several programs share.
+
+A program takes one key/value head of one split of a sequence; the heads that share it are the rows
+of its tile. The last program of a sequence and head to be done merges what all have found, so that
+no second kernel is needed: a counter tells which one that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.attention import MAX_SPLITS, DecodeRows, LayerPages, Queries, Softmax
+from moesaic.kernels.triton.attention_blocks import (
+    LOG2_E,
+    LOWEST,
+    channels,
+    finish,
+    load_rows,
+    meet_block,
+    padded,
+    pages_at,
+    slots_at,
+    store_rows,
+    strides,
+    two_parts,
+)
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`rows`: query heads of a tile at most; `block`: tokens met at once."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+# By the bytes of a token's keys of one head, the first that holds them.
+CONFIGS = (
+    (128, Config(16, 128, 4, 3)),
+    (256, Config(16, 64, 4, 3)),
+    (512, Config(16, 64, 4, 2)),
+    (1 << 30, Config(16, 32, 4, 3)),
+)
+# Many heads over one latent are a matrix product worth its name.
+MANY_ROWS = Config(64, 32, 8, 2)
+# Of a merging program's tables: few sizes, since each is a kernel of its own.
+SPLITS = (1, 16, MAX_SPLITS)
+# Partial results that a merging program loads at once.
+MERGED = 4
+
+
+def choose_config(rows: int, key_bytes: int) -> Config:
+    if rows > 32 and key_bytes > 512:
+        return MANY_ROWS
+    return next(config for size, config in CONFIGS if key_bytes <= size)
+
+
+def decode_attention(
+    q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out_TNV: Tensor
+) -> Tensor:
+    num_seqs, kv_heads = len(batch.rows_B), cache.keys.shape[2]
+    if not num_seqs:
+        return out_TNV
+    q = two_parts(q)
+    num_heads = q.values.shape[1]
+    per_kv = num_heads // kv_heads
+    config = choose_config(per_kv, cache.keys.shape[-1] * cache.keys.element_size())
+    tiles = kv_heads * -(-per_kv // config.rows)
+    splits = batch.splits
+    assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
+    partial = sums = out_TNV
+    if splits.count > 1:
+        size = (num_seqs, splits.count, num_heads)
+        partial = torch.empty(*size, cache.value_dim, dtype=torch.float32, device=out_TNV.device)
+        sums = torch.empty(2, *size, dtype=torch.float32, device=out_TNV.device)
+    rest = q.values if q.rest is None else q.rest
+    values = cache.keys if cache.values is None else cache.values
+    pdl = dependent_launch(out_TNV)
+    decode_kernel[(tiles, splits.count, num_seqs)](
+        q.values,
+        rest,
+        cache.keys,
+        values,
+        out_TNV,
+        softmax.sinks_N,
+        partial,
+        sums,
+        batch.counters,
+        batch.rows_B,
+        batch.kv_lens_B,
+        batch.first_B,
+        batch.pages,
+        *strides(q.values),
+        *strides(rest),
+        *strides(cache.keys),
+        *strides(values),
+        *strides(out_TNV),
+        softmax.scale * cache.k_scale * LOG2_E,
+        cache.v_scale if cache.values is not None else cache.k_scale,
+        splits.count,
+        GROUP=per_kv,
+        ROWS=config.rows,
+        **channels(q),
+        V=cache.value_dim,
+        VP=padded(cache.value_dim),
+        PAGE=cache.page_size,
+        BLOCK_N=config.block,
+        CHUNK=-(-splits.chunk // config.block) * config.block,
+        SPLITS=next(most for most in SPLITS if splits.count <= most),
+        MERGED=MERGED,
+        SHARED=cache.values is None,
+        SINKS=softmax.sinks_N is not None,
+        WINDOW=softmax.window or 0,
+        PDL=pdl.on,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pdl.options,
+    )
+    return out_TNV
+
+
+# Views of one packed tensor: as they happen to lie, they would be as many kernels.
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["counters", "rows_p", "kv_lens", "first_p", "pages_p"],
+)
+def decode_kernel(
+    q1_p,
+    q2_p,
+    keys,
+    values,
+    out,
+    sinks,
+    partial,
+    sums,
+    counters,
+    rows_p,
+    kv_lens,
+    first_p,
+    pages_p,
+    q1_row,
+    q1_head,
+    q2_row,
+    q2_head,
+    k_slot,
+    k_head,
+    v_slot,
+    v_head,
+    out_row,
+    out_head,
+    scale,
+    v_scale,
+    num_splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D1: tl.constexpr,
+    D1P: tl.constexpr,
+    D2: tl.constexpr,
+    D2P: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    await_inputs(PDL)
+    release_next(PDL)
+    kv_len = tl.load(kv_lens + seq)
+    row = tl.load(rows_p + seq).to(tl.int64)
+    pages = pages_p + tl.load(first_p + seq)
+    oldest = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    begin = oldest // BLOCK_N * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
+    chunk = tl.maximum(chunk, CHUNK)
+    used = tl.cdiv(kv_len - begin, chunk)
+    if split >= tl.maximum(used, 1):
+        return
+    kv_head = (tile // BLOCKS).to(tl.int64)
+    member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
+    valid = member < GROUP
+    heads = kv_head * GROUP + member
+    q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, D1P, True)
+    q2 = q1
+    if D2 > 0:
+        q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    acc = tl.zeros((ROWS, VP), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    low = begin + split * chunk
+    high = tl.minimum(low + chunk, kv_len)
+    page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
+        page = pages_at(pages, start + BLOCK_N, offs_n, kv_len, PAGE, BLOCK_N)
+        kept = start + offs_n < kv_len
+        seen = kept
+        if WINDOW > 0:
+            seen = kept & (start + offs_n >= oldest)
+        acc, total, top = meet_block(
+            acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
+            k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
+        )  # fmt: skip
+    out += row * out_row
+    if (SPLITS == 1) | (used <= 1):
+        x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
+        store_rows(out, heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+    else:
+        num_heads = tl.num_programs(0) // BLOCKS * GROUP
+        plane = tl.num_programs(2).to(tl.int64) * num_splits * num_heads
+        first = seq.to(tl.int64) * num_splits * num_heads
+        place = first + split * num_heads + heads
+        store_rows(partial, place * V, acc, valid, V, VP)
+        tl.store(sums + place, top, mask=valid)
+        tl.store(sums + plane + place, total, mask=valid)
+        # All threads have stored before one of them counts.
+        tl.debug_barrier()
+        counter = counters + seq * tl.num_programs(0) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            merge_splits(
+                partial, sums, out, sinks, plane, first, num_heads, used, heads, valid, out_head,
+                v_scale, ROWS, V, VP, SPLITS, MERGED, SINKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_splits(
+    partial,
+    sums,
+    out,
+    sinks,
+    plane,
+    first,
+    num_heads,
+    used,
+    heads,
+    valid,
+    out_head,
+    v_scale,
+    ROWS: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Puts together what the splits of a sequence found, as if one program had met all its tokens,
+    some channels at a time. Past the first cache: other processors wrote it."""
+    WIDTH: tl.constexpr = min(VP, 128)
+    split = tl.arange(0, SPLITS)
+    there = (split < used)[:, None] & valid[None, :]
+    place = first + split[:, None] * num_heads + heads[None, :]
+    tops = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(sums + plane + place, mask=there, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    shares = tl.exp2(tops - top[None, :])
+    total = tl.sum(totals * shares, 0)
+    for column in range(0, VP, WIDTH):
+        d = column + tl.arange(0, WIDTH)
+        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(0, used, MERGED):
+            # Unrolled, so that several loads are under way at once.
+            for part in tl.static_range(MERGED):
+                kept = valid & (start + part < used)
+                at = first + (start + part) * num_heads + heads
+                x = tl.load(
+                    partial + at[:, None] * V + d[None, :],
+                    mask=kept[:, None] & (d[None, :] < V),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                share = tl.sum(tl.where(split[:, None] == start + part, shares, 0.0), 0)
+                acc += x * share[:, None]
+        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
+        tl.store(
+            out + (heads * out_head)[:, None] + d[None, :],
+            y.to(out.dtype.element_ty),
+            mask=valid[:, None] & (d[None, :] < V),
+        )

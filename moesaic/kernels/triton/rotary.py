@@ -1,0 +1,271 @@
+"""From what the projections give to what attention needs, in one kernel: norms, rotation, and the
+new keys and values at their places of the cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.attention import FP8, HeadEntry, LatentEntry, LayerPages
+from moesaic.kernels.triton.attention_blocks import padded, strides
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+
+WARPS = 4
+# Elements of a tile; each thread gets 16 of them, which it loads 8 at a time.
+TILE = WARPS * 32 * 16
+
+
+def enter_heads(qkv_TX: Tensor, entry: HeadEntry, cache: LayerPages, slots_T: Tensor) -> Tensor:
+    kv_heads, dim = cache.keys.shape[-2:]
+    num_tokens, heads = len(qkv_TX), entry.num_heads
+    q_TND = torch.empty(num_tokens, heads, dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
+    if not num_tokens:
+        return q_TND
+    assert cache.values is not None and qkv_TX.stride(-1) == 1
+    num_rows = num_tokens * (heads + 2 * kv_heads)
+    rows = max(1, TILE // padded(dim))
+    pdl = dependent_launch(qkv_TX)
+    enter_heads_kernel[(triton.cdiv(num_rows, rows),)](
+        qkv_TX,
+        q_TND,
+        cache.keys,
+        cache.values,
+        slots_T,
+        entry.cos_TR,
+        entry.sin_TR,
+        entry.q_norm_D,
+        entry.k_norm_D,
+        qkv_TX.stride(0),
+        entry.cos_TR.stride(0),
+        *strides(cache.keys),
+        *strides(cache.values),
+        num_rows,
+        entry.eps,
+        1 / cache.k_scale,
+        1 / cache.v_scale,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=dim,
+        DP=padded(dim),
+        ROWS=rows,
+        INTERLEAVED=entry.interleaved,
+        NORM=entry.q_norm_D is not None,
+        FP8=cache.keys.dtype == FP8,
+        PDL=pdl.on,
+        num_warps=WARPS,
+        **pdl.options,
+    )
+    return q_TND
+
+
+def enter_latent(
+    q_TNR: Tensor, latents_TC: Tensor, entry: LatentEntry, cache: LayerPages, slots_T: Tensor
+) -> Tensor:
+    num_tokens, heads, rope = q_TNR.shape
+    out_TNR = torch.empty(num_tokens, heads, rope, dtype=q_TNR.dtype, device=q_TNR.device)
+    if not num_tokens:
+        return out_TNR
+    plain = latents_TC.shape[-1] - rope
+    rows = max(1, TILE // padded(rope))
+    pdl = dependent_launch(q_TNR)
+    assert latents_TC.stride(-1) == 1
+    enter_latent_kernel[(num_tokens + triton.cdiv(num_tokens * heads, rows),)](
+        q_TNR,
+        out_TNR,
+        latents_TC,
+        cache.keys,
+        slots_T,
+        entry.cos_TR,
+        entry.sin_TR,
+        entry.norm_D,
+        *strides(q_TNR),
+        latents_TC.stride(0),
+        entry.cos_TR.stride(0),
+        cache.keys.stride(1),
+        num_tokens,
+        entry.eps,
+        1 / cache.k_scale,
+        HEADS=heads,
+        PLAIN=plain,
+        PLAIN_P=padded(plain),
+        ROPE=rope,
+        ROPE_P=padded(rope),
+        ROWS=rows,
+        INTERLEAVED=entry.interleaved,
+        FP8=cache.keys.dtype == FP8,
+        PDL=pdl.on,
+        num_warps=WARPS,
+        **pdl.options,
+    )
+    return out_TNR
+
+
+@triton.jit
+def load_halves(x, rows, kept, D: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two channels of each pair, [len(rows), DP / 2] each, in float32. Rows of an odd pair's
+    tile are filled up with zeros."""
+    if INTERLEAVED:
+        d = tl.arange(0, DP)
+        both = tl.load(
+            x + rows[:, None] + d[None, :], mask=kept[:, None] & (d[None, :] < D), other=0.0
+        )
+        a, b = tl.split(tl.reshape(both.to(tl.float32), (rows.shape[0], DP // 2, 2)))
+        return a, b
+    else:
+        h = tl.arange(0, DP // 2)
+        mask = kept[:, None] & (h[None, :] < D // 2)
+        a = tl.load(x + rows[:, None] + h[None, :], mask=mask, other=0.0)
+        b = tl.load(x + rows[:, None] + D // 2 + h[None, :], mask=mask, other=0.0)
+        return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
+    """`rows`: where the rows of cos and sin begin."""
+    h = tl.arange(0, DP // 2)
+    mask = kept[:, None] & (h[None, :] < D // 2)
+    c = tl.load(cos + rows[:, None] + h[None, :], mask=mask, other=0.0)
+    s = tl.load(sin + rows[:, None] + h[None, :], mask=mask, other=0.0)
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def encode(x, into, FP8: tl.constexpr):
+    """In the type of the cache; float8 holds no more than 448."""
+    if FP8:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    return x.to(into.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+def enter_heads_kernel(
+    qkv,
+    out,
+    keys,
+    values,
+    slots,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    qkv_row,
+    cos_row,
+    k_slot,
+    k_head,
+    v_slot,
+    v_head,
+    num_rows,
+    eps,
+    k_factor,
+    v_factor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = row % ALL
+    token = (row // ALL).to(tl.int64)
+    is_q = (row < num_rows) & (head < HEADS)
+    is_k = (row < num_rows) & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = (row < num_rows) & (head >= HEADS + KV_HEADS)
+    h = tl.arange(0, DP // 2)
+    await_inputs(PDL)
+    release_next(PDL)
+    slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
+    at = token * qkv_row + head * D
+    a, b = load_halves(qkv, at, is_q | is_k, D, DP, INTERLEAVED)
+    if NORM:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        factor = tl.rsqrt(squares / D + eps)[:, None]
+        weight = tl.where(is_q, q_norm, k_norm)
+        one = tl.zeros((ROWS,), tl.int64)
+        wa, wb = load_halves(weight[:, None], one, is_q | is_k, D, DP, INTERLEAVED)
+        a, b = a * factor * wa, b * factor * wb
+    x, y = rotate(a, b, cos, sin, token * cos_row, is_q | is_k, D, DP)
+    real = h[None, :] < D // 2
+    to = out + (token * HEADS + head)[:, None] * D + h[None, :]
+    tl.store(to, x.to(out.dtype.element_ty), mask=is_q[:, None] & real)
+    tl.store(to + D // 2, y.to(out.dtype.element_ty), mask=is_q[:, None] & real)
+    to = keys + (slot * k_slot + (head - HEADS) * k_head)[:, None] + h[None, :]
+    kept = (is_k & (slot >= 0))[:, None] & real
+    tl.store(to, encode(x * k_factor, keys, FP8), mask=kept)
+    tl.store(to + D // 2, encode(y * k_factor, keys, FP8), mask=kept)
+    d = tl.arange(0, DP)
+    kept = (is_v & (slot >= 0))[:, None] & (d[None, :] < D)
+    v = tl.load(qkv + at[:, None] + d[None, :], mask=kept, other=0.0).to(tl.float32)
+    to = values + (slot * v_slot + (head - HEADS - KV_HEADS) * v_head)[:, None] + d[None, :]
+    tl.store(to, encode(v * v_factor, values, FP8), mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
+def enter_latent_kernel(
+    q,
+    out,
+    latents,
+    keys,
+    slots,
+    cos,
+    sin,
+    norm,
+    q_row,
+    q_head,
+    latent_row,
+    cos_row,
+    k_slot,
+    num_tokens,
+    eps,
+    k_factor,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    PLAIN_P: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_P: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first programs take a latent each, the others ROWS queries."""
+    h = tl.arange(0, ROPE_P // 2)
+    program = tl.program_id(0)
+    if program < num_tokens:
+        d = tl.arange(0, PLAIN_P)
+        weight = tl.load(norm + d, mask=d < PLAIN, other=0.0).to(tl.float32)
+        await_inputs(PDL)
+        release_next(PDL)
+        at = program.to(tl.int64) * latent_row
+        slot = tl.load(slots + program).to(tl.int64)
+        x = tl.load(latents + at + d, mask=d < PLAIN, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / PLAIN + eps) * weight
+        to = keys + slot * k_slot
+        tl.store(to + d, encode(x * k_factor, keys, FP8), mask=(d < PLAIN) & (slot >= 0))
+        token = program.to(tl.int64) + tl.zeros((1,), tl.int64)
+        one = token >= 0
+        a, b = load_halves(latents + PLAIN, token * latent_row, one, ROPE, ROPE_P, INTERLEAVED)
+        x2, y2 = rotate(a, b, cos, sin, token * cos_row, one, ROPE, ROPE_P)
+        kept = (h[None, :] < ROPE // 2) & (slot >= 0)
+        to2 = to + PLAIN + h[None, :]
+        tl.store(to2, encode(x2 * k_factor, keys, FP8), mask=kept)
+        tl.store(to2 + ROPE // 2, encode(y2 * k_factor, keys, FP8), mask=kept)
+    else:
+        row = (program - num_tokens) * ROWS + tl.arange(0, ROWS)
+        there = row < num_tokens * HEADS
+        token_r = (row // HEADS).to(tl.int64)
+        await_inputs(PDL)
+        release_next(PDL)
+        at_r = token_r * q_row + (row % HEADS) * q_head
+        a3, b3 = load_halves(q, at_r, there, ROPE, ROPE_P, INTERLEAVED)
+        x3, y3 = rotate(a3, b3, cos, sin, token_r * cos_row, there, ROPE, ROPE_P)
+        to3 = out + row.to(tl.int64)[:, None] * ROPE + h[None, :]
+        kept3 = there[:, None] & (h[None, :] < ROPE // 2)
+        tl.store(to3, x3.to(out.dtype.element_ty), mask=kept3)
+        tl.store(to3 + ROPE // 2, y3.to(out.dtype.element_ty), mask=kept3)

@@ -1,0 +1,400 @@
+"""Attention on a GPU: what a step's kernels need, made from its spans in one copy to the device.
+
+A step is of one of two kinds. Decoding alone reads nothing but static buffers, which are filled
+between the runs of a CUDA graph (`DecodeBuffers`). A mixed step is made from its spans: single
+tokens go to the decoding kernel, which shares out a long context over many programs, and chunks to
+the prefill kernel, whose tiles a single token would leave empty.
+
+In deterministic mode all go to the prefill kernel, where the bits of a row depend on its sequence
+alone, and latents are always met in the absorbed form.
+
+T tokens of the step · B sequences · N query heads · D head size · V value size · C latent size ·
+R latent channels that are not rotated · L tokens of sequences · X tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as cached
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moesaic.kernels.attention import (
+    FP8,
+    DecodeRows,
+    HeadEntry,
+    LatentEntry,
+    LayerPages,
+    PrefillRows,
+    Queries,
+    Softmax,
+    choose_splits,
+    decode_attention,
+    enter_heads,
+    enter_latent,
+    prefill_attention,
+)
+from moesaic.layers.context import (
+    Angles,
+    AttentionSpec,
+    AttentionStep,
+    HeadParts,
+    LatentMaps,
+    LatentParts,
+)
+from moesaic.layers.torch_attention import PagedCache, Span
+
+Ints = npt.NDArray[np.int32]
+# Counters that the decoding kernel has for each row: it needs one for each tile of heads.
+COUNTERS = 256
+# Latents that are expanded at once; a longer sequence is met in the absorbed form.
+MAX_EXPANDED = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """On the host: rows, new and all tokens of some sequences, and where their pages begin in the
+    list of all pages."""
+
+    starts_B: Ints
+    lengths_B: Ints
+    kv_lens_B: Ints
+    first_B: Ints
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Sequences:
+        counts = np.array([len(span.pages) for span in spans], np.int32)
+        return cls(
+            np.array([span.start for span in spans], np.int32),
+            np.array([span.length for span in spans], np.int32),
+            np.array([span.kv_len for span in spans], np.int32),
+            (np.cumsum(counts) - counts).astype(np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts_B)
+
+    def arrays(self) -> list[Ints]:
+        return [self.starts_B, self.lengths_B, self.kv_lens_B, self.first_B]
+
+    def take(self, chosen: npt.NDArray[np.intp]) -> Sequences:
+        return Sequences(*(array[chosen] for array in self.arrays()))
+
+    def positions(self) -> tuple[Ints, Ints]:
+        """Of all new tokens, one sequence after the other: sequence and position."""
+        number = np.repeat(np.arange(len(self), dtype=np.int32), self.lengths_B)
+        behind = np.cumsum(self.lengths_B) - self.kv_lens_B
+        return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
+
+    def tiles(self, size: int) -> Ints:
+        """[X, 2]: sequence and offset of each piece of `size` queries, longest work first."""
+        counts = -(-self.lengths_B // size)
+        number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
+        behind = (np.cumsum(counts) - counts)[number]
+        offset = (np.arange(len(number)) - behind) * size
+        work = (self.kv_lens_B - self.lengths_B)[number] + offset
+        tiles = np.stack((number, offset), axis=1).astype(np.int32)
+        return tiles[np.argsort(-work, kind="stable")]
+
+
+def page_list(spans: Sequence[Span]) -> Ints:
+    total = sum(len(span.pages) for span in spans)
+    return np.fromiter(chain.from_iterable(span.pages for span in spans), np.int32, total)
+
+
+def upload(array: Ints, device: torch.device) -> Tensor:
+    """The host does not wait; the allocator keeps the pinned memory until the copy is done."""
+    return _pinned(array, device).to(device, non_blocking=True)
+
+
+@cached
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Prefill:
+    """Sequences of a mixed step for the prefill kernel, and their pages."""
+
+    def __init__(self, host: Sequences, arrays: Sequence[Tensor], pages: Tensor) -> None:
+        self.host, self.pages = host, pages
+        self._tiles: dict[int, Tensor] = {}
+        starts_B, lengths_B, kv_lens_B, first_B = arrays
+        self.rows = PrefillRows(starts_B, lengths_B, kv_lens_B, first_B, pages, self.tiles)
+
+    @classmethod
+    def of(cls, host: Sequences, pages: Tensor) -> Prefill:
+        arrays = upload(np.stack(host.arrays()), pages.device)
+        return cls(host, list(arrays), pages)
+
+    def tiles(self, size: int) -> Tensor:
+        if size not in self._tiles:
+            self._tiles[size] = upload(self.host.tiles(size), self.pages.device)
+        return self._tiles[size]
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Sequences whose latents become keys and values: their pages one after the other."""
+
+    prefill: Prefill
+    pages: Tensor
+
+
+class GpuAttention(AttentionStep):
+    """`slots_T`: where each token's keys and values go, -1 for padding; `positions_T`: where it
+    stands in its sequence; both int32. Every row is one of `decode` or of `prefill`."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        decode: DecodeRows | None,
+        prefill: Prefill | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.cache, self.slots_T, self.positions_T = cache, slots_T, positions_T
+        self.decode, self.prefill = decode, prefill
+        self.deterministic = deterministic
+        self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
+
+    @classmethod
+    def from_spans(
+        cls, cache: PagedCache, spans: Sequence[Span], deterministic: bool = False
+    ) -> GpuAttention:
+        device = cache.keys.device
+        pages, sequences = page_list(spans), Sequences.of(spans)
+        number, position = sequences.positions()
+        row = sequences.starts_B[number] + position
+        row -= (sequences.kv_lens_B - sequences.lengths_B)[number]
+        slot = _slots(cache.page_size, pages, sequences.first_B[number], position)
+        order = np.argsort(row, kind="stable")
+        single = (sequences.lengths_B == 1) & (not deterministic)
+        decoding, chunks = (sequences.take(np.flatnonzero(part)) for part in (single, ~single))
+        groups = decoding.arrays() + chunks.arrays()
+        packed = upload(np.concatenate([slot[order], position[order], *groups, pages]), device)
+        sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4 + [len(pages)]
+        slots_T, positions_T, *parts = packed.split(sizes)
+        return cls(
+            cache,
+            slots_T,
+            positions_T,
+            _decode_rows(cache, decoding, parts[:4], parts[-1]) if len(decoding) else None,
+            Prefill(chunks, parts[4:8], parts[-1]) if len(chunks) else None,
+            deterministic,
+        )
+
+    def attend_heads(
+        self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
+    ) -> Tensor:
+        q_norm, k_norm = parts.q_norm, parts.k_norm
+        cos_TR, sin_TR = (x.squeeze(1) for x in angles)
+        entry = HeadEntry(
+            parts.num_heads,
+            cos_TR,
+            sin_TR,
+            parts.rope.interleaved,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+        pages = self._pages(spec.layer)
+        return self._mix(spec, Queries(enter_heads(qkv_TX, entry, pages, self.slots_T)), pages)
+
+    def attend_latents(
+        self,
+        spec: AttentionSpec,
+        q_TND: Tensor,
+        latents_TC: Tensor,
+        parts: LatentParts,
+        maps: LatentMaps,
+        angles: Angles,
+    ) -> Tensor:
+        cos, sin = (x.squeeze(1) for x in angles)
+        norm, interleaved = parts.norm, parts.rope.interleaved
+        entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
+        pages = self._latent_pages(spec.layer, parts.rope_dim)
+        plain, rope = q_TND.split([q_TND.shape[-1] - parts.rope_dim, parts.rope_dim], dim=-1)
+        rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
+        return self._mix_latents(spec, Queries(plain, rope), pages, maps)
+
+    def _pages(self, layer: int) -> LayerPages:
+        cache = self.cache
+        keys, values = cache.keys[layer], cache.values[layer]
+        return LayerPages(keys, values, values.shape[-1], cache.k_scale, cache.v_scale)
+
+    def _latent_pages(self, layer: int, rope_dim: int) -> LayerPages:
+        keys = self.cache.keys[layer]
+        return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
+
+    def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:
+        out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
+        softmax = _softmax(spec)
+        if self.decode is not None:
+            decode_attention(q, pages, self.decode, softmax, out_TNV)
+        if self.prefill is not None:
+            prefill_attention(q, pages, self.prefill.rows, softmax, out_TNV)
+        return out_TNV
+
+    def _mix_latents(
+        self, spec: AttentionSpec, q: Queries, pages: LayerPages, maps: LatentMaps
+    ) -> Tensor:
+        """Queries of all rows are absorbed, also of those whose latents are expanded, unless these
+        are all there are."""
+        absorbing, expansions = self._grouped(maps)
+        softmax, mixed_TNV = _softmax(spec), None
+        if self.decode is not None or absorbing is not None:
+            absorbed = Queries(maps.absorb_plain(q.values), q.rest)
+            mixed_TNR = absorbed.values.new_empty(*q.values.shape[:2], pages.value_dim)
+            if self.decode is not None:
+                decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
+            if absorbing is not None:
+                prefill_attention(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
+            mixed_TNV = maps.release(mixed_TNR)
+        for expansion in expansions:
+            expanded = _expand(pages, expansion.pages, maps, q.values.dtype)
+            if mixed_TNV is None:
+                mixed_TNV = q.values.new_empty(*q.values.shape[:2], expanded.value_dim)
+            prefill_attention(q, expanded, expansion.prefill.rows, softmax, mixed_TNV)
+        assert mixed_TNV is not None, "a step without rows"
+        return mixed_TNV
+
+    def _grouped(self, maps: LatentMaps) -> tuple[Prefill | None, list[Expansion]]:
+        """Chunks whose queries are absorbed, and those whose latents are expanded: the same for all
+        layers, made once a step."""
+        if self.prefill is None:
+            return None, []
+        if self._latent_groups is None:
+            self._latent_groups = _latent_groups(self.prefill, maps, self)
+        return self._latent_groups
+
+
+def _softmax(spec: AttentionSpec) -> Softmax:
+    return Softmax(spec.scale, spec.window, spec.sinks_N)
+
+
+def _slots(page_size: int, pages: Ints, first: Ints, position: Ints) -> Ints:
+    slots: Ints = pages[first + position // page_size] * page_size + position % page_size
+    return slots
+
+
+def _decode_rows(
+    cache: PagedCache, host: Sequences, arrays: Sequence[Tensor], pages: Tensor
+) -> DecodeRows:
+    rows_B, _, kv_lens_B, first_B = arrays
+    heads, device = cache.keys.shape[-2], pages.device
+    splits = choose_splits(len(host), heads, int(host.kv_lens_B.max()), processors(device))
+    counters = torch.zeros(len(host) * COUNTERS, dtype=torch.int32, device=device)
+    return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters)
+
+
+def _latent_groups(
+    prefill: Prefill, maps: LatentMaps, step: GpuAttention
+) -> tuple[Prefill | None, list[Expansion]]:
+    host, page_size = prefill.host, step.cache.page_size
+    absorbed = np.array(
+        [
+            step.deterministic or kv > MAX_EXPANDED or maps.absorbs(int(new), int(kv))
+            for new, kv in zip(host.lengths_B, host.kv_lens_B, strict=True)
+        ],
+        np.bool_,
+    )
+    if absorbed.all():
+        return prefill, []
+    absorbing = None
+    if absorbed.any():
+        absorbing = Prefill.of(host.take(np.flatnonzero(absorbed)), prefill.pages)
+    pieces: list[list[int]] = []
+    room = 0
+    for number in np.flatnonzero(~absorbed):
+        tokens = int(host.kv_lens_B[number])
+        if not pieces or tokens > room:
+            pieces.append([])
+            room = MAX_EXPANDED
+        pieces[-1].append(int(number))
+        room -= tokens
+    return absorbing, [
+        _expansion(host.take(np.array(piece)), prefill, page_size) for piece in pieces
+    ]
+
+
+def _expansion(host: Sequences, prefill: Prefill, page_size: int) -> Expansion:
+    """Pages in which the expanded keys and values will lie are counted from 0."""
+    counts = -(-host.kv_lens_B // page_size)
+    behind = (np.cumsum(counts) - counts).astype(np.int32)
+    own = np.arange(counts.sum(), dtype=np.int32)
+    device = prefill.pages.device
+    sources = upload(own + np.repeat(host.first_B - behind, counts), device)
+    moved = Sequences(host.starts_B, host.lengths_B, host.kv_lens_B, behind)
+    return Expansion(Prefill.of(moved, upload(own, device)), prefill.pages.index_select(0, sources))
+
+
+def _expand(latents: LayerPages, pages: Tensor, maps: LatentMaps, dtype: torch.dtype) -> LayerPages:
+    keys = latents.keys
+    if keys.dtype == FP8:
+        # index_select does not know the type.
+        gathered = keys.view(torch.uint8).index_select(0, pages).view(FP8)
+    else:
+        gathered = keys.index_select(0, pages)
+    latents_LC = gathered.to(dtype).flatten(0, 2)
+    if latents.k_scale != 1.0:
+        latents_LC = latents_LC * latents.k_scale
+    k_LND, v_LNV = (x.unflatten(0, (len(pages), -1)) for x in maps.expand(latents_LC))
+    return LayerPages(k_LND, v_LNV, v_LNV.shape[-1])
+
+
+class DecodeBuffers:
+    """Static tensors of a CUDA graph that decodes up to `rows` sequences of up to `max_pages` pages
+    each. `attention` reads them whenever the graph runs; rows without a sequence become zeros and
+    store nothing."""
+
+    def __init__(self, cache: PagedCache, rows: int, max_pages: int) -> None:
+        self.cache, self.rows, self.max_pages = cache, rows, max_pages
+        device, heads = cache.keys.device, cache.keys.shape[-2]
+        self._packed = torch.zeros(rows * (4 + max_pages), dtype=torch.int32, device=device)
+        sizes = [rows] * 4 + [rows * max_pages]
+        slots_T, positions_T, kv_lens_B, first_B, pages = self._packed.split(sizes)
+        slots_T.fill_(-1)
+        longest = max_pages * cache.page_size
+        decode = DecodeRows(
+            torch.arange(rows, dtype=torch.int32, device=device),
+            kv_lens_B,
+            first_B,
+            pages,
+            choose_splits(rows, heads, longest, processors(device)),
+            torch.zeros(rows * COUNTERS, dtype=torch.int32, device=device),
+        )
+        self.attention = GpuAttention(cache, slots_T, positions_T, decode)
+
+    @property
+    def positions_T(self) -> Tensor:
+        return self.attention.positions_T
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Row i becomes that of the i-th span, each of one token. The host does not wait."""
+        sequences, pages = Sequences.of(spans), page_list(spans)
+        if len(spans) > self.rows or len(pages) > self.rows * self.max_pages:
+            raise ValueError(
+                f"{len(spans)} sequences with {len(pages)} pages do not fit into buffers for "
+                f"{self.rows} sequences of {self.max_pages} pages: use larger ones"
+            )
+        assert (sequences.lengths_B == 1).all(), "only single tokens are decoded"
+        position = sequences.kv_lens_B - 1
+        slots = _slots(self.cache.page_size, pages, sequences.first_B, position)
+        head = np.zeros((4, self.rows), np.int32)
+        head[0] = -1
+        head[:, : len(spans)] = slots, position, sequences.kv_lens_B, sequences.first_B
+        packed = np.concatenate((head.ravel(), pages))
+        self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
+
+
+def _pinned(array: Ints, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host

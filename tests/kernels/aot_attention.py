@@ -1,0 +1,156 @@
+"""Compiles attention's kernels for Hopper as the served models use them, and looks at the result.
+
+python -m tests.kernels.aot_attention          # the main ones
+python -m tests.kernels.aot_attention all
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
+from moesaic.kernels.triton.attention_blocks import padded
+from tests.kernels.aot import Usage, build
+
+SHARED_LIMIT = 227 * 1024
+STRIDES = tuple(f"{x}_{y}" for x in ("q1", "q2", "out") for y in ("row", "head"))
+STRIDES += tuple(f"{x}_{y}" for x in ("k", "v") for y in ("slot", "head"))
+INDICES = ("counters", "rows_p", "kv_lens", "first_p", "pages_p", "tiles", "starts", "lengths")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`rest`: channels of queries and keys in a second part; `shared`: values are keys."""
+
+    group: int
+    dim: int
+    value_dim: int
+    rest: int = 0
+    shared: bool = False
+    window: int = 0
+    sinks: bool = False
+    cache: str = "*bf16"
+
+    @property
+    def key_bytes(self) -> int:
+        return (self.dim + self.rest) * (2 if self.cache == "*bf16" else 1)
+
+    def constants(self, page: int) -> dict[str, Any]:
+        made = {
+            "GROUP": self.group,
+            "D1": self.dim,
+            "D1P": padded(self.dim),
+            "D2": self.rest,
+            "D2P": padded(self.rest),
+            "V": self.value_dim,
+            "VP": padded(self.value_dim),
+            "PAGE": page,
+            "SHARED": self.shared,
+            "SINKS": self.sinks,
+            "WINDOW": self.window,
+            "PDL": True,
+        }
+        return made if self.sinks else made | {"sinks": None}
+
+    def types(self, kernel: Any) -> dict[str, str]:
+        every = dict.fromkeys(("q1_p", "q2_p", "out", "sinks"), "*bf16")
+        every |= dict.fromkeys(("keys", "values"), self.cache)
+        every |= dict.fromkeys(("partial", "sums"), "*fp32") | dict.fromkeys(INDICES, "*i32")
+        every |= dict.fromkeys((*STRIDES, "num_splits", "parts"), "i32")
+        every |= dict.fromkeys(("scale", "v_scale"), "fp32")
+        left = {"sinks"} if not self.sinks else set()
+        return {name: every[name] for name in kernel.arg_names if name in every.keys() - left}
+
+
+QWEN3 = Shape(8, 128, 128)
+GPT_OSS = Shape(8, 64, 64, window=128, sinks=True)
+LATENT_16 = Shape(16, 512, 512, rest=64, shared=True)
+LATENT_128 = Shape(128, 512, 512, rest=64, shared=True)
+EXPANDED = Shape(1, 128, 128, rest=64)
+QWEN3_FP8 = Shape(8, 128, 128, cache="*fp8e4nv")
+
+
+def decode(shape: Shape, page: int, splits: int = 16) -> Usage:
+    config = attention_decode.choose_config(shape.group, shape.key_bytes)
+    constants = shape.constants(page) | {
+        "ROWS": config.rows,
+        "BLOCK_N": config.block,
+        "CHUNK": 128,
+        "SPLITS": splits,
+        "MERGED": attention_decode.MERGED,
+    }
+    kernel = attention_decode.decode_kernel
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return build(kernel, shape.types(kernel), constants, aligned=STRIDES, **options)
+
+
+def prefill(shape: Shape, page: int) -> Usage:
+    config = attention_prefill.choose_config((shape.dim + shape.rest) * 2)
+    constants = shape.constants(page) | {
+        "ROWS": config.rows,
+        "PER_TILE": min(shape.group, config.rows),
+        "BLOCK_N": config.block,
+    }
+    kernel = attention_prefill.prefill_kernel
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return build(kernel, shape.types(kernel), constants, aligned=STRIDES, **options)
+
+
+def enter(cache: str = "*bf16") -> Usage:
+    kernel = rotary.enter_heads_kernel
+    types = dict.fromkeys(("qkv", "out", "q_norm", "k_norm"), "*bf16")
+    types |= {"keys": cache, "values": cache, "slots": "*i32", "cos": "*fp32", "sin": "*fp32"}
+    strides = ("qkv_row", "cos_row", "k_slot", "k_head", "v_slot", "v_head")
+    types |= dict.fromkeys((*strides, "num_rows"), "i32")
+    types |= dict.fromkeys(("eps", "k_factor", "v_factor"), "fp32")
+    constants = {
+        "HEADS": 32,
+        "KV_HEADS": 4,
+        "D": 128,
+        "DP": 128,
+        "ROWS": rotary.TILE // 128,
+        "INTERLEAVED": False,
+        "NORM": True,
+        "FP8": cache != "*bf16",
+        "PDL": True,
+    }
+    return build(kernel, types, constants, aligned=strides, num_warps=rotary.WARPS)
+
+
+def check(name: str, usage: Usage, *wanted: str) -> None:
+    counts = ", ".join(f"{usage.count(text)} {text}" for text in wanted)
+    print(
+        f"{name}: {usage.registers} registers, {usage.local} bytes spilled, {usage.shared} bytes "
+        f"of shared memory, {counts}"
+    )
+    assert usage.local == 0, f"{name} spills {usage.local} bytes"
+    assert usage.shared <= SHARED_LIMIT, f"{name} needs {usage.shared} bytes of shared memory"
+    for text in wanted:
+        assert usage.count(text), f"{name} has no {text}"
+
+
+def main(every: bool) -> None:
+    loads, few, many = "cp.async.cg.shared.global", "mma.sync", "wgmma.mma_async"
+    check("enter", enter(), "ld.global.v4", "st.global.v4", "griddepcontrol.wait")
+    check("decode qwen3, pages of 16", decode(QWEN3, 16), loads, few)
+    if not every:
+        return
+    check("decode qwen3, pages of 64", decode(QWEN3, 64), loads, few)
+    check("decode qwen3, no splits", decode(QWEN3, 16, 1), loads, few)
+    check("decode qwen3, float8", decode(QWEN3_FP8, 16), loads, few)
+    check("decode gpt-oss", decode(GPT_OSS, 16), loads, few)
+    check("decode latents, 16 heads", decode(LATENT_16, 16), loads, few)
+    check("decode latents, 128 heads", decode(LATENT_128, 16), loads, many)
+    check("prefill qwen3, pages of 16", prefill(QWEN3, 16), loads, many)
+    check("prefill qwen3, pages of 64", prefill(QWEN3, 64), loads, many)
+    check("prefill gpt-oss", prefill(GPT_OSS, 16), loads, many)
+    check("prefill latents, expanded", prefill(EXPANDED, 16), loads, many)
+    check("prefill latents, absorbed", prefill(LATENT_16, 16), loads, few)
+    check("prefill qwen3, float8", prefill(QWEN3_FP8, 16), many)
+    check("enter, float8", enter("*fp8e4nv"), "ld.global.v4")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] == ["all"])

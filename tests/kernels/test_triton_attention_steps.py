@@ -1,0 +1,239 @@
+"""Steps of attention on a GPU against the CPU's own on the same cache."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
+from moesaic.layers import gpu_attention
+from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
+from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
+from moesaic.layers.norm import RMSNorm
+from moesaic.layers.rotary import RopeConfig, RotaryTable
+from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+
+N, M, D = 4, 2, 16
+PAGE, LAYER = 4, 1
+RANK, ROPE, PLAIN, VALUE = 32, 16, 16, 24
+MIXED = [(1, 1), (5, 5), (1, 37), (9, 20), (1, 8)]
+DECODING = [(1, 1), (1, 37), (1, 8)]
+BOUND = 1e-5
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: Triton's, in its interpreter, in place of their twins."""
+    if GPU:
+        return
+    for module in (attention_decode, attention_prefill):
+        config = module.Config(16, 16, 4, 2)
+        monkeypatch.setattr(module, "CONFIGS", ((1 << 30, config),))
+    for name, module in (
+        ("decode_attention", attention_decode),
+        ("prefill_attention", attention_prefill),
+        ("enter_heads", rotary),
+        ("enter_latent", rotary),
+    ):
+        monkeypatch.setattr(gpu_attention, name, getattr(module, name))
+
+
+def make_spans(lengths: list[tuple[int, int]]) -> list[Span]:
+    """Pages in any order, some spans with more than they need."""
+    counts = [-(-kv // PAGE) + (kv % 2) for _, kv in lengths]
+    free = (torch.randperm(sum(counts)) + 1).tolist()
+    spans, start = [], 0
+    for (new, kv), count in zip(lengths, counts, strict=True):
+        spans.append(Span(start, new, kv, [free.pop() for _ in range(count)]))
+        start += new
+    return spans
+
+
+def make_caches(spec: CacheSpec, spans: list[Span]) -> tuple[PagedCache, PagedCache]:
+    """Two with the same history; what is of nobody is NaN in the second."""
+    pages = 1 + max(page for span in spans for page in span.pages)
+    cpu, gpu = (PagedCache(spec, pages, PAGE, torch.float32, where) for where in ("cpu", DEVICE))
+    gpu.keys.fill_(math.nan)
+    gpu.values.fill_(math.nan)
+    cpu.keys.zero_()
+    cpu.values.zero_()
+    for span in spans:
+        for position in range(span.kv_len - span.length):
+            place = LAYER, span.pages[position // PAGE], position % PAGE
+            for mine, theirs in ((cpu.keys, gpu.keys), (cpu.values, gpu.values)):
+                mine[place] = torch.randn(mine.shape[-2:])
+                theirs[place] = mine[place].to(DEVICE)
+    return cpu, gpu
+
+
+def rows_of(spans: list[Span]) -> int:
+    return sum(span.length for span in spans)
+
+
+def positions_of(spans: list[Span]) -> Tensor:
+    return torch.tensor([n for s in spans for n in range(s.kv_len - s.length, s.kv_len)])
+
+
+def norm(size: int, device: str) -> RMSNorm:
+    made = RMSNorm(size, 1e-6, torch.float32)
+    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(size))
+    return made.to(device)
+
+
+def heads_of(step: AttentionStep, qkv: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
+    where = qkv.device
+    parts = HeadParts(N, M, D, rope, norm(D, where), norm(D, where))
+    sinks = torch.linspace(-1, 1, N, device=where)
+    angles = tuple(x.to(where) for x in rope.at(positions))
+    return step.attend_heads(AttentionSpec(LAYER, 0.3, 30, sinks), qkv, parts, angles)
+
+
+class Maps:
+    """Of random up-projections."""
+
+    def __init__(self, absorbed: bool) -> None:
+        self.absorbed = absorbed
+        generator = torch.Generator().manual_seed(1)
+        self.keys = torch.randn(N, PLAIN, RANK, generator=generator) * 0.2
+        self.values = torch.randn(N, VALUE, RANK, generator=generator) * 0.2
+
+    def absorbs(self, queries: int, kv_len: int) -> bool:
+        return self.absorbed
+
+    def absorb(self, q: Tensor) -> Tensor:
+        return torch.cat((self.absorb_plain(q[..., :PLAIN]), q[..., PLAIN:]), dim=-1)
+
+    def absorb_plain(self, q: Tensor) -> Tensor:
+        return torch.einsum("tnd,ndr->tnr", q, self.keys.to(q.device))
+
+    def release(self, mixed: Tensor) -> Tensor:
+        return torch.einsum("tnr,nvr->tnv", mixed[..., :RANK], self.values.to(mixed.device))
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        plain, rope = latents.split([RANK, ROPE], dim=-1)
+        keys = torch.einsum("lr,ndr->lnd", plain, self.keys.to(plain.device))
+        values = torch.einsum("lr,nvr->lnv", plain, self.values.to(plain.device))
+        return torch.cat((keys, rope.unsqueeze(1).expand(-1, N, -1)), dim=-1), values
+
+
+def latents_of(
+    step: AttentionStep, q: Tensor, latents: Tensor, positions: Tensor, maps: Maps
+) -> Tensor:
+    rope = RotaryTable(RopeConfig(ROPE, interleaved=True), 64)
+    angles = tuple(x.to(q.device) for x in rope.at(positions))
+    parts = LatentParts(ROPE, rope, norm(RANK, q.device))
+    return step.attend_latents(AttentionSpec(LAYER, 0.3), q, latents, parts, maps, angles)
+
+
+def written(cache: PagedCache, spans: list[Span]) -> Tensor:
+    places = [(span.pages[n // PAGE], n % PAGE) for span in spans for n in range(span.kv_len)]
+    both = torch.cat((cache.keys[LAYER], cache.values[LAYER]), dim=-1).cpu()
+    return torch.stack([both[place] for place in places])
+
+
+@pytest.mark.parametrize("lengths", [MIXED, DECODING])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_equals_the_cpus(
+    kernels: None, lengths: list[tuple[int, int]], deterministic: bool
+) -> None:
+    spans = make_spans(lengths)
+    cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
+    qkv = torch.randn(rows_of(spans), (N + 2 * M) * D)
+    rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
+    step = GpuAttention.from_spans(gpu, spans, deterministic)
+    assert step.positions_T.tolist() == positions.tolist()
+    out = heads_of(step, qkv.to(DEVICE), rope, positions)
+    want = heads_of(TorchAttention(cpu, spans), qkv, rope, positions)
+    assert relative_error(out.cpu(), want) < BOUND
+    assert relative_error(written(gpu, spans), written(cpu, spans)) < BOUND
+    assert gpu.keys[0].isnan().all(), "the other layer's pages were touched"
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_a_step_with_latents_equals_the_cpus(
+    kernels: None, absorbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_attention, "MAX_EXPANDED", 22)
+    spans = make_spans(MIXED)
+    cpu, gpu = make_caches(CacheSpec(2, 1, RANK + ROPE, 0), spans)
+    q = torch.randn(rows_of(spans), N, PLAIN + ROPE)
+    latents = torch.randn(rows_of(spans), RANK + ROPE)
+    positions, maps = positions_of(spans), Maps(absorbed)
+    step = GpuAttention.from_spans(gpu, spans)
+    out = latents_of(step, q.to(DEVICE), latents.to(DEVICE), positions, maps)
+    want = latents_of(TorchAttention(cpu, spans), q, latents, positions, maps)
+    assert relative_error(out.cpu(), want) < BOUND
+    assert relative_error(written(gpu, spans), written(cpu, spans)) < BOUND
+    absorbing, expansions = step._grouped(maps)
+    assert (absorbing is None) is not absorbed
+    assert len(expansions) == (0 if absorbed else 2), "5 and 20 tokens do not fit into 22"
+
+
+def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
+    """Filled twice, the second time with fewer sequences than before."""
+    cache = PagedCache(CacheSpec(2, M, D, D), 40, PAGE, torch.float32, DEVICE)
+    buffers = DecodeBuffers(cache, 4, 10)
+    for lengths in (DECODING, DECODING[1:]):
+        spans = make_spans(lengths)
+        cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
+        cache.keys.fill_(math.nan)
+        cache.values.fill_(math.nan)
+        pages = gpu.keys.shape[1]
+        cache.keys[:, :pages] = gpu.keys
+        cache.values[:, :pages] = gpu.values
+        buffers.fill(spans)
+        qkv = torch.randn(4, (N + 2 * M) * D)
+        rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
+        padded = torch.zeros(4, dtype=torch.int64)
+        padded[: len(spans)] = positions
+        assert buffers.positions_T.tolist() == padded.tolist()
+        out = heads_of(buffers.attention, qkv.to(DEVICE), rope, padded)
+        step = TorchAttention(cpu, spans)
+        want = heads_of(step, qkv[: len(spans)], rope, positions)
+        assert relative_error(out[: len(spans)].cpu(), want) < BOUND
+        assert not out[len(spans) :].any(), "padding rows are zero"
+        assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+
+
+def test_buffers_refuse_what_does_not_fit() -> None:
+    cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, DEVICE)
+    with pytest.raises(ValueError, match="2 sequences with 2 pages do not fit into buffers for 1"):
+        DecodeBuffers(cache, 1, 5).fill([Span(0, 1, 1, [1]), Span(1, 1, 1, [2])])
+
+
+def test_tiles_are_listed_with_the_longest_work_first() -> None:
+    """Of 5 tokens after 8 others and 3 at the beginning, in pieces of 2."""
+    sequences = gpu_attention.Sequences.of([Span(0, 5, 13, [1]), Span(5, 3, 3, [2])])
+    assert sequences.tiles(2).tolist() == [[0, 4], [0, 2], [0, 0], [1, 2], [1, 0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_step_follows_its_buffers() -> None:
+    spans = make_spans(DECODING)
+    cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
+    buffers = DecodeBuffers(gpu, 4, 12)
+    rope = RotaryTable(RopeConfig(D), 64)
+    rope.cos, rope.sin = rope.cos.cuda(), rope.sin.cuda()
+    qkv = torch.zeros(4, (N + 2 * M) * D, device="cuda")
+    for _ in range(2):
+        heads_of(buffers.attention, qkv, rope, buffers.positions_T)
+    parts = HeadParts(N, M, D, rope, norm(D, "cuda"), norm(D, "cuda"))
+    spec = AttentionSpec(LAYER, 0.3, 30, torch.linspace(-1, 1, N, device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = buffers.attention.attend_heads(spec, qkv, parts, rope.at(buffers.positions_T))
+    for _ in range(3):
+        fresh = torch.randn(len(spans), (N + 2 * M) * D)
+        qkv[: len(spans)] = fresh.cuda()
+        buffers.fill(spans)
+        graph.replay()
+        cpu_rope = RotaryTable(RopeConfig(D), 64)
+        step = TorchAttention(cpu, spans)
+        want = heads_of(step, fresh, cpu_rope, positions_of(spans))
+        assert relative_error(out[: len(spans)].cpu(), want) < BOUND
+        assert not out[len(spans) :].any()
