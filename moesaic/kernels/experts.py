@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
 
 SORT = "moesaic.kernels.triton.sort"
@@ -196,7 +197,8 @@ def dense(x: Rows) -> Tensor:
     """In float32."""
     values = x.values.float()
     if x.scales is not None:
-        spread = x.scales.repeat_interleave(-(-values.shape[-1] // x.scales.shape[-1]), -1)
+        group = FP8_GROUP if x.values.dtype == torch.float8_e4m3fn else values.shape[-1]
+        spread = x.scales.repeat_interleave(group, -1)
         values = values * spread[..., : values.shape[-1]]
     return values * x.scale
 
@@ -215,6 +217,9 @@ def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
 
 def dense_matrix(matrices: Matrices, expert: int) -> Tensor:
     """[rows, columns] of all parts in float32."""
+    if matrices.format in FOUR_BITS:
+        planes = {name: plane[expert] for name, plane in matrices.planes.items()}
+        return FOUR_BITS[matrices.format](planes).flatten(0, 1)
     values = matrices.planes["values"][expert].float()
     if "scales" in matrices.planes:
         scales = matrices.planes["scales"][expert]

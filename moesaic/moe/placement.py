@@ -117,6 +117,6 @@ class SlotMap:
         if self.placement.is_identity:
             return ids_NK
         known_NK = ids_NK.clamp(min=0)
-        row_N1 = torch.arange(len(ids_NK)).unsqueeze(1)
+        row_N1 = torch.arange(len(ids_NK), device=ids_NK.device).unsqueeze(1)
         slots_NK = self._slots_EX[known_NK, row_N1 % self._count_E[known_NK]]
         return torch.where(ids_NK < 0, -1, slots_NK)
