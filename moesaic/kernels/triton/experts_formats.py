@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-from moesaic.kernels.triton.nibbles import decode_pairs, group_scales, halves
+from moesaic.kernels.triton.nibbles import RAISED, decode_pairs, group_scales, halves
 
 PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
 
@@ -52,9 +52,9 @@ def _power(number: int) -> bool:
 @triton.jit
 def _load_columns(pointers, at, columns, rows_ok, EVEN: tl.constexpr):
     """A tile [rows, columns] from its rows' first elements."""
-    if EVEN:
-        return tl.load(pointers[:, None] + at[None, :], mask=rows_ok[:, None], other=0)
-    ok = rows_ok[:, None] & (at < columns)[None, :]
+    ok = rows_ok[:, None]
+    if not EVEN:
+        ok = ok & (at < columns)[None, :]
     return tl.load(pointers[:, None] + at[None, :], mask=ok, other=0)
 
 
@@ -62,6 +62,7 @@ def _load_columns(pointers, at, columns, rows_ok, EVEN: tl.constexpr):
 def _add_packed(
     acc, x0, x1, w_rows, s_rows, z_rows, n_ok, k, K,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """acc += x · wᵀ over BK columns from k on; x0 are its even columns, x1 its odd ones."""
     bytes_at = k // 2 + tl.arange(0, BK // 2)
@@ -70,23 +71,23 @@ def _add_packed(
         # One group: x · (q - zero) is exact, the scale is applied to the sum.
         scale = tl.load(s_rows + k // GROUP, mask=n_ok, other=0.0)
         zero = tl.load(z_rows + k // GROUP, mask=n_ok, other=0)
-        low, high = decode_pairs(w, zero[:, None], FORMAT, x0.dtype)
+        low, high = decode_pairs(w, zero[:, None], FORMAT, x0.dtype, ASM)
         part = tl.dot(x0, low.T, input_precision="ieee")
         part = tl.dot(x1, high.T, part, input_precision="ieee")
-        return acc + part * scale[None, :]
-    if FORMAT == "int4_w4a16":
-        scale = group_scales(s_rows, n_ok, k, K, FORMAT, GROUP, BK, tl.float32)
-        zero = group_scales(z_rows, n_ok, k, K, FORMAT, GROUP, BK, tl.uint8)
-        low, high = decode_pairs(w, zero, FORMAT, tl.float32)
-        low, high = (low * scale).to(x0.dtype), (high * scale).to(x0.dtype)
+        acc += part * scale[None, :]
     else:
-        # In float16 the scales of mxfp4 are too large or too small for the product's type.
-        wide: tl.constexpr = tl.bfloat16 if x0.dtype == tl.bfloat16 else tl.float32
-        scale = group_scales(s_rows, n_ok, k, K, FORMAT, GROUP, BK, wide)
-        low, high = decode_pairs(w, w, FORMAT, wide)
+        # Products of fp4 and its scales are exact in bfloat16; float16 has not the range of mxfp4.
+        exact: tl.constexpr = FORMAT != "int4_w4a16" and x0.dtype == tl.bfloat16
+        wide: tl.constexpr = tl.bfloat16 if exact else tl.float32
+        zero = w
+        if FORMAT == "int4_w4a16":
+            zero = group_scales(z_rows, n_ok, k, K, FORMAT, GROUP, BK, tl.uint8, ASM)
+        scale = group_scales(s_rows, n_ok, k, K, FORMAT, GROUP, BK, wide, ASM)
+        low, high = decode_pairs(w, zero, FORMAT, wide, ASM)
         low, high = (low * scale).to(x0.dtype), (high * scale).to(x0.dtype)
-    acc = tl.dot(x0, low.T, acc, input_precision="ieee")
-    return tl.dot(x1, high.T, acc, input_precision="ieee")
+        acc = tl.dot(x0, low.T, acc, input_precision="ieee")
+        acc = tl.dot(x1, high.T, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -104,25 +105,28 @@ def _x_columns(
     """All columns, twice; or the even ones and the odd ones."""
     if not PACKED:
         x0 = _load_columns(x_rows, k + tl.arange(0, BK), K, rows_ok, EVEN)
-        return x0, x0
-    pair_at = k // 2 + tl.arange(0, BK // 2)
-    if PAIRED:
-        return halves(_load_columns(x_rows, pair_at, K // 2, rows_ok, EVEN), DTYPE)
-    x0 = _load_columns(x_rows, pair_at * 2, K, rows_ok, EVEN)
-    x1 = _load_columns(x_rows, pair_at * 2 + 1, K, rows_ok, EVEN)
+        x1 = x0
+    elif PAIRED:
+        pair_at = k // 2 + tl.arange(0, BK // 2)
+        x0, x1 = halves(_load_columns(x_rows, pair_at, K // 2, rows_ok, EVEN), DTYPE)
+    else:
+        even_at = k + 2 * tl.arange(0, BK // 2)
+        x0 = _load_columns(x_rows, even_at, K, rows_ok, EVEN)
+        x1 = _load_columns(x_rows, even_at + 1, K, rows_ok, EVEN)
     return x0, x1
 
 
 @triton.jit
 def _sums(
-    x_rows, rows_ok, w, scales, zeros, matrix, N, n, n_ok, K,
+    x_rows, rows_ok, w, scales, zeros, matrix, N, n, n_ok, K, width,
     FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products of BM rows of x with rows n of one part of a matrix, or of both."""
+    """Products of BM rows of x with rows n of one part of a matrix, or of both. `width`: elements
+    of a stored row; an argument of its own, so that its alignment is known."""
     PACKED: tl.constexpr = FORMAT != "int8_w8a8" and FORMAT != "int8_w8a16"
     acc_type: tl.constexpr = tl.int32 if FORMAT == "int8_w8a8" else tl.float32
-    width = K // 2 if PACKED else K
     row0 = matrix * PARTS * N + n
     row1 = row0 + N if PARTS == 2 else row0
     w0, w1 = w + row0 * width, w + row1 * width
@@ -137,9 +141,13 @@ def _sums(
     for k in tl.range(0, K, BK):
         x0, x1 = _x_columns(x_rows, rows_ok, k, K, PAIRED, PACKED, DTYPE, BK, EVEN)
         if PACKED:
-            acc0 = _add_packed(acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN)
+            acc0 = _add_packed(
+                acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
+            )
             if PARTS == 2:
-                acc1 = _add_packed(acc1, x0, x1, w1, s1, z1, n_ok, k, K, FORMAT, GROUP, BK, EVEN)
+                acc1 = _add_packed(
+                    acc1, x0, x1, w1, s1, z1, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
+                )
         else:
             acc0 = _add_bytes(acc0, x0, w0, n_ok, k, K, BK, EVEN)
             if PARTS == 2:
@@ -175,18 +183,21 @@ def _tile_rows(tile, order, tile_expert, tile_place, first, count, SORTED: tl.co
 @triton.jit
 def _row_scales(scales, row, ok, scale, QUANTISED: tl.constexpr, BM: tl.constexpr):
     if QUANTISED:
-        return tl.load(scales + row, mask=ok, other=0.0) * scale
-    return tl.zeros((BM,), tl.float32) + scale
+        found = tl.load(scales + row, mask=ok, other=0.0) * scale
+    else:
+        found = tl.zeros((BM,), tl.float32) + scale
+    return found
 
 
 @triton.jit
 def gate_up_kernel(
     x, x_scales, w, w_scales, w_zeros, w_rows, bias, h,
     order, tile_expert, tile_place, num_tiles, first, count,
-    scale, K, N, alpha, limit,
+    scale, K, N, width, x_width, alpha, limit,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, SORTED: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h[place, n] = activation of x · gate row n and x · up row n, for BM places and BN of N."""
     release_next(PDL)
@@ -200,10 +211,9 @@ def gate_up_kernel(
     row = pair // TOP_K
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     n_ok = n < N
-    width = K // 2 if PAIRED else K
     gate, up = _sums(
-        x + row * width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K,
-        FORMAT, 2, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN,
+        x + row * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
+        FORMAT, 2, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
     row_scale = _row_scales(x_scales, row, ok, scale, FORMAT == "int8_w8a8", BM)
     gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, FORMAT, BIAS)
@@ -222,10 +232,11 @@ def gate_up_kernel(
 def down_kernel(
     x, x_scales, w, w_scales, w_zeros, w_rows, bias, y, weights,
     order, tile_expert, tile_place, num_tiles, first, count,
-    scale, K, N,
+    scale, K, N, width, x_width,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair, n] = weight * (h[place] · row n + bias), for BM places and BN of N."""
     release_next(PDL)
@@ -238,10 +249,9 @@ def down_kernel(
     )
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     n_ok = n < N
-    width = K // 2 if PAIRED else K
     sums, _ = _sums(
-        x + place * width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K,
-        FORMAT, 1, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN,
+        x + place * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
+        FORMAT, 1, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
     row_scale = _row_scales(x_scales, place, ok, scale, FORMAT == "int8_w8a8", BM)
     out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok, FORMAT, BIAS)
@@ -296,6 +306,8 @@ def _launch(
     quantised = format == "int8_w8a8"
     assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
     scales = planes["scales"]
+    asm = values.is_cuda and values.dtype == torch.bfloat16
+    raised = asm and format in ("mxfp4", "nvfp4")
     pdl = dependent_launch(values)
     tiles = groups.tile_expert_X
     kernel[(len(tiles), triton.cdiv(rows, config.block_n))](
@@ -312,9 +324,11 @@ def _launch(
         num_tiles=groups.num_tiles_1,
         first=groups.first_E,
         count=groups.count_E,
-        scale=x.scale,
+        scale=x.scale * RAISED if raised else x.scale,
         K=columns,
         N=rows,
+        width=planes["values"].shape[-1],
+        x_width=columns // 2 if paired else columns,
         FORMAT=format,
         GROUP=matrices.group,
         SORTED=groups.order_P is not None,
@@ -325,6 +339,7 @@ def _launch(
         BN=config.block_n,
         BK=config.block_k,
         EVEN=columns % config.block_k == 0,
+        ASM=asm,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         PDL=pdl.on,
