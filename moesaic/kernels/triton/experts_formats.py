@@ -18,7 +18,14 @@ from torch import Tensor
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-from moesaic.kernels.triton.nibbles import RAISED, decode_pairs, group_scales, halves
+from moesaic.kernels.triton.nibbles import (
+    RAISED,
+    decode_pairs,
+    halves,
+    load_codes,
+    scale_of,
+    spread_codes,
+)
 
 PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
 
@@ -31,22 +38,24 @@ class Config:
     num_stages: int
 
 
-# By format and block of places; the first product holds two tiles of weights at once.
-SMALL = Config(block_n=64, block_k=128, num_warps=4, num_stages=4)
-LARGE = Config(block_n=128, block_k=64, num_warps=8, num_stages=3)
-EIGHT_BITS = {16: SMALL, 32: SMALL, 64: LARGE, 128: LARGE}
-FOUR_BITS = {16: SMALL, 32: SMALL, 64: LARGE, 128: LARGE}
+# By block of places. Few rows: bytes in flight count; many: registers, of which the first product's
+# two sums take half.
+EIGHT_BITS = {
+    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    64: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+}
+FOUR_BITS = {
+    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: Config(block_n=64, block_k=64, num_warps=4, num_stages=4),
+    64: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
+    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+}
 
 
-def config_for(format: str, block: int, columns: int, group: int) -> Config:
-    found = (FOUR_BITS if format in PACKED else EIGHT_BITS)[block]
-    if format == "int4_w4a16" and group < found.block_k and group >= 32 and _power(group):
-        return Config(found.block_n, group, found.num_warps, found.num_stages)
-    return found
-
-
-def _power(number: int) -> bool:
-    return number & (number - 1) == 0
+def config_for(format: str, block: int) -> Config:
+    return (FOUR_BITS if format in PACKED else EIGHT_BITS)[block]
 
 
 @triton.jit
@@ -64,26 +73,28 @@ def _add_packed(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc += x · wᵀ over BK columns from k on; x0 are its even columns, x1 its odd ones."""
-    bytes_at = k // 2 + tl.arange(0, BK // 2)
-    w = _load_columns(w_rows, bytes_at, K // 2, n_ok, EVEN)
-    if FORMAT == "int4_w4a16" and GROUP % BK == 0:
-        # One group: x · (q - zero) is exact, the scale is applied to the sum.
-        scale = tl.load(s_rows + k // GROUP, mask=n_ok, other=0.0)
-        zero = tl.load(z_rows + k // GROUP, mask=n_ok, other=0)
-        low, high = decode_pairs(w, zero[:, None], FORMAT, x0.dtype, ASM)
-        part = tl.dot(x0, low.T, input_precision="ieee")
-        part = tl.dot(x1, high.T, part, input_precision="ieee")
-        acc += part * scale[None, :]
+    """acc += x · wᵀ over BK columns from k on; x0 are its even columns, x1 its odd ones.
+
+    Scales are read here and not ahead: a sector that came for one tile serves the next ones too,
+    and registers in the order of the product save more than the wait for it costs.
+    """
+    codes = load_codes(s_rows, n_ok, k, K, GROUP, BK)
+    w = _load_columns(w_rows, k // 2 + tl.arange(0, BK // 2), K // 2, n_ok, EVEN)
+    if FORMAT == "int4_w4a16":
+        zeros = spread_codes(load_codes(z_rows, n_ok, k, K, GROUP, BK), GROUP, BK)
+        low, high = decode_pairs(w, zeros, FORMAT, x0.dtype, ASM)
+        wide: tl.constexpr = tl.float32
     else:
         # Products of fp4 and its scales are exact in bfloat16; float16 has not the range of mxfp4.
-        exact: tl.constexpr = FORMAT != "int4_w4a16" and x0.dtype == tl.bfloat16
-        wide: tl.constexpr = tl.bfloat16 if exact else tl.float32
-        zero = w
-        if FORMAT == "int4_w4a16":
-            zero = group_scales(z_rows, n_ok, k, K, FORMAT, GROUP, BK, tl.uint8, ASM)
-        scale = group_scales(s_rows, n_ok, k, K, FORMAT, GROUP, BK, wide, ASM)
-        low, high = decode_pairs(w, zero, FORMAT, wide, ASM)
+        wide: tl.constexpr = tl.bfloat16 if x0.dtype == tl.bfloat16 else tl.float32
+        low, high = decode_pairs(w, w, FORMAT, wide, ASM)
+    scale = spread_codes(scale_of(codes, FORMAT, wide, ASM), GROUP, BK)
+    if FORMAT == "int4_w4a16" and GROUP % BK == 0 and acc.shape[0] < 64:
+        # x · (q - zero) is exact, and so few sums are scaled sooner than their weights.
+        part = tl.dot(x0, low.T, input_precision="ieee")
+        part = tl.dot(x1, high.T, part, input_precision="ieee")
+        acc += part * scale.T
+    else:
         low, high = (low * scale).to(x0.dtype), (high * scale).to(x0.dtype)
         acc = tl.dot(x0, low.T, acc, input_precision="ieee")
         acc = tl.dot(x1, high.T, acc, input_precision="ieee")
@@ -97,16 +108,12 @@ def _add_bytes(acc, x0, w_rows, n_ok, k, K, BK: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
-def _x_columns(
+def _x_pairs(
     x_rows, rows_ok, k, K,
-    PAIRED: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """All columns, twice; or the even ones and the odd ones."""
-    if not PACKED:
-        x0 = _load_columns(x_rows, k + tl.arange(0, BK), K, rows_ok, EVEN)
-        x1 = x0
-    elif PAIRED:
+    """The even columns and the odd ones; numbers of 16 bits are read two at a time."""
+    if PAIRED:
         pair_at = k // 2 + tl.arange(0, BK // 2)
         x0, x1 = halves(_load_columns(x_rows, pair_at, K // 2, rows_ok, EVEN), DTYPE)
     else:
@@ -130,25 +137,22 @@ def _sums(
     row0 = matrix * PARTS * N + n
     row1 = row0 + N if PARTS == 2 else row0
     w0, w1 = w + row0 * width, w + row1 * width
-    s0, s1, z0, z1 = w0, w1, w0, w1
+    acc0 = tl.zeros((BM, BN), acc_type)
+    acc1 = tl.zeros((BM, BN), acc_type)
     if PACKED:
         groups = K // GROUP
         s0, s1 = scales + row0 * groups, scales + row1 * groups
-        if FORMAT == "int4_w4a16":
-            z0, z1 = zeros + row0 * groups, zeros + row1 * groups
-    acc0 = tl.zeros((BM, BN), acc_type)
-    acc1 = tl.zeros((BM, BN), acc_type)
-    for k in tl.range(0, K, BK):
-        x0, x1 = _x_columns(x_rows, rows_ok, k, K, PAIRED, PACKED, DTYPE, BK, EVEN)
-        if PACKED:
-            acc0 = _add_packed(
-                acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
-            )
+        z0, z1 = zeros + row0 * groups, zeros + row1 * groups
+        for k in tl.range(0, K, BK):
+            x0, x1 = _x_pairs(x_rows, rows_ok, k, K, PAIRED, DTYPE, BK, EVEN)
+            acc0 = _add_packed(acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM)
             if PARTS == 2:
                 acc1 = _add_packed(
                     acc1, x0, x1, w1, s1, z1, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
                 )
-        else:
+    else:
+        for k in tl.range(0, K, BK):
+            x0 = _load_columns(x_rows, k + tl.arange(0, BK), K, rows_ok, EVEN)
             acc0 = _add_bytes(acc0, x0, w0, n_ok, k, K, BK, EVEN)
             if PARTS == 2:
                 acc1 = _add_bytes(acc1, x0, w1, n_ok, k, K, BK, EVEN)
@@ -299,7 +303,7 @@ def _launch(
     """What both products have in common."""
     format, planes, values = matrices.format, matrices.planes, x.values
     rows, columns = matrices.shape[1] // matrices.parts, matrices.shape[2]
-    config = config_for(format, groups.block, columns, matrices.group)
+    config = config_for(format, groups.block)
     packed = format in PACKED
     paired = packed and values.element_size() == 2
     assert values.is_contiguous() and values.shape[-1] == columns

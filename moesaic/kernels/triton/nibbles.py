@@ -134,25 +134,28 @@ def scale_of(code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def group_scales(
-    rows, n_ok, k, K,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """[BN, BK / 2]: of the pair of columns in each byte. Groups that fill a tile are read once
-    each; others, of any size, once for each byte."""
-    BN: tl.constexpr = rows.shape[0]
-    if BK % GROUP == 0:
-        COUNT: tl.constexpr = BK // GROUP
-        at = k // GROUP + tl.arange(0, COUNT)
+def load_codes(rows, n_ok, k, K, GROUP: tl.constexpr, BK: tl.constexpr):
+    """What is stored for the groups of a tile of BK columns: [BN, groups]; for groups that do not
+    fill it evenly, of each byte."""
+    if GROUP % BK == 0:
+        ok = (n_ok & (k < K))[:, None]
+        codes = tl.load(rows[:, None] + k // GROUP, mask=ok, other=0)
+    elif BK % GROUP == 0:
+        at = k // GROUP + tl.arange(0, BK // GROUP)
         ok = n_ok[:, None] & (at < K // GROUP)[None, :]
         codes = tl.load(rows[:, None] + at[None, :], mask=ok, other=0)
-        scales = scale_of(codes, FORMAT, DTYPE, ASM)
-        spread = tl.broadcast_to(scales[:, :, None], (BN, COUNT, GROUP // 2))
-        scales = tl.reshape(spread, (BN, BK // 2))
     else:
         columns = k + 2 * tl.arange(0, BK // 2)
         ok = n_ok[:, None] & (columns < K)[None, :]
         codes = tl.load(rows[:, None] + (columns // GROUP)[None, :], mask=ok, other=0)
-        scales = scale_of(codes, FORMAT, DTYPE, ASM)
-    return scales
+    return codes
+
+
+@triton.jit
+def spread_codes(codes, GROUP: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK / 2] of [BN, groups], or [BN, 1]."""
+    if GROUP % BK != 0 and BK % GROUP == 0:
+        BN: tl.constexpr = codes.shape[0]
+        spread = tl.broadcast_to(codes[:, :, None], (BN, BK // GROUP, GROUP // 2))
+        codes = tl.reshape(spread, (BN, BK // 2))
+    return codes
