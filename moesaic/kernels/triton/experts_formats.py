@@ -48,7 +48,7 @@ EIGHT_BITS = {
 }
 FOUR_BITS = {
     16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    32: Config(block_n=64, block_k=64, num_warps=4, num_stages=4),
+    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
     64: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
     128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
 }
