@@ -17,16 +17,36 @@ from moesaic.moe.formats import (
     LowLatencyDispatchOutput,
     NormalDispatchOutput,
     RowsCombineInput,
+    StandardDispatchOutput,
     TopKOutput,
 )
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.permute import POOL
 from moesaic.moe.placement import EpLayout, Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat, int4_format
-from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, Problem, resolve, supports
-from moesaic.moe.runner.base import MoeRunner, MoeRunnerConfig, Workspace
-from moesaic.moe.runner.gpu import PlacesCore, block_for
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix, WeightFormat, int4_format
+from moesaic.moe.registry import (
+    A2A_REGISTRY,
+    RUNNER_REGISTRY,
+    Problem,
+    provider_name,
+    resolve,
+    supports,
+)
+from moesaic.moe.runner.base import (
+    ExpertWeights,
+    MoeRunner,
+    MoeRunnerConfig,
+    RunContext,
+    Workspace,
+)
+from moesaic.moe.runner.gpu import (
+    PlacesCore,
+    block_for,
+    post_permute_pairs,
+    pre_permute_pairs,
+)
+from moesaic.moe.runner.torch_grouped import TorchGroupedCore, fits
 from moesaic.observe.spans import Spans
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 from tests.moe_bounds import Numerics, expected, held
@@ -233,6 +253,51 @@ def test_blocks(counts: list[int], runner: str, weights: str, payload: str) -> N
         one = TopKOutput(torch.full((count, 1), slot), torch.ones(count, 1))
         y_MH = result.y_eMH[slot, :count].cpu()
         agrees(y_MH, x_eMH[slot, :count], one, numerics_of(format)) if count else None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_of_torch(bias: bool, deterministic: bool) -> None:
+    """Pairs in bfloat16 by torch's grouped product, as by ours; poisoned where nobody's are."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    weights = ExpertWeights(
+        ExpertMatrix(WEIGHT_FORMATS["bf16"], E, 2, INNER, H, dtype),
+        ExpertMatrix(WEIGHT_FORMATS["bf16"], E, 1, H, INNER, dtype),
+        torch.randn(E, 2 * INNER, device=DEVICE).to(dtype) if bias else None,
+        torch.randn(E, H, device=DEVICE).to(dtype) if bias else None,
+    )
+    for matrix in (weights.w13_eJH, weights.w2_eHI):
+        matrix.planes["values"].normal_().mul_(matrix.shape[2] ** -0.5)
+        matrix.planes["values"] = matrix.planes["values"].to(DEVICE)
+        matrix.plain = matrix.planes["values"].flatten(1, 2)
+    topk = routed(23, "some are nobody's")
+    topk.ids_TK[topk.ids_TK == 2] = 1  # one takes none
+    x = PAYLOAD_FORMATS["bf16"].encode(torch.randn(23, H, device=DEVICE).to(dtype))
+    ids, weights_RK = topk.ids_TK.to(DEVICE), topk.weights_TK.to(DEVICE)
+    rows = StandardDispatchOutput("handle", x, ids, weights_RK)
+    config = MoeRunnerConfig(E, H, INNER, K, dtype, deterministic=deterministic)
+    found = []
+    for core in (PlacesCore(config), TorchGroupedCore(config)):
+        context = RunContext(config, core, weights, Workspace(DEVICE))
+        inputs = pre_permute_pairs(rows, context)
+        inputs.y_NH.fill_(torch.nan)
+        outputs = core.run(inputs, weights, context.workspace)
+        result = post_permute_pairs(outputs, inputs, rows, context)
+        assert isinstance(result, RowsCombineInput) and result.pairs == deterministic
+        valid = ids.flatten() >= 0 if deterministic else torch.ones(23, dtype=torch.bool)
+        found.append(result.y_RH[valid.to(DEVICE)])
+    assert relative_error(found[1], found[0]) < 1e-2
+
+
+def test_cutlass_says_whose_products_it_takes() -> None:
+    assert provider_name(RUNNER_REGISTRY["cutlass"].providers["cuda"]) == (
+        "torch._grouped_mm for bf16, native for the rest"
+    )
+    assert provider_name(RUNNER_REGISTRY["cutlass"].providers["cpu"]) == "native"
+    assert provider_name(RUNNER_REGISTRY["triton"].providers["cuda"]) == "native"
+    w13, w2 = torch.empty(1, 8, 16).bfloat16(), torch.empty(1, 16, 4).bfloat16()
+    assert not fits(w13, w2, 8) and fits(w13, w13, 8) and not fits(w13, w13, 0)
 
 
 def test_blocks_of_a_tile() -> None:
