@@ -3,13 +3,13 @@
 R rows · K chosen · N = R * K pairs of row and slot · E slots · P places · H hidden ·
 I intermediate · J = 2 * I · X tiles at most.
 
-    sort_pairs       which pairs go to which expert
+    group_pairs      which pairs go to which expert (sort_pairs, with a block of one's own)
     gate_up          h = activation(x · w13), at places; quantised if the next product wants it
     down             y = h · w2, weighted, back at pairs
     sum_pairs        one row for each row of x
 
-A *place* is a row of the sorted order. Rows of a fixed block for each slot (the masked layout) are
-places already: `blocks` describes them in the same terms.
+`gate_up_down` is both products. A *place* is a row of the sorted order. Rows of a fixed block for
+each slot (the masked layout) are places already: `blocks` describes them in the same terms.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
+from moesaic.kernels.tuning import block_for
 
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
@@ -49,6 +51,12 @@ class Groups:
     top_k: int
     num_places: int
     """At most; how many there are is on the device."""
+    counters: Tensor | None = None
+    """Zeros for kernels that count finished tiles, one for each tile and two more; whoever counts
+    with them leaves zeros again."""
+    ids_K: Tensor | None = None
+    """Of one row, whose pairs are a tile each: `gate_up` reads these, takes pairs for places, as
+    `down` does, and fills the lists for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,15 @@ class Matrices:
     group: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The experts' two projections and what is between them."""
+
+    w13: Matrices
+    w2: Matrices
+    activation: SwigluSpec
+
+
 @native(SORT)
 def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any.
@@ -93,6 +110,14 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts].int()
     first = counts.cumsum(0).int() - counts
     return _groups(order, first, counts, block, ids_RK.shape[1], num_pairs, device)
+
+
+@native(SORT)
+def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+    """`sort_pairs` with the block that suits these experts; for `gate_up` and `down` of them alone,
+    as the pairs of a single row may be left for `gate_up` to sort."""
+    block = block_for(w2.format, *w2.shape, ids_RK.numel(), ids_RK.device)
+    return sort_pairs.twin(ids_RK, w2.shape[0], block)
 
 
 @native(SORT)
@@ -133,14 +158,19 @@ def _groups(
 
 
 @native(SORT)
-def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor) -> Tensor:
-    """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k; rows
-    of pairs that are nobody's may hold anything."""
+def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
+    """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k, and
+    add[r] last; rows of pairs that are nobody's may hold anything. `out_RH` may be `add_RH`.
+
+    y [[1], [2], [4], [nan]], ids [[3, 0], [5, -1]], add [[10], [20]]: out [[13], [24]].
+    """
     rows, top_k = ids_RK.shape
     total = torch.zeros(rows, y_NH.shape[1], dtype=torch.float32, device=y_NH.device)
     y_RKH = y_NH.view(rows, top_k, -1)
     for k in range(top_k):
         total += torch.where(ids_RK[:, k, None] >= 0, y_RKH[:, k].float(), 0.0)
+    if add_RH is not None:
+        total += add_RH.float()
     return out_RH.copy_(total)
 
 
@@ -150,9 +180,10 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 
     `h.values` [P, I] is written at the places that are somebody's and nowhere else; with
     `h.scales` (float32, [P, I / 128]) it is float8_e4m3fn, quantised by groups of 128 channels.
-    Products are summed in float32, and rounded once, when h is written.
+    Products are summed in float32, and rounded once, when h is written. Rows in a float type for
+    weights in fp8 are quantised first, as `store_rows` does; those of h in `down` likewise.
     """
-    x_RH = dense(x)
+    x_RH = dense(operand(x, w13))
     for expert, places in expert_places(groups):
         product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
         if w13.bias_EN is not None:
@@ -166,7 +197,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
     """y[pair] = weight * (h[place] · w2 + bias), at places where rows are places; rows that are
     nobody's are not written. Without `weights_RK` (float32) all weights are 1."""
-    h_PI = dense(h)
+    h_PI = dense(operand(h, w2))
     for expert, places in expert_places(groups):
         product = h_PI[places] @ dense_matrix(w2, expert).T
         if w2.bias_EN is not None:
@@ -176,6 +207,15 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
             product *= weights_RK.flatten()[to, None]
         y[to] = product.to(y.dtype)
     return y
+
+
+@native(EXPERTS)
+def gate_up_down(
+    x: Rows, experts: FeedForward, groups: Groups, weights_RK: Tensor | None, h: Rows, y: Tensor
+) -> Tensor:
+    """`gate_up`, then `down`; one kernel may do both where that is faster."""
+    gate_up.twin(x, experts.w13, groups, experts.activation, h)
+    return down.twin(h, experts.w2, groups, weights_RK, y)
 
 
 def expert_places(groups: Groups) -> Iterator[tuple[int, Tensor]]:
@@ -191,6 +231,20 @@ def rows_of(groups: Groups, places: Tensor) -> Tensor:
     if groups.order_P is None:
         return places
     return groups.order_P[places].long() // groups.top_k
+
+
+def operand(x: Rows, matrices: Matrices) -> Rows:
+    """Rows as they are multiplied with the matrices."""
+    if x.scales is not None or not matrices.format.startswith("fp8"):
+        return x
+    rows, columns = x.values.shape
+    padded = F.pad(x.values.float(), (0, -columns % FP8_GROUP))
+    quantised = Rows(
+        torch.empty_like(padded, dtype=torch.float8_e4m3fn),
+        padded.new_empty(rows, padded.shape[1] // FP8_GROUP),
+    )
+    store_rows(quantised, torch.arange(rows, device=padded.device), padded)
+    return Rows(quantised.values[:, :columns].contiguous(), quantised.scales, x.scale)
 
 
 def dense(x: Rows) -> Tensor:
@@ -211,7 +265,9 @@ def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
     grouped = product.unflatten(-1, (-1, FP8_GROUP))
     scales = (grouped.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
-    h.values[places] = scaled.flatten(-2).to(torch.float8_e4m3fn)
+    # As bytes: not every device can scatter float8.
+    scaled = scaled.flatten(-2).to(torch.float8_e4m3fn)
+    h.values.view(torch.uint8)[places] = scaled.view(torch.uint8)
     h.scales[places] = scales
 
 

@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 HOPPER = 9
+# What the interpreter has not, or does otherwise than a GPU, asks this.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,78 @@
+"""The experts' two products on a GPU: which kernels compute them, and with what configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels import tuning
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.tuning import Plan, Shape
+
+MODULES = {
+    "small": "moesaic.kernels.triton.experts_small",
+    "large": "moesaic.kernels.triton.experts_large",
+    "formats": "moesaic.kernels.triton.experts_formats",
+}
+DEFAULTS = {"large": "large_config"}
+"""Functions that give a configuration for rows and matrices where the plan has none."""
+
+
+def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
+    plan = plan_of(w13, groups, x.values.device, hidden=w13.shape[2], inner=w13.shape[1] // 2)
+    config = _config(plan, plan.gate_up, x, w13)
+    return _function(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
+
+
+def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
+    plan = plan_of(w2, groups, h.values.device, hidden=w2.shape[1], inner=w2.shape[2])
+    config = _config(plan, plan.down, h, w2)
+    return _function(plan.implementation, "down")(h, w2, groups, weights_RK, y, *config)
+
+
+def gate_up_down(
+    x: Rows, experts: FeedForward, groups: Groups, weights_RK: Tensor | None, h: Rows, y: Tensor
+) -> Tensor:
+    w13, w2 = experts.w13, experts.w2
+    _, hidden, inner = w2.shape
+    plan = plan_of(w2, groups, x.values.device, hidden=hidden, inner=inner)
+    if plan.fused and w13.format == w2.format:
+        fused = _function(plan.implementation, "gate_up_down")
+        return fused(x, experts, groups, weights_RK, h, y, plan)
+    gate_up(x, w13, groups, experts.activation, h)
+    return down(h, w2, groups, weights_RK, y)
+
+
+def plan_of(
+    matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
+) -> Plan:
+    """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
+    that rows give the same bits whatever comes with them."""
+    shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
+    plan = tuning.plan_for(device, shape, groups.num_places)
+    assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
+    return plan if plan.block == groups.block else _plan_of_block(device, shape, groups.block)
+
+
+@cache
+def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
+    return tuning.guess(tuning.device_facts(device), shape, shape.experts * block, block)
+
+
+def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
+    """None for implementations that have no configurations."""
+    if planned is None and plan.implementation in DEFAULTS:
+        module = import_module(MODULES[plan.implementation])
+        planned = getattr(module, DEFAULTS[plan.implementation])(rows, matrices)
+    return () if planned is None else (planned,)
+
+
+@cache
+def _function(implementation: str, product: str) -> Callable[..., Any]:
+    return getattr(import_module(MODULES[implementation]), f"{product}_{implementation}")

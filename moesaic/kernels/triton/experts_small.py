@@ -1,0 +1,284 @@
+"""Experts with few rows each: the time is that of reading weights, so these kernels only see to it
+that many bytes are always on their way.
+
+The products of a tile are in experts_tiles.py. Here they are kernels of one product each, whose
+programs are a tile's columns, and a kernel of both, whose programs take columns as they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.experts import FP8_GROUP, FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.sort import row_arguments, sort_row
+from moesaic.kernels.tuning import Config, Plan, device_facts
+
+BLOCK_SCALED = ("fp8_block",)
+PROGRAMS = 3
+"""Of each processor, that share all tiles; those that find no room come when others have ended."""
+
+
+def gate_up_small(
+    x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
+) -> Rows:
+    config = _fitting(config, h)
+    _, double, hidden = w13.shape
+    inner = double // 2
+    tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
+    pdl = dependent_launch(x.values)
+    _gate_up_kernel[(tiles,)](
+        _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_lists(groups),
+        x.scale, activation.alpha, activation.limit or 0.0,
+        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
+        **_constants(config, groups, w13), **row_arguments(groups), PDL=pdl.on,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
+    )  # fmt: skip
+    return h
+
+
+def gate_up_down_small(
+    x: Rows,
+    experts: FeedForward,
+    groups: Groups,
+    weights_RK: Tensor | None,
+    h: Rows,
+    y: Tensor,
+    plan: Plan,
+) -> Tensor:
+    """Both products in one launch; every program can do either, so it needs the more of the two."""
+    gate_up, down = _fitting(plan.gate_up, h), plan.down
+    w13, w2, activation = experts.w13, experts.w2, experts.activation
+    _, hidden, inner = w2.shape
+    assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
+    columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
+    slots = groups.tile_expert_X.numel()
+    programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
+    pdl = dependent_launch(y)
+    _gate_up_down_kernel[(programs,)](
+        _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_planes(w2), weights_RK, y,
+        *_lists(groups), groups.counters, slots, x.scale, h.scale,
+        activation.alpha, activation.limit or 0.0,
+        HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
+        **_constants(gate_up, groups, w13),
+        DOWN_BN=down.block_n, DOWN_BK=down.block_k, PREFETCH=down.prefetch, PDL=pdl.on,
+        num_warps=max(gate_up.num_warps, down.num_warps),
+        num_stages=min(gate_up.num_stages, down.num_stages), **pdl.options,
+    )  # fmt: skip
+    return y
+
+
+def down_small(
+    h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: Config
+) -> Tensor:
+    """Behind `gate_up_small` of the same groups: where kernels start early this one reads the tiles
+    while that one still runs."""
+    _, hidden, inner = w2.shape
+    assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
+    tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
+    pdl = dependent_launch(y)
+    _down_kernel[(tiles,)](
+        _checked(h), h.scales, *_planes(w2), weights_RK, y,
+        *_lists(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
+        HIDDEN=hidden, INNER=inner,
+        **_constants(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
+    )  # fmt: skip
+    return y
+
+
+def _fitting(config: Config, h: Rows) -> Config:
+    """A group of channels that get one scale must be one tile."""
+    inner = h.values.shape[1]
+    if h.scales is not None and inner % FP8_GROUP:
+        raise ValueError(
+            f"h of {inner} channels cannot be quantised by {FP8_GROUP}: leave out its scales, "
+            "then `down` quantises it"
+        )
+    if h.scales is None or config.block_n == FP8_GROUP:
+        return config
+    stages = max(2, config.num_stages * config.block_n // FP8_GROUP)
+    return replace(config, block_n=FP8_GROUP, num_stages=stages)
+
+
+def _slots(groups: Groups) -> int:
+    """Tiles at most; of one row every pair may be one."""
+    return groups.tile_expert_X.numel() if groups.ids_K is None else groups.num_places
+
+
+def _checked(rows: Rows) -> Tensor:
+    assert rows.values.is_contiguous()
+    assert rows.scales is None or rows.scales.is_contiguous()
+    return rows.values
+
+
+def _planes(matrices: Matrices) -> tuple[Tensor | None, ...]:
+    planes = (matrices.planes["values"], matrices.planes.get("scales"), matrices.bias_EN)
+    assert all(plane is None or plane.is_contiguous() for plane in planes)
+    return planes
+
+
+def _lists(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
+    """`direct`: none, for a kernel that only needs a row's ids."""
+    if direct:
+        return (None,) * 6
+    return (
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
+    )
+
+
+def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, Any]:
+    exact = matrices.planes["values"].dtype == torch.float32
+    assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
+    return {
+        "BM": groups.block,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "PRECISION": "ieee" if exact else "tf32",
+        "BLOCK_SCALES": matrices.format in BLOCK_SCALED,
+    }
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, x_scales, w, w_scales, bias, h, h_scales,
+    order, first, count, tile_expert, tile_place, num_tiles, x_scale, alpha, limit,
+    ids, counters, num_pairs, num_counters,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With `ids` of one row its pairs are the tiles, and one more program writes the lists."""
+    columns: tl.constexpr = (INNER + BN - 1) // BN
+    tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
+    await_inputs(PDL)
+    release_next(PDL)
+    if ids is None:
+        used = tl.load(num_tiles)
+        # Of a tile that is not used this is garbage; asked for now it comes together with `used`.
+        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+        if tile < used:
+            gate_up_tile(
+                expert, begin, column, x, x_scales, w, w_scales, bias, h, h_scales,
+                order, first, count, x_scale, alpha, limit,
+                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
+    elif tile == num_pairs:
+        sort_row(
+            ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+            num_pairs, num_counters, E, EP, BM, NP,
+        )  # fmt: skip
+    else:
+        expert = tl.load(ids + tile).to(tl.int64)
+        if expert >= 0:
+            gate_up_tile(
+                expert, tile, column, x, x_scales, w, w_scales, bias, h, h_scales,
+                None, None, None, x_scale, alpha, limit,
+                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_kernel(
+    h, h_scales, w, w_scales, bias, weights, y,
+    order, first, count, tile_expert, tile_place, num_tiles, ids, h_scale,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    columns: tl.constexpr = (HIDDEN + BN - 1) // BN
+    tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    if ids is None:
+        used = tile < tl.load(num_tiles)
+        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+    else:
+        expert, begin = tl.load(ids + tile).to(tl.int64), tile
+        used = expert >= 0
+    if used:
+        # While gate_up still runs, weights can come into the cache.
+        prefetch_down(expert, column, w, HIDDEN, INNER, BN, PREFETCH, PDL)
+        await_inputs(PDL)
+        release_next(PDL)
+        down_tile(
+            expert, begin, column, h, h_scales, w, w_scales, bias, weights, y,
+            order, first, count, h_scale,
+            HIDDEN, INNER, BM, BN, BK, PRECISION, BLOCK_SCALES,
+        )  # fmt: skip
+    else:
+        await_inputs(PDL)
+
+
+@triton.jit
+def _gate_up_down_kernel(
+    x, x_scales, w13, w13_scales, b13, h, h_scales, w2, w2_scales, b2, weights, y,
+    order, first, count, tile_expert, tile_place, num_tiles, counters, num_slots,
+    x_scale, h_scale, alpha, limit,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DOWN_BN: tl.constexpr, DOWN_BK: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs claim work in order: every column of gate and up of every tile, then of down. A
+    column of down waits until its tile's gate and up are complete. Those are claimed before it, by
+    programs that run and wait for nobody, so no number of programs can block each other.
+
+    `counters`: finished columns of each tile, claims, programs that have ended.
+    """
+    inner_columns: tl.constexpr = (INNER + BN - 1) // BN
+    outer_columns: tl.constexpr = (HIDDEN + DOWN_BN - 1) // DOWN_BN
+    claims = counters + num_slots
+    await_inputs(PDL)
+    release_next(PDL)
+    inner_tasks = tl.load(num_tiles) * inner_columns
+    tasks = inner_tasks + tl.load(num_tiles) * outer_columns
+    task = tl.atomic_add(claims, 1, sem="relaxed")
+    while task < tasks:
+        # Claimed ahead, so that nobody waits for the answer.
+        following = tl.atomic_add(claims, 1, sem="relaxed")
+        if task < inner_tasks:
+            tile, column = task // inner_columns, task % inner_columns
+            expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+            gate_up_tile(
+                expert, begin, column, x, x_scales, w13, w13_scales, b13, h, h_scales,
+                order, first, count, x_scale, alpha, limit,
+                HIDDEN, INNER, TOP_K, LIMITED, BM, BN, BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.atomic_add(counters + tile, 1, sem="release")
+        else:
+            tile = (task - inner_tasks) // outer_columns
+            column = (task - inner_tasks) % outer_columns
+            expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+            prefetch_down(expert, column, w2, HIDDEN, INNER, DOWN_BN, PREFETCH, PDL)
+            finished = tl.atomic_add(counters + tile, 0, sem="acquire")
+            while finished < inner_columns:
+                finished = tl.atomic_add(counters + tile, 0, sem="acquire")
+            tl.debug_barrier()
+            down_tile(
+                expert, begin, column, h, h_scales, w2, w2_scales, b2, weights, y,
+                order, first, count, h_scale,
+                HIDDEN, INNER, BM, DOWN_BN, DOWN_BK, PRECISION, BLOCK_SCALES,
+            )  # fmt: skip
+        task = following
+    ended = tl.atomic_add(claims + 1, 1, sem="acq_rel")
+    if ended == tl.num_programs(0) - 1:
+        for start in range(0, num_slots + 2, 128):
+            place = start + tl.arange(0, 128)
+            tl.store(counters + place, tl.zeros_like(place), mask=place < num_slots + 2)

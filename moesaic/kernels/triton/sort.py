@@ -1,0 +1,366 @@
+"""Sorting pairs of row and expert, and summing what came out; see moesaic.kernels.experts.
+
+R rows · K chosen · N = R * K pairs · E experts · X tiles · C chunks of pairs.
+
+Nothing here counts with atomics: a pair's place is the number of pairs before it in the order of
+(expert, pair), so the order is the same every time and nothing needs to be zero beforehand. Up to
+`FEW_PAIRS` each pair is compared with all others in one launch; above, chunks are counted first
+and pairs are compared within their chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.experts import Groups, Matrices, max_tiles
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.tuning import Shape, plan_for
+
+FEW_PAIRS = 4096
+PAIRS_A_PROGRAM = 16
+CHUNK = 512
+MAX_EXPERTS = 1024
+COUNTS = 8192
+"""Elements of `hist_CE` that a program adds at once."""
+ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What kernels are specialised on."""
+
+    experts: int
+    padded: int
+    block: int
+
+    @classmethod
+    def of(cls, experts: int, block: int) -> _Sizes:
+        if not 0 < experts <= MAX_EXPERTS:
+            raise ValueError(f"{experts} experts cannot be sorted: there may be 1..{MAX_EXPERTS}")
+        return cls(experts, max(32, triton.next_power_of_2(experts)), block)
+
+    def constants(self) -> dict[str, int]:
+        return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
+
+
+def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
+    ids_RK = ids_RK.contiguous()
+    num_pairs = ids_RK.numel()
+    sizes = _Sizes.of(num_experts, block)
+    groups = _room(num_pairs, num_pairs, sizes, ids_RK.shape[1], ids_RK.device)
+    pdl = dependent_launch(ids_RK)
+    out = _arrays(groups)
+    if num_pairs <= FEW_PAIRS:
+        width = max(32, triton.next_power_of_2(num_pairs))
+        _sort_few[(1 + triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
+            ids_RK, *out, num_pairs, groups.counters.numel(), **sizes.constants(),
+            BI=PAIRS_A_PROGRAM, BJ=min(width, 1024), NP=width, PDL=pdl.on,
+            num_warps=8 if width > 256 else 4, **pdl.options,
+        )  # fmt: skip
+        return groups
+    chunks = triton.cdiv(num_pairs, CHUNK)
+    hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
+    _count_chunks[(chunks,)](
+        ids_RK, hist_CE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PDL=pdl.on,
+        num_warps=4, **pdl.options,
+    )  # fmt: skip
+    _place_chunks[(chunks,)](
+        ids_RK, hist_CE, *out, num_pairs, groups.counters.numel(), chunks, **sizes.constants(),
+        CHUNK=CHUNK, BC=max(4, COUNTS // sizes.padded), BJ=32, PDL=pdl.on,
+        num_warps=8, **pdl.options,
+    )  # fmt: skip
+    return groups
+
+
+def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+    ids_RK = ids_RK.contiguous()
+    num_experts, num_pairs = w2.shape[0], ids_RK.numel()
+    plan = plan_for(ids_RK.device, Shape(w2.format, *w2.shape), num_pairs)
+    if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
+        return sort_pairs(ids_RK, num_experts, plan.block)
+    sizes = _Sizes.of(num_experts, plan.block)
+    groups = _room(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
+    return replace(groups, ids_K=ids_RK.view(-1))
+
+
+def row_arguments(groups: Groups) -> dict[str, object]:
+    """What `sort_row` takes besides a kernel's lists, by its names."""
+    sizes = _Sizes.of(groups.count_E.numel(), groups.block)
+    direct = groups.ids_K is not None
+    return {
+        "ids": groups.ids_K,
+        "counters": groups.counters if direct else None,
+        "num_counters": groups.counters.numel() if direct else 0,
+        "num_pairs": groups.num_places if direct else 0,
+        "E": sizes.experts if direct else 0,
+        "EP": sizes.padded if direct else 0,
+        "NP": max(32, triton.next_power_of_2(groups.num_places)) if direct else 0,
+    }
+
+
+def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
+    sizes = _Sizes.of(count_E.numel(), block)
+    groups = _room(None, sizes.experts * rows, sizes, 1, count_E.device)
+    pdl = dependent_launch(count_E)
+    _, *out = _arrays(groups)
+    _blocks[(1,)](
+        count_E, *out, rows, groups.counters.numel(), **sizes.constants(), PDL=pdl.on,
+        num_warps=4, **pdl.options,
+    )  # fmt: skip
+    return groups
+
+
+def _room(
+    pairs: int | None, places: int, sizes: _Sizes, top_k: int, device: torch.device
+) -> Groups:
+    """All arrays in one piece of memory; without `pairs` rows are places."""
+    tiles = max(1, max_tiles(places, sizes.experts, sizes.block))
+    lengths = (pairs or 0, sizes.experts, sizes.experts, tiles, tiles, 1, tiles + 2)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // ALIGN) * ALIGN)
+    memory = torch.empty(starts[-1], dtype=torch.int32, device=device)
+    views = zip(starts, lengths, strict=False)
+    order, first, count, tile_expert, tile_place, num_tiles, counters = (
+        memory[start : start + length] for start, length in views
+    )
+    return Groups(
+        None if pairs is None else order,
+        first, count, tile_expert, tile_place, num_tiles, sizes.block, top_k, places, counters,
+    )  # fmt: skip
+
+
+def _arrays(groups: Groups) -> tuple[Tensor | None, ...]:
+    """As the kernels take them."""
+    return (
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
+        groups.counters,
+    )
+
+
+@triton.jit
+def _keys(ids, places, num_pairs, E: tl.constexpr):
+    """The expert of each pair; E where it is nobody's."""
+    found = tl.load(ids + places, mask=places < num_pairs, other=-1).to(tl.int32)
+    return tl.where(found < 0, E, found)
+
+
+@triton.jit
+def _write_tiles(
+    count_E, first_E, experts_E, tile_expert, tile_place, begin, step, BLOCK: tl.constexpr
+):
+    """Tile `begin` of every expert that has so many, then `step` further on; gives how many tiles
+    there are of all. Nearly always experts have one or two."""
+    tiles_E = (count_E + BLOCK - 1) // BLOCK
+    at_E = tl.cumsum(tiles_E, 0) - tiles_E
+    for tile in range(begin, tl.max(tiles_E, 0), step):
+        tl.store(tile_expert + at_E + tile, experts_E, mask=tile < tiles_E)
+        tl.store(tile_place + at_E + tile, first_E + tile * BLOCK, mask=tile < tiles_E)
+    return tl.sum(tiles_E, 0)
+
+
+@triton.jit
+def _write_summary(
+    count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
+    E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    tl.store(first + experts_E, first_E, mask=experts_E < E)
+    tl.store(count + experts_E, count_E, mask=experts_E < E)
+    tl.store(num_tiles, total)
+    for start in range(0, num_counters, EP):
+        place = start + experts_E
+        tl.store(counters + place, tl.zeros_like(place), mask=place < num_counters)
+
+
+@triton.jit
+def _write_lists(
+    ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """All but the order, by one program that looks at all pairs."""
+    key_N = _keys(ids, tl.arange(0, NP), num_pairs, E)
+    experts_E = tl.arange(0, EP)
+    count_E = tl.histogram(key_N, EP, mask=key_N < E)
+    first_E = tl.cumsum(count_E, 0) - count_E
+    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
+    _write_summary(
+        count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
+        E, EP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_pairs(
+    ids, order, begin, num_pairs,
+    E: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """BI pairs from `begin` on go where as many pairs come before them."""
+    pair_I = begin + tl.arange(0, BI)
+    rank_I = _keys(ids, pair_I, num_pairs, E) * NP + pair_I
+    before_IJ = tl.zeros([BI, BJ], dtype=tl.int32)
+    for start in range(0, num_pairs, BJ):
+        pair_J = start + tl.arange(0, BJ)
+        rank_J = _keys(ids, pair_J, num_pairs, E) * NP + pair_J
+        before_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
+    tl.store(order + tl.sum(before_IJ, 1), pair_I, mask=pair_I < num_pairs)
+
+
+@triton.jit
+def sort_row(
+    ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    num_pairs, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """All lists of one row's pairs, by one program of a kernel that needs none of them."""
+    _write_lists(
+        ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
+        E, EP, BLOCK, NP,
+    )  # fmt: skip
+    _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
+
+
+@triton.jit
+def _sort_few(
+    ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    num_pairs, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 counts and writes the tiles; each other one places BI pairs."""
+    await_inputs(PDL)
+    release_next(PDL)
+    pid = tl.program_id(0)
+    if pid == 0:
+        _write_lists(
+            ids, first, count, tile_expert, tile_place, num_tiles, counters,
+            num_pairs, num_counters, E, EP, BLOCK, NP,
+        )  # fmt: skip
+    else:
+        _place_pairs(ids, order, (pid - 1) * BI, num_pairs, E, BI, BJ, NP)
+
+
+@triton.jit
+def _count_chunks(ids, hist, num_pairs, EP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
+    release_next(PDL)
+    pid = tl.program_id(0)
+    key_I = _keys(ids, pid * CHUNK + tl.arange(0, CHUNK), num_pairs, EP)
+    count_E = tl.histogram(key_I, EP, mask=key_I < EP)
+    tl.store(hist + pid * EP + tl.arange(0, EP), count_E)
+
+
+@triton.jit
+def _place_chunks(
+    ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    num_pairs, num_counters, num_chunks,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program places its chunk and writes its share of the tiles."""
+    pid = tl.program_id(0)
+    pair_I = pid * CHUNK + tl.arange(0, CHUNK)
+    await_inputs(PDL)
+    release_next(PDL)
+    experts_E = tl.arange(0, EP)
+    all_CE = tl.zeros([BC, EP], dtype=tl.int32)
+    before_CE = tl.zeros([BC, EP], dtype=tl.int32)
+    for start in range(0, num_chunks, BC):
+        chunk_C = start + tl.arange(0, BC)
+        at = chunk_C[:, None] * EP + experts_E[None, :]
+        found_CE = tl.load(hist + at, mask=chunk_C[:, None] < num_chunks, other=0)
+        all_CE += found_CE
+        before_CE += tl.where(chunk_C[:, None] < pid, found_CE, 0)
+    count_E = tl.sum(all_CE, 0)
+    first_E = tl.cumsum(count_E, 0) - count_E
+
+    key_I = _keys(ids, pair_I, num_pairs, EP)
+    own_E = tl.histogram(key_I, EP, mask=key_I < EP)
+    rank_I = key_I * CHUNK + tl.arange(0, CHUNK)
+    less_IJ = tl.zeros([CHUNK, BJ], dtype=tl.int32)
+    for start in range(0, CHUNK, BJ):
+        place_J = start + tl.arange(0, BJ)
+        rank_J = _keys(ids, pid * CHUNK + place_J, num_pairs, EP) * CHUNK + place_J
+        less_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
+    # Sorted within the chunk, then each expert's stretch moved to where it belongs.
+    offset_E = first_E + tl.sum(before_CE, 0) - (tl.cumsum(own_E, 0) - own_E)
+    offset_I = tl.gather(offset_E, tl.minimum(key_I, EP - 1), 0)
+    tl.store(order + offset_I + tl.sum(less_IJ, 1), pair_I, mask=key_I < EP)
+
+    total = _write_tiles(
+        count_E, first_E, experts_E, tile_expert, tile_place, pid, num_chunks, BLOCK
+    )
+    if pid == 0:
+        _write_summary(
+            count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
+            E, EP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _blocks(
+    counts, first, count, tile_expert, tile_place, num_tiles, counters, rows, num_counters,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
+    release_next(PDL)
+    experts_E = tl.arange(0, EP)
+    count_E = tl.load(counts + experts_E, mask=experts_E < E, other=0).to(tl.int32)
+    first_E = experts_E * rows
+    total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
+    _write_summary(
+        count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters, E, EP
+    )
+
+
+def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
+    rows, top_k = ids_RK.shape
+    hidden = y_NH.shape[1]
+    if not rows:
+        return out_RH
+    assert y_NH.is_contiguous() and ids_RK.is_contiguous() and out_RH.is_contiguous()
+    assert add_RH is None or add_RH.is_contiguous()
+    # Few rows: narrow programs, so that there are more of them.
+    few = rows < 128
+    width = min(triton.next_power_of_2(hidden), 512 if few else 2048)
+    pdl = dependent_launch(y_NH)
+    _sum_pairs[(rows, triton.cdiv(hidden, width))](
+        y_NH, ids_RK, add_RH, out_RH, H=hidden, K=top_k, BH=width, EAGER=few, PDL=pdl.on,
+        num_warps=max(1, min(8, width // 256)), **pdl.options,
+    )  # fmt: skip
+    return out_RH
+
+
+@triton.jit
+def _sum_pairs(
+    y, ids, add, out, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr,
+    EAGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BH + tl.arange(0, BH)
+    inside = column < H
+    await_inputs(PDL)
+    release_next(PDL)
+    total = tl.zeros([BH], dtype=tl.float32)
+    for k in tl.static_range(K):
+        pair = row * K + k
+        known = tl.load(ids + pair) >= 0
+        if EAGER:
+            # A row that is nobody's is read for nothing, but no row waits for its id.
+            part = tl.load(y + pair * H + column, mask=inside, other=0.0)
+            part = tl.where(known, part, 0.0)
+        else:
+            part = tl.load(y + pair * H + column, mask=inside & known, other=0.0)
+        total += part.to(tl.float32)
+    if add is not None:
+        total += tl.load(add + row * H + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * H + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,304 @@
+"""With what configuration the experts' kernels run: what was measured on the device, or a guess.
+
+Measured configurations are in `tuned/<device>-<format>.json`, one entry a shape and size:
+
+    {"E=128 H=2048 I=768": {
+        "256": {"implementation": "small", "fused": false, "us": 251.3,
+                "gate_up": {"block_m": 16, "block_n": 32, …}, "down": {"block_m": 16, …}}}}
+
+`256` stands for 129 to 256 pairs of row and expert; `us` is what was measured, for people. Fields
+of `gate_up` and `down` are those of the implementation's configuration. Entries are written one by
+one, so a tuner that was stopped goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TUNED = Path(__file__).parent / "tuned"
+KIB = 1024
+LINE = 128
+"""Bytes of a cache line."""
+FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(FP8_FORMATS, 1)}
+"""Formats of `small`; those that are not here are `formats`."""
+SCRATCH = 2 * KIB
+"""Of a program's shared memory, for all but what is on its way."""
+LARGE_FORMATS = ("bf16", "fp16", *FP8_FORMATS)
+LARGE_BLOCK = 128
+MANY_ROWS = 40
+"""Rows of an expert, on average, from which the matrix units are worth being filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
+    and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
+    fetched before the product before it has ended."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layer's two products are computed. None: the implementation's own default."""
+
+    implementation: str
+    block: int
+    gate_up: Any = None
+    down: Any = None
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer's experts: `format`, E, H, I."""
+
+    format: str
+    experts: int
+    hidden: int
+    inner: int
+
+    def __str__(self) -> str:
+        return f"E={self.experts} H={self.hidden} I={self.inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    processors: int
+    shared: int
+    """Bytes of a processor's shared memory that programs can have."""
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """Of what is not a GPU: numbers that make the interpreter take the same ways."""
+    if device.type != "cuda":
+        return Device(device.type, 8, 224 * KIB)
+    facts = torch.cuda.get_device_properties(device)
+    shared = getattr(facts, "shared_memory_per_multiprocessor", 100 * KIB)
+    return Device(facts.name, facts.multi_processor_count, shared - 4 * KIB)
+
+
+def block_for(
+    format: str,
+    experts: int,
+    hidden: int,
+    inner: int,
+    num_pairs: int,
+    device: torch.device | None = None,
+) -> int:
+    """Places of a tile, for `sort_pairs` and `blocks`; without a device, of the current GPU."""
+    if device is None:
+        here = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
+    return plan_for(device, Shape(format, experts, hidden, inner), num_pairs).block
+
+
+def quantises_inner(
+    format: str, experts: int, hidden: int, inner: int, num_pairs: int, device: torch.device
+) -> bool:
+    """Whether `gate_up` should be given h with scales; else `down` quantises float rows itself,
+    which lets the tiles of `gate_up` be narrow where there are few."""
+    if format not in FP8_FORMATS or inner % LINE:
+        return False
+    plan = plan_for(device, Shape(format, experts, hidden, inner), num_pairs)
+    return plan.implementation != "small" or plan.gate_up.block_n == LINE
+
+
+def bucket(num_pairs: int) -> int:
+    """The power of two that stands for a number of pairs: 129..256 -> 256."""
+    return 1 << max(0, num_pairs - 1).bit_length()
+
+
+def plan_for(device: torch.device, shape: Shape, num_pairs: int) -> Plan:
+    return _plan(device, shape, bucket(num_pairs))
+
+
+@cache
+def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
+    facts = device_facts(device)
+    measured = load(facts.name, shape.format).get((str(shape), pairs))
+    return measured or guess(facts, shape, pairs)
+
+
+def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) -> Plan:
+    """What to take where nothing was measured; with `block`, for tiles of that many places."""
+    mean = pairs / shape.experts
+    if block is None:
+        # Most experts then are one tile: weights are read once.
+        enough = (size for size in (16, 32, 64) if size >= 1.5 * mean)
+        block = LARGE_BLOCK if mean > MANY_ROWS else next(enough)
+    if shape.format not in ITEM_BYTES:
+        return Plan("formats", block)
+    if block >= LARGE_BLOCK and shape.format in LARGE_FORMATS:
+        return Plan("large", block)
+    touched = shape.experts * (1 - (1 - 1 / shape.experts) ** pairs)
+    tiles = max(touched, pairs / block)
+    return Plan("small", block, *guess_small(device, shape, block, tiles))
+
+
+def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple[Config, Config]:
+    """Of gate_up and down.
+
+    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor two
+    programs, but never so narrow that Hopper's products of 64 lines do not fit: of one kind of
+    product, rows get the same bits whatever comes with them. Programs of a processor share its
+    memory for what is on its way to them: 40 KiB would do while all of them run, more keeps the
+    memory busy when few are left.
+    """
+    item = ITEM_BYTES[shape.format]
+    step = LINE // item
+    # A tile of 128 can quantise h; where those are too few, h stays as it is and `down` does it.
+    gate_widths = (LINE, 64, 32) if shape.format in FP8_FORMATS else (64, 32)
+    gate_n, gates = _widest(device, tiles, shape.inner, gate_widths)
+    down_n, downs = _widest(device, tiles, shape.hidden, (128, 64))
+    lines = -(-shape.inner * item // LINE)
+    prefetch = min(256 // down_n, 1 << (lines.bit_length() - 1))
+    return (
+        _staged(device, Config(block, gate_n, step), item, 2 * gate_n, gates),
+        _staged(device, Config(block, down_n, step, prefetch=prefetch), item, down_n, downs),
+    )
+
+
+def _widest(device: Device, tiles: float, total: int, widths: tuple[int, ...]) -> tuple[int, float]:
+    """The first width that gives every processor two programs, and how many it gives."""
+    for width in widths:
+        programs = tiles * -(-total // width) / device.processors
+        if programs >= 2:
+            break
+    return width, programs
+
+
+def _staged(device: Device, config: Config, item: int, lines: int, programs: float) -> Config:
+    """`item` bytes of a weight, `lines` of them in a tile; `programs` that each processor gets."""
+    stage = _stage_bytes(item, lines, config.block_m, config.block_k)
+    wide = _is_wide(lines, config.block_m)
+    # Wide tiles of fp8, whose partial sums are scaled one by one, take the registers of all.
+    most = 1 if wide else 3 if 4 * stage <= device.shared // 3 else 2
+    resident = max(1, min(most, math.ceil(programs)))
+    stages = (device.shared // resident - SCRATCH) // stage
+    return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
+
+
+def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
+    """Rows for weights of one byte may be quantised only here."""
+    return (lines * item + rows * max(2, item)) * step
+
+
+def _is_wide(lines: int, rows: int) -> bool:
+    """Sums of a tile that need eight warps."""
+    return lines * rows >= 256 * 64
+
+
+def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], list[Config]]:
+    """Configurations of gate_up and of down that are worth being measured; each product's by
+    itself, as neither depends on the other's."""
+    item, quantised = ITEM_BYTES[shape.format], shape.format in FP8_FORMATS
+    steps = (LINE,) if quantised else (LINE // item, 2 * LINE // item)
+
+    def fitting(lines: int, step: int) -> Iterator[tuple[int, int]]:
+        """Warps and stages that leave room for one, two, three or four programs a processor."""
+        stage = _stage_bytes(item, lines, block, step)
+        counts = {
+            min(10, (device.shared // programs - SCRATCH) // stage) for programs in (1, 2, 3, 4)
+        }
+        warps = 8 if _is_wide(lines, block) else 4
+        return ((warps, count) for count in sorted(counts) if count >= 2)
+
+    gates = [
+        Config(block, width, step, warps, stages)
+        for width, step in product((128, 64, 32) if quantised else (128, 64, 32, 16), steps)
+        for warps, stages in fitting(2 * width, step)
+    ]
+    downs = [
+        Config(block, width, step, warps, stages, prefetch)
+        for width, step in product((128, 64, 32), steps)
+        for warps, stages in fitting(width, step)
+        for prefetch in (0, 256 // width)
+    ]
+    return gates, downs
+
+
+def config_class(implementation: str) -> type:
+    if implementation == "small":
+        return Config
+    if implementation == "large":
+        return import_module("moesaic.kernels.triton.experts_large").LargeConfig
+    raise ValueError(
+        f"implementation {implementation!r} has no configurations: expected 'small' or 'large'"
+    )
+
+
+def file_name(device: str, format: str) -> str:
+    return f"{re.sub('[^A-Za-z0-9]+', '_', device).strip('_')}-{format}.json"
+
+
+def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], Plan]:
+    """What was measured, by shape ("E=… H=… I=…") and number of pairs."""
+    path = folder / file_name(device, format)
+    shapes = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        (shape, int(pairs)): _decode(entry, path)
+        for shape, sizes in shapes.items()
+        for pairs, entry in sizes.items()
+    }
+
+
+def _decode(entry: dict[str, Any], path: Path) -> Plan:
+    try:
+        kind = config_class(entry["implementation"])
+        gate_up, down = kind(**entry["gate_up"]), kind(**entry["down"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error} in entry {entry}: remove it or tune again") from error
+    if gate_up.block_m != down.block_m:
+        raise ValueError(f"{path}: gate_up and down have different block_m in entry {entry}")
+    return Plan(entry["implementation"], gate_up.block_m, gate_up, down, entry.get("fused", False))
+
+
+def save(
+    device: str, shape: Shape, pairs: int, plan: Plan, us: float, folder: Path = TUNED
+) -> None:
+    """Adds an entry or replaces it; a reader sees the file before or after, never between."""
+    path = folder / file_name(device, shape.format)
+    shapes = json.loads(path.read_text()) if path.exists() else {}
+    shapes.setdefault(str(shape), {})[str(bucket(pairs))] = {
+        "implementation": plan.implementation,
+        "fused": plan.fused,
+        "us": round(us, 2),
+        "gate_up": asdict(plan.gate_up),
+        "down": asdict(plan.down),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(_text(shapes))
+    written.replace(path)
+    _plan.cache_clear()
+
+
+def _text(shapes: dict[str, dict[str, Any]]) -> str:
+    """A line for each entry, in the order of shapes and sizes."""
+    parts = []
+    for shape in sorted(shapes):
+        sizes = sorted(shapes[shape].items(), key=lambda item: int(item[0]))
+        lines = ",\n".join(f"    {json.dumps(size)}: {json.dumps(plan)}" for size, plan in sizes)
+        parts.append(f"  {json.dumps(shape)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
