@@ -1,16 +1,25 @@
 """What all ranks know of the step that they are in."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """`prefill`: whether any rank prefills in it. `lane`: which of the two micro-batches that may
-    be under way at once. `counts`: tokens of each attention group, empty where there is but one."""
+    be under way at once. `counts`: tokens of each attention group, empty where there is but one.
+    `num_tokens_1`: how many rows are tokens (int32, where the step is computed); the rows behind
+    them fill up a fixed shape, and take no experts. Without it all are."""
 
     prefill: bool = True
     lane: int = 0
     counts: tuple[int, ...] = ()
+    num_tokens_1: Tensor | None = field(default=None, compare=False)
 
 
 PREFILL = Step(prefill=True)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.token_masks import forbid
+from moesaic.kernels.sampling import MAX_TEMPERATURE, uniform, weight_scale
 
 TopLogprobs = list[tuple[float, int]]
 
@@ -112,8 +113,7 @@ class Scores:
         blocks_RNW = scores_RV.reshape(len(scores_RV), -1, BLOCK)
         peaks_RN = blocks_RNW.amax(-1)
         ids_N = torch.arange(peaks_RN.shape[1], device=scores_RV.device)
-        # V integers of at most `scale` add up to less than 2**53: exact in float64.
-        scale = 2.0 ** (53 - vocab.bit_length())
+        scale = weight_scale(vocab)
         best_R1 = peaks_RN.amax(-1, keepdim=True)
         return cls(blocks_RNW, peaks_RN, best_R1, ids_N.expand_as(peaks_RN), scale)
 
@@ -177,20 +177,6 @@ def token_logprobs(
         logprobs += some
         top += some_top
     return logprobs, top
-
-
-def uniform(seed: int, position: int) -> float:
-    """The one random number in [0, 1) of a position: splitmix64 keyed by the mixed seed."""
-    state = _mix(seed) + (position + 1) * 0x9E3779B97F4A7C15
-    return float(_mix(state) >> 11) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    mask = 2**64 - 1
-    value &= mask
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-    return value ^ (value >> 31)
 
 
 def _pieces(logits_BV: Tensor) -> Iterator[slice]:
@@ -270,8 +256,7 @@ def _forbidden(row: SampleRow) -> dict[int, float]:
 def _knobs(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Knobs:
     columns = [
         (
-            # -inf / inf is NaN; beyond this bound the draw is uniform anyway
-            min(row.params.temperature, 1e30),
+            min(row.params.temperature, MAX_TEMPERATURE),
             vocab if row.params.top_k == -1 else min(row.params.top_k, vocab),
             row.params.top_p,
             row.params.min_p,

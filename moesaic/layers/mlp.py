@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moesaic.comm.mesh import share
 from moesaic.core.step import PREFILL, Step
-from moesaic.layers.invariant import silu
+from moesaic.kernels.quantise import silu_mul
 from moesaic.layers.linear import LinearConfig, MergedLinear, Part, RowLinear
 from moesaic.layers.module import Module
 from moesaic.layers.parallel import Parallel
@@ -39,5 +39,4 @@ class GatedMLP(Module):
             mine_TH = x_TH[parallel.own_rows(len(x_TH))]
             counts = parallel.row_counts(step.counts)
             x_TH = parallel.stage.gather_rows(mine_TH, counts, self.operation)
-        gate, up = self.gate_up_proj.split(x_TH)
-        return self.down_proj(silu(gate) * up, rows)
+        return self.down_proj(silu_mul(self.gate_up_proj(x_TH)), rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.norm import add_rms_norm, rms_norm
 from moesaic.layers.module import Module, parameter
 
 
@@ -16,4 +16,10 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x_TH: Tensor, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of their sum, and the sum; of `x_TH` alone where there is nothing to add."""
+        if residual_TH is None:
+            return self(x_TH), x_TH
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

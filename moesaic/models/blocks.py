@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head
@@ -46,8 +47,10 @@ class Router(Module):
         self.e_score_correction_bias = (
             parameter(num_experts, dtype=torch.float32) if correction_bias else None
         )
-        self.float32 = float32
+        self.float32, self.deterministic = float32, deterministic
         self.product = product(deterministic)
+        # Made here and not when it is needed, which may be inside of a graph that is captured.
+        self._counter_1 = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
     def of(cls, config: ModelConfig, num_experts: int, **options: bool) -> Router:
@@ -62,6 +65,15 @@ class Router(Module):
             return self.product(x_TH.float(), self.weight.float(), None)
         return self.product(x_TH, self.weight, self.bias)
 
+    def fused(self, x_TH: Tensor) -> RouterWeights | None:
+        """For the kernel that multiplies and chooses at once, where that is the faster way: for a
+        few rows on a GPU. None elsewhere."""
+        if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
+            return None
+        if self._counter_1.device != x_TH.device:
+            self._counter_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
+        return RouterWeights(self.weight, self.bias, not self.float32, self._counter_1)
+
 
 class SparseBlock(Module):
     """Router, top-k and routed experts; families add their shared experts."""
@@ -74,14 +86,21 @@ class SparseBlock(Module):
         self.gate, self.topk, self.experts = gate, topk, experts
         self.parallel = parallel or Parallel()
 
-    def route(self, x_TH: Tensor) -> TopKOutput:
+    def route(self, x_TH: Tensor, num_tokens_1: Tensor | None = None) -> TopKOutput:
         spans = self.experts.context.comm.spans
         begin = spans.clock()
-        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
-        chosen = self.topk(self.gate(x_TH), bias, slot_map)
+        chosen = self._choose(x_TH, num_tokens_1)
         if begin:
             spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return chosen
+
+    def _choose(self, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
+        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
+        router, spec = self.gate.fused(x_TH), self.topk.spec
+        if router is None or spec is None:
+            return self.topk(self.gate(x_TH), bias, slot_map, num_tokens_1)
+        slots = slot_map.table_on(x_TH.device)
+        return TopKOutput(*route_rows(x_TH, router, spec, bias, num_tokens_1, slots))
 
     def forward(self, x_TH: Tensor, step: Step) -> Tensor:
         return self.routed(x_TH, step)
@@ -91,7 +110,8 @@ class SparseBlock(Module):
         experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
         group = self.parallel.attention
         if group.size == 1 or self.experts.context.replicated:
-            return self.experts(x_TH, self.route(x_TH), step)
+            return self.experts(x_TH, self.route(x_TH, step.num_tokens_1), step)
+        assert step.num_tokens_1 is None, "rows that are cut over ranks are all tokens"
         mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
         y_TH = self.experts(mine_TH, self.route(mine_TH), step)
         layer = self.experts.dispatcher.config.layer
@@ -130,12 +150,18 @@ class DecoderLayer(Module):
         self._spans = config.moe.comm.spans
         self.renamed = {"mlp": mlp_name}
 
-    def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, ctx: ForwardContext, residual_TH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual), whose sum is the layer's output: the norm that comes next adds them. So
+        are those that are given."""
         begin = self._spans.clock()
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), ctx)
+        normed_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
+        mixed_TH = self.self_attn(normed_TH, ctx)
         if begin:
             self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH), ctx.step)
+        normed_TH, residual_TH = self.post_attention_layernorm.add(mixed_TH, residual_TH)
+        return self.mlp(normed_TH, ctx.step), residual_TH
 
 
 class Backbone(Module):
@@ -156,9 +182,12 @@ class Backbone(Module):
         if self.embed_tokens is not None:
             x_TH = self.embed_tokens(ids_T)
         assert x_TH is not None, "a later stage needs the hidden states of the one before it"
+        residual_TH: Tensor | None = None
         for layer in self.layers:
-            x_TH = layer(x_TH, ctx)
-        return x_TH if self.norm is None else self.norm(x_TH)
+            x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
+        if self.norm is not None:
+            return self.norm.add(x_TH, residual_TH)[0]
+        return x_TH if residual_TH is None else residual_TH + x_TH
 
 
 class CausalLM(Module):

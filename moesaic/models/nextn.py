@@ -141,7 +141,8 @@ class NextN(Module):
         assert embedding is not None, "made where nobody lends one"
         cos, sin = self.rope.at(positions_T)
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
-        return layer(x_TH, ForwardContext(cos, sin, attention, step))
+        x_TH, residual_TH = layer(x_TH, ForwardContext(cos, sin, attention, step))
+        return residual_TH + x_TH
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Of the token after the next; `rows` as in the main model's `logits`."""

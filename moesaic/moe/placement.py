@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.kernels.routing import SlotTable
+
 
 @dataclass(frozen=True, slots=True)
 class EpLayout:
@@ -111,6 +113,16 @@ class SlotMap:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self._slots_EX, self._count_E = placement.table()
+        self._tables: dict[torch.device, SlotTable] = {}
+
+    def table_on(self, device: torch.device) -> SlotTable | None:
+        """For the kernel that routes; None where experts are their own slots."""
+        if self.placement.is_identity:
+            return None
+        if device not in self._tables:
+            slots_EX, count_E = (t.to(device, torch.int32) for t in self.placement.table())
+            self._tables[device] = SlotTable(slots_EX, count_E)
+        return self._tables[device]
 
     def __call__(self, ids_NK: Tensor) -> Tensor:
         """Ids of -1 stay -1."""

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moesaic.kernels.routing import RouteSpec, route
 from moesaic.layers.invariant import sigmoid
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.placement import SlotMap
@@ -35,6 +36,21 @@ class TopKConfig:
     custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
     """Takes the place of all of the above but scaling: logits and K to ids and weights, [T, K]."""
 
+    @property
+    def spec(self) -> RouteSpec | None:
+        """For the kernels; None where they cannot help."""
+        if self.custom is not None:
+            return None
+        return RouteSpec(
+            self.top_k,
+            self.scoring,
+            self.renormalize,
+            self.routed_scaling_factor,
+            self.num_groups,
+            self.topk_groups,
+            self.group_score,
+        )
+
     def check(self, num_experts: int) -> None:
         """Refuses what cannot be chosen from so many experts."""
         allowed = num_experts // self.num_groups * self.topk_groups
@@ -55,22 +71,27 @@ class TopKConfig:
 
 class TopK:
     def __init__(self, config: TopKConfig) -> None:
-        self.config = config
+        self.config, self.spec = config, config.spec
 
     def __call__(
         self,
         logits_TE: Tensor,
         bias_E: Tensor | None = None,
         slot_map: SlotMap | None = None,
-        num_tokens: int | None = None,
+        num_tokens: int | Tensor | None = None,
     ) -> TopKOutput:
         """`bias_E` shifts which experts are chosen, not their weights. `slot_map` turns experts
-        into the slots that hold them. Rows from `num_tokens` on are padding: they choose nothing.
+        into the slots that hold them. Rows from `num_tokens` on are padding: they choose nothing;
+        on a GPU it is a tensor there.
         """
+        if logits_TE.is_cuda and self.spec is not None:
+            assert num_tokens is None or isinstance(num_tokens, Tensor), "it would be waited for"
+            slots = None if slot_map is None else slot_map.table_on(logits_TE.device)
+            return TopKOutput(*route(logits_TE, self.spec, bias_E, num_tokens, slots))
         ids_TK, weights_TK = self._choose(logits_TE.float(), bias_E)
         weights_TK = weights_TK * self.config.routed_scaling_factor
-        if num_tokens is not None and num_tokens < len(ids_TK):
-            padding_T1 = (torch.arange(len(ids_TK)) >= num_tokens).unsqueeze(1)
+        if num_tokens is not None:
+            padding_T1 = (torch.arange(len(ids_TK), device=ids_TK.device) >= num_tokens)[:, None]
             ids_TK = ids_TK.masked_fill(padding_T1, -1)
             weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
         return TopKOutput(ids_TK if slot_map is None else slot_map(ids_TK), weights_TK)

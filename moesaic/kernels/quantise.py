@@ -1,0 +1,66 @@
+"""Activations as 8-bit values with scales, and the gated activation before them.
+
+T tokens · H channels · J = 2 * I channels of gate and up side by side · G groups of 128 channels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.native import native
+
+QUANTISE = "moesaic.kernels.triton.quantise"
+FP8_GROUP = 128
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+TINY = torch.finfo(torch.float32).tiny
+
+RowFormat = Literal["fp8", "int8"]
+
+
+@native(QUANTISE)
+def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
+    """Values [T, H] and float32 scales: of 128 channels each [T, G] for fp8 (e4m3; the last group
+    may be smaller), of whole rows [T, 1] for int8.
+
+    The largest value of a group becomes 448 or 127. A group of zeros has scale 1, one that is not
+    finite scale NaN. int8 of [[1, -0.5, 0.25]]: [[127, -64, 32]], scale 1 / 127.
+    """
+    x_TH = x_TH.float()
+    if format == "int8":
+        scales_T1 = _scales(x_TH.abs().amax(-1, keepdim=True), INT8_MAX)
+        scaled_TH = (x_TH / scales_T1).round_().clamp_(-INT8_MAX, INT8_MAX)
+        return scaled_TH.nan_to_num_(0).to(torch.int8), scales_T1
+    size = x_TH.shape[-1]
+    grouped = F.pad(x_TH, (0, -size % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
+    scales_TG = _scales(grouped.abs().amax(-1), FP8_MAX)
+    scaled = (grouped / scales_TG.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+    return scaled.flatten(-2)[:, :size].to(torch.float8_e4m3fn).contiguous(), scales_TG
+
+
+@native(QUANTISE)
+def silu_mul(gate_up_TJ: Tensor) -> Tensor:
+    """silu of the first half of the channels times the second half: [T, I].
+
+    [0, 1, 5, 2]: silu(0) * 5 = 0, silu(1) * 2 = 1.4621.
+    """
+    gate_TI, up_TI = gate_up_TJ.chunk(2, dim=-1)
+    if gate_TI.dtype == torch.float32:
+        # F.silu computes the last few of a float32 tensor otherwise than the rest.
+        return gate_TI / (1 + torch.exp(-gate_TI)) * up_TI
+    return F.silu(gate_TI) * up_TI
+
+
+@native(QUANTISE)
+def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` of `silu_mul`."""
+    return quantise_rows(silu_mul(gate_up_TJ), format)
+
+
+def _scales(amax: Tensor, largest: float) -> Tensor:
+    scales = (amax / torch.full_like(amax, largest)).clamp_(min=TINY)
+    return scales.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)

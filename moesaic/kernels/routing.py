@@ -1,0 +1,138 @@
+"""Routing: from a router's logits, or from the rows it reads, to the slots of each token.
+
+T tokens · H hidden · E experts · K chosen · X replicas of an expert at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.kernels.native import native
+
+ROUTING = "moesaic.kernels.triton.routing"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """As moe.topk.TopKConfig."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+    @property
+    def limits_groups(self) -> bool:
+        return self.topk_groups < self.num_groups
+
+    def by_logits(self, bias_E: Tensor | None) -> bool:
+        """Whether scores and logits choose alike: then logits do, which no exponential rounds."""
+        return bias_E is None and not (self.limits_groups and self.group_score == "top2")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """The slots of each expert, int32, and how many it has. A token takes them in turn by its row,
+    as moe.placement.SlotMap does."""
+
+    slots_EX: Tensor
+    count_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """`rounds`: whether logits are rounded to the type of the rows, as a product of two matrices of
+    that type would be. `counter_1`: an int32 of zero on the device; the kernel leaves it so."""
+
+    weight_EH: Tensor
+    bias_E: Tensor | None
+    rounds: bool
+    counter_1: Tensor
+
+
+@native(ROUTING)
+def route(
+    logits_TE: Tensor,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Slots [T, K] (int32), best first, and weights (float32). Of equal experts the one with the
+    lower number comes first; NaN counts as the highest logit, and its weight is NaN. Rows from
+    `num_tokens_1` (int32, on the device) on get slots -1 and weights 0.
+
+    Logits [[0, ln 3, 0]], top 2, softmax, renormalised: slots [[1, 0]], weights [[0.75, 0.25]].
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.sigmoid() if spec.scoring == "sigmoid" else logits_TE.softmax(-1)
+    choice_TE = logits_TE if spec.by_logits(bias_E) else scores_TE
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E.float()
+    choice_TE = _nan_highest(choice_TE)
+    dropped_TE = torch.zeros_like(choice_TE, dtype=torch.bool)
+    if spec.limits_groups:
+        grouped = choice_TE.unflatten(1, (spec.num_groups, -1))
+        best = 2 if spec.group_score == "top2" else 1
+        worth_TZ = _nan_highest(grouped.sort(-1, descending=True).values[..., :best].sum(-1))
+        kept_TG = worth_TZ.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk_groups]
+        dropped_TZ = torch.ones_like(worth_TZ, dtype=torch.bool).scatter_(1, kept_TG, False)
+        dropped_TE = dropped_TZ.repeat_interleave(grouped.shape[2], 1)
+    order_TE = choice_TE.sort(dim=-1, descending=True, stable=True).indices
+    behind_TE = dropped_TE.gather(1, order_TE).int().sort(dim=-1, stable=True).indices
+    ids_TK = order_TE.gather(1, behind_TE)[:, : spec.top_k]
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if spec.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return _finish(ids_TK, weights_TK * spec.routed_scaling_factor, num_tokens_1, slots)
+
+
+@native(ROUTING)
+def route_rows(
+    x_TH: Tensor,
+    router: RouterWeights,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` of the router's logits x W' + bias, summed in float32: for the few rows of a small
+    decode step (MAX_ROWS), where a kernel less is worth more than what it computes.
+
+    x [[1, 0]], W [[0, 5], [2, 0]], top 1, softmax: slots [[1]], weights [[0.8808]].
+    """
+    logits_TE = F.linear(x_TH.float(), router.weight_EH.float())
+    if router.bias_E is not None:
+        logits_TE = logits_TE + router.bias_E.float()
+    if router.rounds:
+        logits_TE = logits_TE.to(x_TH.dtype)
+    return route(logits_TE, spec, bias_E, num_tokens_1, slots)
+
+
+MAX_ROWS = 8
+"""That `route_rows` takes: the programs that come last would have to sum too much for more."""
+
+
+def _nan_highest(choice: Tensor) -> Tensor:
+    return choice.masked_fill(choice.isnan(), torch.inf)
+
+
+def _finish(
+    ids_TK: Tensor, weights_TK: Tensor, num_tokens_1: Tensor | None, slots: SlotTable | None
+) -> tuple[Tensor, Tensor]:
+    """Experts to slots, and padding."""
+    row_T1 = torch.arange(len(ids_TK), device=ids_TK.device).unsqueeze(1)
+    if slots is not None:
+        ids_TK = slots.slots_EX[ids_TK, row_T1 % slots.count_E[ids_TK]]
+    if num_tokens_1 is not None:
+        ids_TK = ids_TK.masked_fill(row_T1 >= num_tokens_1, -1)
+        weights_TK = weights_TK.masked_fill(row_T1 >= num_tokens_1, 0.0)
+    return ids_TK.int(), weights_TK

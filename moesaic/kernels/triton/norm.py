@@ -1,0 +1,150 @@
+"""Root-mean-square normalisation; twins in kernels/norm.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.quantise import FP8_GROUP
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
+
+# Channels that one thread takes: 16 bytes of a 16-bit type.
+THREAD_CHANNELS = 8
+MAX_WARPS = 16
+# Short rows, of heads, go several to a program.
+TILE_CHANNELS = 1024
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    sum_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    inner,
+    stride_outer,
+    stride_inner,
+    stride_residual,
+    eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.arange(0, BLOCK_H)[None, :]
+    mask = (row < rows) & (channel < H)
+    weight = tl.load(weight_ptr + channel, channel < H, 0.0).to(tl.float32)
+    await_inputs(PDL)
+    release_next(PDL)
+    start = row // inner * stride_outer + row % inner * stride_inner
+    x = tl.load(x_ptr + start + channel, mask, 0.0)
+    out = row * H + channel
+    if ADD:
+        residual = tl.load(residual_ptr + row * stride_residual + channel, mask, 0.0)
+        x = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + out, x, mask)
+    x = x.to(tl.float32)
+    mean = tl.sum(x * x, 1)[:, None] / H
+    normed = x * tl.math.rsqrt(mean + eps) * weight
+    normed = normed.to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + out, normed, mask)
+    if FP8:
+        GROUPS: tl.constexpr = BLOCK_H // 128
+        grouped = tl.reshape(normed.to(tl.float32), (ROWS, GROUPS, 128))
+        scales = fp8_scales(
+            tl.max(tl.abs(grouped), 2), tl.min(tl.where(grouped == grouped, 1, 0), 2)
+        )
+        group = tl.arange(0, GROUPS)[None, :]
+        of_row = row * tl.cdiv(H, 128) + group
+        tl.store(scales_ptr + of_row, scales, (row < rows) & (group * 128 < H))
+        values = tl.reshape(to_fp8(grouped, scales[:, :, None]), (ROWS, BLOCK_H))
+        tl.store(values_ptr + out, values, mask)
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run(_rows_of(x), None, weight_H, eps, normed)
+    return normed
+
+
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
+    _run(_rows_of(x_TH), residual_TH, weight_H, eps, normed_TH, sum_TH)
+    return normed_TH, sum_TH
+
+
+def add_rms_norm_fp8(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, size = residual_TH.shape
+    normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
+    values_TH = torch.empty_like(residual_TH, dtype=torch.float8_e4m3fn)
+    scales_TG = torch.empty(rows, -(-size // FP8_GROUP), device=x_TH.device)
+    out = (normed_TH, sum_TH, values_TH, scales_TG)
+    _run(_rows_of(x_TH), residual_TH, weight_H, eps, *out)
+    return out
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """[rows, H] or [rows, heads, H] as it lies, if its channels lie together."""
+    return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
+
+
+def tiling(size: int) -> dict[str, int]:
+    """The same for any number of rows: a row's sum does not depend on its neighbours."""
+    block = max(FP8_GROUP, triton.next_power_of_2(size))
+    tile = max(1, TILE_CHANNELS // block)
+    warps = min(MAX_WARPS, max(1, tile * block // (32 * THREAD_CHANNELS)))
+    return {"BLOCK_H": block, "ROWS": tile, "num_warps": warps}
+
+
+def _run(
+    x: Tensor,
+    residual_TH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    normed: Tensor,
+    sum_TH: Tensor | None = None,
+    values_TH: Tensor | None = None,
+    scales_TG: Tensor | None = None,
+) -> None:
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if rows == 0:
+        return
+    assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
+    tile, pdl = tiling(size), dependent_launch(x)
+    _norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        x,
+        residual_TH,
+        weight_H,
+        normed,
+        sum_TH,
+        values_TH,
+        scales_TG,
+        rows,
+        1 if x.dim() == 2 else x.shape[1],
+        x.stride(0),
+        x.stride(-2),
+        0 if residual_TH is None else residual_TH.stride(0),
+        eps,
+        H=size,
+        ADD=residual_TH is not None,
+        FP8=values_TH is not None,
+        **tile,
+        PDL=pdl.on,
+        **pdl.options,
+    )

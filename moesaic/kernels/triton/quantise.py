@@ -1,0 +1,187 @@
+"""Activations as 8-bit values with scales; twins in kernels/quantise.py.
+
+Divisions are exact (div_rn): values are the same bits as the encoders of weights give.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.quantise import FP8_GROUP, RowFormat
+from moesaic.kernels.triton.launch import (
+    INTERPRETED,
+    await_inputs,
+    dependent_launch,
+    release_next,
+)
+
+TINY = tl.constexpr(1.1754943508222875e-38)
+# Adding and taking it away rounds a float32 below 2**22 to an integer, ties to even.
+ROUNDER = tl.constexpr(12582912.0)
+# Groups of 128 channels that a program takes.
+FP8_GROUPS = 16
+SILU_CHANNELS = 1024
+
+
+@triton.jit
+def absmax_scales(amax, finite, LARGEST: tl.constexpr):
+    """`finite`: 0 where anything is NaN, which a maximum does not tell everywhere."""
+    scales = tl.maximum(tl.math.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), TINY)
+    scales = tl.where(amax == 0, 1.0, scales)
+    return tl.where((finite != 0) & (amax < float("inf")), scales, float("nan"))
+
+
+@triton.jit
+def fp8_scales(amax, finite):
+    return absmax_scales(amax, finite, 448.0)
+
+
+@triton.jit
+def to_fp8(x, scales):
+    scaled = tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
+    limited = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        limited = _round_to_e4m3(limited)
+    return limited.to(tl.float8e4nv)
+
+
+@triton.jit
+def _round_to_e4m3(x):
+    """To the nearest, ties to even: the interpreter's conversion does not."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    small = (x + 24576.0) - 24576.0  # steps of 2**-9
+    rounded = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return tl.where(x == x, rounded, x)
+
+
+@triton.jit
+def silu_times(gate, up, DTYPE: tl.constexpr):
+    """Rounded to the type as a tensor of it would be."""
+    gate = gate.to(tl.float32)
+    return (gate / (1 + tl.exp(-gate)) * up.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _load(x_ptr, start, channel, mask, SIZE: tl.constexpr, SILU: tl.constexpr):
+    x = tl.load(x_ptr + start + channel, mask, 0.0)
+    if SILU:
+        up = tl.load(x_ptr + start + SIZE + channel, mask, 0.0)
+        x = silu_times(x, up, x_ptr.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def _fp8_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = channel < SIZE
+    await_inputs(PDL)
+    release_next(PDL)
+    x = _load(x_ptr, row * stride, channel, mask, SIZE, SILU).to(tl.float32)
+    scales = fp8_scales(tl.max(tl.abs(x), 1), tl.min(tl.where(x == x, 1, 0), 1))
+    tl.store(scales_ptr + row * tl.cdiv(SIZE, 128) + group, scales, group * 128 < SIZE)
+    tl.store(values_ptr + row * SIZE + channel, to_fp8(x, scales[:, None]), mask)
+
+
+@triton.jit
+def _int8_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    mask = channel < SIZE
+    await_inputs(PDL)
+    release_next(PDL)
+    x = _load(x_ptr, row * stride, channel, mask, SIZE, SILU).to(tl.float32)
+    scale = absmax_scales(tl.max(tl.abs(x), 0), tl.min(tl.where(x == x, 1, 0), 0), 127.0)
+    tl.store(scales_ptr + row, scale)
+    scaled = tl.math.div_rn(x, tl.full((BLOCK,), 0.0, tl.float32) + scale)
+    rounded = (tl.where(scaled == scaled, scaled, 0.0) + ROUNDER) - ROUNDER
+    limited = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+    tl.store(values_ptr + row * SIZE + channel, limited.to(tl.int8), mask)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    x_ptr, out_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < SIZE
+    await_inputs(PDL)
+    release_next(PDL)
+    y = _load(x_ptr, row * stride, channel, mask, SIZE, True)
+    tl.store(out_ptr + row * SIZE + channel, y, mask)
+
+
+def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
+    return _quantise(x_TH, x_TH.shape[1], format, silu=False)
+
+
+def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
+    return _quantise(gate_up_TJ, gate_up_TJ.shape[1] // 2, format, silu=True)
+
+
+def silu_mul(gate_up_TJ: Tensor) -> Tensor:
+    rows, size = len(gate_up_TJ), gate_up_TJ.shape[1] // 2
+    out_TI = torch.empty(rows, size, dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
+    if not rows:
+        return out_TI
+    x_TJ, pdl = _together(gate_up_TJ), dependent_launch(gate_up_TJ)
+    block = min(SILU_CHANNELS, triton.next_power_of_2(size))
+    _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+        x_TJ, out_TI, x_TJ.stride(0), SIZE=size, BLOCK=block, PDL=pdl.on, **pdl.options
+    )
+    return out_TI
+
+
+def _quantise(x: Tensor, size: int, format: RowFormat, silu: bool) -> tuple[Tensor, Tensor]:
+    rows, device, pdl = len(x), x.device, dependent_launch(x)
+    x = _together(x)
+    fixed = {"SIZE": size, "SILU": silu, "PDL": pdl.on, **pdl.options}
+    if format == "int8":
+        values = torch.empty(rows, size, dtype=torch.int8, device=device)
+        scales = torch.empty(rows, 1, device=device)
+        if rows:
+            block = triton.next_power_of_2(size)
+            warps = min(16, max(1, block // 256))
+            grid = (rows,)
+            _int8_kernel[grid](
+                x, values, scales, x.stride(0), BLOCK=block, num_warps=warps, **fixed
+            )
+        return values, scales
+    groups = triton.cdiv(size, FP8_GROUP)
+    values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(rows, groups, device=device)
+    if rows:
+        tile = min(FP8_GROUPS, triton.next_power_of_2(groups))
+        warps = max(1, tile // 2)
+        grid = (rows, triton.cdiv(groups, tile))
+        _fp8_kernel[grid](x, values, scales, x.stride(0), GROUPS=tile, num_warps=warps, **fixed)
+    return values, scales
+
+
+def _together(x: Tensor) -> Tensor:
+    """Channels of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

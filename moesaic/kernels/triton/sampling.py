@@ -1,0 +1,477 @@
+"""Sampling; twins in kernels/sampling.py.
+
+R rows · V vocabulary · N blocks of 128 tokens · C chunks of 32 blocks · P = C * 32 blocks.
+
+    _peaks_kernel    the highest score of each block and chunk: all that greedy rows need
+    _sums_kernel     the weight of each block, of rows that any token may be drawn from
+    _draw_kernel     a program a row: what top-k and top-p keep, and the draw
+
+Only blocks whose peak reaches the lowest score that can still matter are read again: a handful of a
+real model's distribution. The lowest score kept is searched by cutting its range in four; scores
+are compared as integers that order like them, so that the search ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from moesaic.kernels.sampling import SampleParams, weight_scale
+from moesaic.kernels.triton.launch import (
+    INTERPRETED,
+    await_inputs,
+    dependent_launch,
+    release_next,
+)
+
+WIDTH = tl.constexpr(128)
+BLOCKS = tl.constexpr(32)
+# Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
+GATHER = tl.constexpr(16)
+LEAST = tl.constexpr(-(2**31))
+# The key of -inf.
+BOTTOM = tl.constexpr(-2139095041)
+# Cuts of a range in scores before it is cut in integers; each leaves a quarter.
+SCORE_CUTS = tl.constexpr(3)
+COLUMNS = tl.constexpr(6)
+DRAW_WARPS = 16
+
+
+@triton.jit
+def _key(x):
+    """Orders like the numbers, with equal zeros; there is no NaN here."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weights(scores, best, temperature, min_p, scale):
+    """Integers in float64, to the bit as torch computes them on the same kind of device."""
+    share = tl.maximum(tl.math.div_rn(scores - best, tl.zeros_like(scores) + temperature), -80.0)
+    if INTERPRETED:
+        share = tl.exp(share)
+    else:
+        share = libdevice.exp(share)
+    share = tl.where(share < min_p, 0.0, share) * scale
+    # Below 2**23 this rounds to an integer, ties to even; above, all numbers are integers.
+    return tl.where(share < 8388608.0, (share + 8388608.0) - 8388608.0, share).to(tl.float64)
+
+
+@triton.jit
+def _mix(value):
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    state = _mix(seed) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (_mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _float64(ptr):
+    return tl.load(ptr).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _is_greedy(params_ptr):
+    return (_float64(params_ptr) < 1e-6) | (tl.load(params_ptr + 1) == 1)
+
+
+@triton.jit
+def _top_k(params_ptr, V):
+    """-1 where it keeps every token."""
+    top_k = tl.load(params_ptr + 1)
+    return tl.where(top_k < V, top_k, -1)
+
+
+@triton.jit
+def _peaks_kernel(
+    logits_ptr,
+    peaks_ptr,
+    best_ptr,
+    token_ptr,
+    V,
+    stride,
+    chunks,
+    PEAKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    await_inputs(PDL)
+    release_next(PDL)
+    x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    peaks = tl.max(x, 1)
+    best = tl.max(peaks, 0)
+    if PEAKS:
+        tl.store(peaks_ptr + row * chunks * BLOCKS + block, peaks)
+    first = tl.min(tl.min(tl.where((x == best) & (token < V), token, 0x7FFFFFFF), 1), 0)
+    tl.store(best_ptr + row * chunks + chunk, best)
+    tl.store(token_ptr + row * chunks + chunk, first)
+
+
+@triton.jit
+def _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C: tl.constexpr):
+    """The highest score of a row, and the first token that has it."""
+    chunk = tl.arange(0, BLOCK_C)
+    mask = chunk < chunks
+    bests = tl.load(best_ptr + row * chunks + chunk, mask, -float("inf"))
+    tokens = tl.load(token_ptr + row * chunks + chunk, mask, 0x7FFFFFFF)
+    best = tl.max(bests, 0)
+    return best, tl.min(tl.where(bests == best, tokens, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def _greedy_kernel(
+    best_ptr, token_ptr, drawn_ptr, rows, chunks, BLOCK_C: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    await_inputs(PDL)
+    release_next(PDL)
+    best, token = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+    tl.store(drawn_ptr + row, token.to(tl.int64))
+    tl.store(drawn_ptr + rows + row, (tl.abs(best) == float("inf")).to(tl.int64))
+
+
+@triton.jit
+def _sums_kernel(
+    logits_ptr,
+    params_ptr,
+    best_ptr,
+    token_ptr,
+    sums_ptr,
+    V,
+    stride,
+    chunks,
+    scale,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_inputs(PDL)
+    release_next(PDL)
+    params_ptr += row * COLUMNS
+    if not _is_greedy(params_ptr) and _top_k(params_ptr, V) == -1:
+        temperature = _float64(params_ptr).to(tl.float32)
+        # With top-p the total is that of all tokens.
+        min_p = tl.where(_float64(params_ptr + 2) < 1, 0.0, _float64(params_ptr + 3))
+        best, _ = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
+        weights = _weights(x, best, temperature, min_p.to(tl.float32), scale)
+        tl.store(sums_ptr + row * chunks * BLOCKS + block, tl.sum(weights, 1))
+
+
+@triton.jit
+def _peak_keys(peaks_ptr, blocks, BLOCK_N: tl.constexpr):
+    every = tl.arange(0, BLOCK_N)
+    peaks = tl.load(peaks_ptr + every, every < blocks, 0.0)
+    return tl.where(every < blocks, _key(peaks), LEAST)
+
+
+@triton.jit
+def _list_blocks(peaks_ptr, list_ptr, least, blocks, BLOCK_N: tl.constexpr):
+    """Writes the blocks that have a score of `least` or above, in order; gives their number."""
+    tl.debug_barrier()  # the list before this one has been read
+    wanted = (_peak_keys(peaks_ptr, blocks, BLOCK_N) >= least.to(tl.int32)).to(tl.int32)
+    place = tl.cumsum(wanted, 0) - 1
+    tl.store(list_ptr + place, tl.arange(0, BLOCK_N), wanted != 0)
+    tl.debug_barrier()
+    return tl.sum(wanted, 0)
+
+
+@triton.jit
+def _load_blocks(logits_ptr, list_ptr, start, count, V):
+    """Listed blocks from `start` on, and their scores [GATHER, 128]: -inf behind the last."""
+    place = start + tl.arange(0, GATHER)
+    block = tl.load(list_ptr + place, place < count, 0)
+    token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = (place < count)[:, None] & (token < V)
+    return block, tl.load(logits_ptr + token, mask, -float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _search(
+    logits_ptr,
+    list_ptr,
+    peaks_ptr,
+    blocks,
+    V,
+    low,
+    high,
+    target,
+    best,
+    temperature,
+    scale,
+    COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The highest key in [low, high) such that what is at or above it weighs at least `target`; or
+    one that keeps exactly so many tokens, where they are counted."""
+    cuts = 0
+    have = tl.full((), float("inf"), tl.float64)
+    enough = target if COUNT else tl.full((), -1.0, tl.float64)
+    while (high - low > 1) & (have > enough):
+        lowest, span = _number(low), _number(high - 1) - _number(low)
+        step = tl.maximum((high - low) // 4, 1)
+        first, second = low + step, tl.minimum(low + 2 * step, high - 1)
+        third = tl.minimum(low + 3 * step, high - 1)
+        if (cuts < SCORE_CUTS) & (span < 1e30):
+            first = _key_between(lowest + span * 0.25, low, high)
+            second = _key_between(lowest + span * 0.5, low, high)
+            third = _key_between(lowest + span * 0.75, low, high)
+        above1 = tl.zeros((GATHER, WIDTH), tl.float64)
+        above2 = tl.zeros((GATHER, WIDTH), tl.float64)
+        above3 = tl.zeros((GATHER, WIDTH), tl.float64)
+        count = _list_blocks(peaks_ptr, list_ptr, low, blocks, BLOCK_N)
+        for start in range(0, count, GATHER):
+            _, x = _load_blocks(logits_ptr, list_ptr, start, count, V)
+            if COUNT:
+                weights = tl.full((GATHER, WIDTH), 1.0, tl.float64)
+            else:
+                weights = _weights(x, best, temperature, 0.0, scale)
+            key = _key(x)
+            above1 += tl.where(key >= first.to(tl.int32), weights, 0.0)
+            above2 += tl.where(key >= second.to(tl.int32), weights, 0.0)
+            above3 += tl.where(key >= third.to(tl.int32), weights, 0.0)
+        sum1, sum2, sum3 = _total(above1), _total(above2), _total(above3)
+        in3, in2, in1 = sum3 >= target, sum2 >= target, sum1 >= target
+        high = tl.where(in3, high, tl.where(in2, third, tl.where(in1, second, first)))
+        low = tl.where(in3, third, tl.where(in2, second, tl.where(in1, first, low)))
+        have = tl.where(in3, sum3, tl.where(in2, sum2, tl.where(in1, sum1, have)))
+        cuts += 1
+    return low
+
+
+@triton.jit
+def _number(key):
+    key = key.to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key_between(x, low, high):
+    return tl.minimum(tl.maximum(_key(x).to(tl.int64), low + 1), high - 1)
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _kth_peak(peaks, k, low, high):
+    """The k-th highest peak, below which the k-th highest score cannot be; or `low`."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        reached = tl.sum((peaks >= middle.to(tl.int32)).to(tl.int32), 0) >= k
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    return low
+
+
+@triton.jit
+def _sum_blocks(
+    logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature, min_p, scale,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weights of each block's tokens that are kept; of all blocks together."""
+    every = tl.arange(0, BLOCK_N)
+    tl.store(sums_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
+    count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
+    total = tl.zeros((GATHER,), tl.float64)
+    for start in range(0, count, GATHER):
+        block, x = _load_blocks(logits_ptr, list_ptr, start, count, V)
+        weights = _weights(x, best, temperature, min_p, scale)
+        kept = tl.sum(tl.where(_key(x) >= floor.to(tl.int32), weights, 0.0), 1)
+        total += kept
+        tl.store(sums_ptr + block, kept, start + tl.arange(0, GATHER) < count)
+    tl.debug_barrier()
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
+          BLOCK_N: tl.constexpr):  # fmt: skip
+    """The token at which the sum of weights passes the share `number` of all, in vocabulary
+    order."""
+    every = tl.arange(0, BLOCK_N)
+    sums = tl.load(sums_ptr + every, every < blocks, 0.0)
+    total = tl.sum(sums, 0)
+    mark = tl.minimum((number * total).to(tl.int64).to(tl.float64), total - 1)
+    block = tl.sum((tl.cumsum(sums, 0) <= mark).to(tl.int32), 0)
+    block = tl.minimum(block, blocks - 1)
+    mark -= tl.sum(tl.where(every < block, sums, 0.0), 0)
+    token = block * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(logits_ptr + token, token < V, -float("inf")).to(tl.float32)
+    weights = _weights(x, best, temperature, min_p, scale)
+    ends = tl.cumsum(tl.where(_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
+    offset = tl.minimum(tl.sum((ends <= mark).to(tl.int32), 0), WIDTH - 1)
+    return tl.minimum(block * WIDTH + offset, V - 1)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    params_ptr,
+    peaks_ptr,
+    best_ptr,
+    token_ptr,
+    sums_ptr,
+    list_ptr,
+    drawn_ptr,
+    rows,
+    V,
+    stride,
+    chunks,
+    scale,
+    reach,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`reach`: how far below the best a score weighs nothing at temperature 1."""
+    row = tl.program_id(0).to(tl.int64)
+    await_inputs(PDL)
+    release_next(PDL)
+    blocks = chunks * BLOCKS
+    logits_ptr += row * stride
+    params_ptr += row * COLUMNS
+    peaks_ptr += row * blocks
+    sums_ptr += row * blocks
+    list_ptr += row * blocks
+    best, token = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+    broken = tl.abs(best) == float("inf")
+    if not (broken | _is_greedy(params_ptr)):
+        temperature = _float64(params_ptr).to(tl.float32)
+        top_k, top_p = _top_k(params_ptr, V), _float64(params_ptr + 2)
+        min_p = _float64(params_ptr + 3).to(tl.float32)
+        floor = tl.full((), BOTTOM, tl.int64)
+        top = _key(best).to(tl.int64) + 1
+        if (top_k != -1) | (top_p < 1):
+            if top_k != -1:
+                peaks = _peak_keys(peaks_ptr, blocks, BLOCK_N)
+                low = _kth_peak(peaks, top_k, floor, top)
+                floor = _search(
+                    logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_k.to(tl.float64),
+                    best, temperature, scale, True, BLOCK_N,
+                )  # fmt: skip
+            if top_p < 1:
+                if top_k == -1:
+                    every = tl.arange(0, BLOCK_N)
+                    total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
+                else:
+                    total = _sum_blocks(
+                        logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best,
+                        temperature, 0.0, scale, BLOCK_N,
+                    )  # fmt: skip
+                low = tl.maximum(floor, _key(best - temperature * reach).to(tl.int64))
+                floor = _search(
+                    logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_p * total, best,
+                    temperature, scale, False, BLOCK_N,
+                )  # fmt: skip
+            _sum_blocks(
+                logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature,
+                min_p, scale, BLOCK_N,
+            )  # fmt: skip
+        number = _uniform(
+            tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
+        )
+        token = _walk(
+            logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
+            BLOCK_N,
+        )  # fmt: skip
+    tl.store(drawn_ptr + row, token.to(tl.int64))
+    tl.store(drawn_ptr + rows + row, broken.to(tl.int64))
+
+
+def greedy_rows(logits_RV: Tensor) -> Tensor:
+    rows = len(logits_RV)
+    drawn_2R = torch.empty(2, rows, dtype=torch.int64, device=logits_RV.device)
+    if rows:
+        pdl = dependent_launch(logits_RV)
+        best_RC, token_RC = _peaks(logits_RV, None)
+        chunks = best_RC.shape[1]
+        _greedy_kernel[(rows,)](
+            best_RC,
+            token_RC,
+            drawn_2R,
+            rows,
+            chunks,
+            BLOCK_C=triton.next_power_of_2(chunks),
+            num_warps=1,
+            PDL=pdl.on,
+            **pdl.options,
+        )
+    return drawn_2R
+
+
+def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
+    rows, vocab = logits_RV.shape
+    device, pdl = logits_RV.device, dependent_launch(logits_RV)
+    drawn_2R = torch.empty(2, rows, dtype=torch.int64, device=device)
+    if not rows:
+        return drawn_2R
+    assert params.values.shape == (rows, COLUMNS.value), (params.values.shape, rows)
+    assert params.values.is_contiguous()
+    chunks = triton.cdiv(vocab, WIDTH.value * BLOCKS.value)
+    blocks = chunks * BLOCKS.value
+    peaks_RP = torch.empty(rows, blocks, device=device)
+    sums_RP = torch.empty(rows, blocks, dtype=torch.float64, device=device)
+    list_RP = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    best_RC, token_RC = _peaks(logits_RV, peaks_RP)
+    scale = weight_scale(vocab)
+    sizes = (vocab, logits_RV.stride(0), chunks, scale)
+    fixed = {"BLOCK_C": triton.next_power_of_2(chunks), "PDL": pdl.on, **pdl.options}
+    _sums_kernel[(rows, chunks)](
+        logits_RV, params.values, best_RC, token_RC, sums_RP, *sizes, **fixed
+    )
+    _draw_kernel[(rows,)](
+        logits_RV,
+        params.values,
+        peaks_RP,
+        best_RC,
+        token_RC,
+        sums_RP,
+        list_RP,
+        drawn_2R,
+        rows,
+        *sizes,
+        math.log(scale) + 2,
+        BLOCK_N=triton.next_power_of_2(blocks),
+        num_warps=DRAW_WARPS,
+        **fixed,
+    )
+    return drawn_2R
+
+
+def _peaks(logits_RV: Tensor, peaks_RP: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits_RV.shape
+    assert logits_RV.stride(1) == 1, logits_RV.stride()
+    chunks, pdl = triton.cdiv(vocab, WIDTH.value * BLOCKS.value), dependent_launch(logits_RV)
+    best_RC = torch.empty(rows, chunks, device=logits_RV.device)
+    token_RC = torch.empty(rows, chunks, dtype=torch.int32, device=logits_RV.device)
+    _peaks_kernel[(rows, chunks)](
+        logits_RV,
+        peaks_RP,
+        best_RC,
+        token_RC,
+        vocab,
+        logits_RV.stride(0),
+        chunks,
+        PEAKS=peaks_RP is not None,
+        PDL=pdl.on,
+        **pdl.options,
+    )
+    return best_RC, token_RC

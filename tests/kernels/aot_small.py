@@ -1,0 +1,152 @@
+"""What the small kernels of a step take of a Hopper GPU: norms, routing, quantising, sampling.
+
+A program: `python -m tests.kernels.aot_small [all]` compiles, prints and asserts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from moesaic.kernels.routing import RouteSpec
+from moesaic.kernels.triton import norm, quantise, routing, sampling
+from tests.kernels.aot import Usage, build
+
+TYPES = {
+    "x_ptr": "*bf16",
+    "residual_ptr": "*bf16",
+    "weight_ptr": "*bf16",
+    "normed_ptr": "*bf16",
+    "sum_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "values_ptr": "*fp8e4nv",
+    "scales_ptr": "*fp32",
+    "logits_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "router_bias_ptr": "*bf16",
+    "partial_ptr": "*fp32",
+    "counter_ptr": "*i32",
+    "num_tokens_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "count_ptr": "*i32",
+    "ids_ptr": "*i32",
+    "weights_ptr": "*fp32",
+    "params_ptr": "*i64",
+    "peaks_ptr": "*fp32",
+    "best_ptr": "*fp32",
+    "token_ptr": "*i32",
+    "sums_ptr": "*fp64",
+    "list_ptr": "*i32",
+    "drawn_ptr": "*i64",
+    "eps": "fp32",
+    "scale": "fp32",
+    "reach": "fp32",
+}
+ALIGNED = ("stride", "stride_outer", "stride_inner", "stride_residual", "V")
+QWEN = RouteSpec(8, renormalize=True)
+DEEPSEEK = RouteSpec(8, "sigmoid", True, 2.5, 8, 4, "top2")
+FLAG = torch.ones(1)
+
+
+def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
+    """`types`: where they are not those of TYPES; plain numbers are i32."""
+    options = {"num_warps": constants.pop("num_warps", 4)}
+    known = {
+        name: types.get(name, TYPES.get(name, "i32"))
+        for name in kernel.arg_names
+        if name not in constants and name != "PDL"
+    }
+    usage = build(kernel, known, {**constants, "PDL": True}, aligned=ALIGNED, **options)
+    print(
+        f"{kernel.__name__:18} {usage.registers:4} registers {usage.local:3} spilled "
+        f"{usage.shared:6} shared, {usage.count('redux.sync'):3} redux {usage.count('bar.sync'):3} "
+        f"barriers, wide loads {usage.count('ld.global.v4') + usage.count('ld.global.cg.v4')}"
+    )
+    assert usage.local == 0, f"{kernel.__name__} spills {usage.local} bytes"
+    assert usage.count("griddepcontrol.wait") == 1
+    assert usage.count("griddepcontrol.launch_dependents") == 1
+    return usage
+
+
+def check_norm(size: int, add: bool, fp8: bool) -> None:
+    usage = use(norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, **norm.tiling(size))
+    assert usage.registers <= 64 and usage.count("ld.global.v4") >= 1 + add
+    assert fp8 == (usage.count("cvt.rn.satfinite.e4m3x2") > 0)
+
+
+def check_route() -> None:
+    fixed = routing.constants(128, QWEN, None, FLAG, None)
+    logits = {"logits_ptr": "*bf16"}
+    usage = use(routing._route_kernel, logits, ROWS=1, num_warps=1, **fixed)
+    # A choice takes three maxima over the warp, and nothing but them.
+    assert usage.count("redux.sync") == 3 * QWEN.top_k and usage.registers <= 64
+
+
+def check_deepseek_route() -> None:
+    fixed = routing.constants(256, DEEPSEEK, FLAG, FLAG, None)
+    usage = use(routing._route_kernel, {}, ROWS=1, num_warps=1, **fixed)
+    assert usage.count("redux.sync") >= 3 * 8 and usage.registers <= 128
+
+
+def check_router(rows: int) -> None:
+    sizes = {"H": 2048, "SPLITS": 2048 // routing.ROUTER_CHANNELS}
+    blocks = {"BLOCK_H": routing.ROUTER_CHANNELS, "BLOCK_X": routing.ROUTER_EXPERTS}
+    fixed = {**routing.constants(128, QWEN, None, FLAG, None), **sizes, **blocks}
+    flags = {"ROUTER_BIAS": False, "ROUNDS": True}
+    usage = use(routing._router_kernel, {}, ROWS=rows, num_warps=rows, **flags, **fixed)
+    # Weights are asked for before the rows that they wait for are there.
+    before = usage.ptx[: usage.ptx.index("griddepcontrol.wait")]
+    assert before.count("ld.global.v4") == 8 // rows and usage.registers <= 96
+    assert usage.count("atom.global.gpu.acq_rel.add") == 1
+
+
+def check_quantise(silu: bool) -> None:
+    usage = use(quantise._fp8_kernel, {}, SIZE=2048, GROUPS=16, SILU=silu, num_warps=8)
+    assert usage.count("cvt.rn.satfinite.e4m3x2") == 4 and usage.registers <= 64
+    assert usage.count("div.rn.f32") >= 8 and usage.count("ld.global.v4") == 1 + silu
+
+
+def check_int8() -> None:
+    values = {"values_ptr": "*i8"}
+    use(quantise._int8_kernel, values, SIZE=2048, BLOCK=2048, SILU=False, num_warps=8)
+    use(quantise._silu_mul_kernel, {}, SIZE=768, BLOCK=1024)
+
+
+def check_greedy() -> None:
+    usage = use(sampling._peaks_kernel, {}, PEAKS=False)
+    assert usage.count("ld.global.v4") == 8 and usage.registers <= 128
+    use(sampling._greedy_kernel, {}, BLOCK_C=64, num_warps=1)
+
+
+def check_draw() -> None:
+    use(sampling._peaks_kernel, {}, PEAKS=True)
+    usage = use(sampling._sums_kernel, {}, BLOCK_C=64)
+    # The exact division, and the exponential that torch has.
+    assert usage.count("div.rn.f32") == 32 and usage.count("ex2.approx.ftz.f32") == 32
+    warps = sampling.DRAW_WARPS
+    usage = use(sampling._draw_kernel, {}, BLOCK_C=64, BLOCK_N=2048, num_warps=warps)
+    assert usage.shared <= 32 * 1024
+
+
+def main() -> None:
+    check_norm(2048, add=True, fp8=False)
+    check_route()
+    check_quantise(silu=False)
+    check_greedy()
+    if "all" not in sys.argv:
+        return
+    check_norm(7168, add=True, fp8=False)
+    check_norm(2048, add=True, fp8=True)
+    check_norm(128, add=False, fp8=False)
+    check_deepseek_route()
+    for rows in (1, 2, 4, 8):
+        check_router(rows)
+    check_quantise(silu=True)
+    check_int8()
+    check_draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Norms: the Triton kernels against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.kernels import norm as twins
+from moesaic.kernels.triton import norm as kernels
+from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
+
+# Half a unit in the last place of a number, relative to it, and a little for the order of sums.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).mul_(3).to(dtype)
+
+
+def assert_near(out: torch.Tensor, twin: torch.Tensor) -> None:
+    assert out.dtype == twin.dtype and out.shape == twin.shape
+    bound = ROUNDING[twin.dtype] * twin.float().abs() + 1e-7
+    assert bool(((out.float() - twin.float()).abs() <= 2 * bound).all())
+
+
+def test_the_examples() -> None:
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
+    wanted = torch.tensor([[0.8485, 2.2627]])
+    torch.testing.assert_close(twins.rms_norm(x, weight, 0.0), wanted, atol=1e-4, rtol=0)
+    ones, rest = torch.ones(1, 2), torch.tensor([[2.0, 3.0]])
+    normed, total = twins.add_rms_norm(ones, rest, weight, 0.0)
+    assert torch.equal(total, x)
+    torch.testing.assert_close(normed, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows, size", [(0, 8), (1, 96), (5, 200)])
+def test_equals_its_twin(dtype: torch.dtype, rows: int, size: int) -> None:
+    x, residual = draw(rows, size, dtype=dtype), draw(rows, size + 8, dtype=dtype)[:, :size]
+    weight = draw(size, dtype=dtype)
+    assert_near(kernels.rms_norm(x, weight, 1e-5), twins.rms_norm.twin(x, weight, 1e-5))
+    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    wanted, wanted_total = twins.add_rms_norm.twin(x, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total)
+    assert_near(normed, wanted)
+
+
+def test_heads_inside_of_a_wider_matrix() -> None:
+    qkv, weight = draw(3, 10 * 16, dtype=torch.float16), draw(16, dtype=torch.float16)
+    heads = qkv[:, 16 : 7 * 16].unflatten(-1, (6, 16))
+    wanted = twins.rms_norm.twin(heads, weight, 1e-6)
+    qkv.view(3, 10, 16)[:, 7:] = torch.nan
+    assert_near(kernels.rms_norm(heads, weight, 1e-6), wanted)
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    x, weight = draw(3, 32, dtype=torch.float32), draw(32, dtype=torch.float32)
+    x[1, 7] = torch.nan
+    out = kernels.rms_norm(x, weight, 1e-6)
+    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
+
+
+def test_the_quantised_norm() -> None:
+    dtype, size = torch.float16, 256 + 64
+    x, residual, weight = (draw(n, size, dtype=dtype) for n in (2, 2, 1))
+    normed, total, values, scales = kernels.add_rms_norm_fp8(x, residual, weight[0], 1e-6)
+    wanted = twins.add_rms_norm_fp8.twin(x, residual, weight[0], 1e-6)
+    assert torch.equal(total, wanted[1]) and scales.shape == (2, 3)
+    assert_near(normed, wanted[0])
+    again, again_scales = twins.quantise_rows.twin(normed, "fp8")
+    assert torch.equal(values.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(scales, again_scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 33, 4097])
+@pytest.mark.parametrize("size", [64, 128, 512, 1536, 2048, 2880, 4096, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_real_sizes(rows: int, size: int, dtype: torch.dtype) -> None:
+    test_equals_its_twin(dtype, rows, size)

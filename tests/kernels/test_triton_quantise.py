@@ -1,0 +1,89 @@
+"""Quantised activations: the Triton kernels against their twins, these against the encoders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.kernels import quantise as twins
+from moesaic.kernels.triton import quantise as kernels
+from moesaic.moe.quant.numerics import encode_fp8, encode_int8
+from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
+
+Quantised = tuple[torch.Tensor, torch.Tensor]
+
+
+def rows_of(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows and groups of very different sizes, one of zeros, one of the smallest numbers."""
+    x = torch.randn(rows, size, device=DEVICE)
+    x *= torch.logspace(-3, 3, rows, device=DEVICE)[:, None]
+    x[:, ::3] *= 0.01
+    if rows > 3:
+        x[1] = 0
+        x[2] = torch.finfo(dtype).tiny
+        x[3, :] = 1.0
+    return x.to(dtype)
+
+
+def assert_same(out: Quantised, wanted: Quantised) -> None:
+    for one, other in zip(out, wanted, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.float().nan_to_num(12345.0), other.float().nan_to_num(12345.0))
+
+
+def encoded(x: torch.Tensor, format: twins.RowFormat) -> Quantised:
+    return encode_int8(x) if format == "int8" else encode_fp8(x, 1, 128)
+
+
+def test_the_examples() -> None:
+    values, scales = twins.quantise_rows(torch.tensor([[1.0, -0.5, 0.25]]), "int8")
+    assert values.tolist() == [[127, -64, 32]] and scales.item() == pytest.approx(1 / 127)
+    y = twins.silu_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+    torch.testing.assert_close(y, torch.tensor([[0.0, 1.4621]]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows, size", [(0, 128), (5, 300)])
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_the_same_bits(rows: int, size: int, dtype: torch.dtype, format: twins.RowFormat) -> None:
+    x = rows_of(rows, size + 8, dtype)[:, :size]
+    wanted = encoded(x, format)
+    assert_same(twins.quantise_rows.twin(x, format), wanted)
+    assert_same(kernels.quantise_rows(x, format), wanted)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_what_is_not_finite(format: twins.RowFormat) -> None:
+    x = rows_of(5, 256, torch.float32)
+    x[0, 3], x[3, 200], x[4, 0] = torch.nan, torch.inf, -torch.inf
+    values, scales = kernels.quantise_rows(x, format)
+    wanted, wanted_scales = encoded(x, format)
+    # The interpreter makes numbers of what is not one; the scales undo that.
+    spread = scales.repeat_interleave(256 // scales.shape[1], 1)
+    assert_same((values.float() * spread, scales), (wanted.float() * spread, wanted_scales))
+    if GPU:
+        assert_same((values, scales), (wanted, wanted_scales))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    for rows, size in ((0, 16), (3, 200)):
+        x = torch.randn(rows, 2 * size, device=DEVICE).mul_(4).to(dtype)
+        gate, up = x.double().chunk(2, -1)
+        out = kernels.silu_mul(x)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out, (gate * gate.sigmoid() * up).to(dtype))
+        torch.testing.assert_close(out, twins.silu_mul.twin(x))
+        for format in ("fp8", "int8"):
+            assert_same(kernels.silu_mul_quantise(x, format), encoded(out, format))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 64, 4097])
+@pytest.mark.parametrize("size", [768, 2048, 2880, 7168])
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_real_sizes(rows: int, size: int, format: twins.RowFormat) -> None:
+    test_the_same_bits(rows, size, torch.bfloat16, format)
+    x = torch.randn(rows, 2 * size, device=DEVICE).mul_(4).bfloat16()
+    assert_same(kernels.silu_mul_quantise(x, format), encoded(kernels.silu_mul(x), format))

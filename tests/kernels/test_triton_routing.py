@@ -1,0 +1,167 @@
+"""Routing: the Triton kernels against their twins, and these against moe.topk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.kernels import routing as twins
+from moesaic.kernels.routing import RouterWeights, RouteSpec
+from moesaic.kernels.triton import routing as kernels
+from moesaic.moe.placement import Placement, SlotMap
+from moesaic.moe.topk import TopK, TopKConfig
+from tests.kernels.triton_cases import DEVICE, GPU
+
+V3 = RouteSpec(3, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, group_score="top2")
+SPECS = {
+    "qwen3": (12, RouteSpec(4, renormalize=True), False),
+    "mixtral": (8, RouteSpec(2, renormalize=True), False),
+    "deepseek_v2": (20, RouteSpec(3, "softmax", False, 16.0, 4, 2), False),
+    "deepseek_v3": (40, V3, True),
+    "all": (5, RouteSpec(5, "sigmoid"), True),
+}
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def biases(experts: int, wanted: bool) -> torch.Tensor | None:
+    return draw(experts) if wanted else None
+
+
+def assert_same(
+    out: tuple[torch.Tensor, torch.Tensor], twin: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    assert out[0].dtype == torch.int32 and out[1].dtype == torch.float32
+    assert out[0].tolist() == twin[0].tolist()
+    torch.testing.assert_close(out[1], twin[1], rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+def test_the_examples() -> None:
+    spec = RouteSpec(2, renormalize=True)
+    ids, weights = twins.route(torch.tensor([[0.0, math.log(3), 0.0]]), spec)
+    assert ids.tolist() == [[1, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.75, 0.25]]))
+    router = RouterWeights(torch.tensor([[0.0, 5], [2, 0]]), None, True, torch.zeros(1).int())
+    ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, RouteSpec(1))
+    assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.8808, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_its_twin(name: str) -> None:
+    experts, spec, biased = SPECS[name]
+    logits, bias = draw(5, experts + 3)[:, :experts], biases(experts, biased)
+    assert_same(kernels.route(logits, spec, bias), twins.route.twin(logits, spec, bias))
+    # A few distinct values: ties everywhere, zeros of both signs among them.
+    tied = (logits * 1.5).round() / 2
+    bias = None if bias is None else (bias * 2).round() / 4
+    coarse = replace(spec, scoring="softmax") if bias is None else spec
+    assert_same(kernels.route(tied, coarse, bias), twins.route.twin(tied, coarse, bias))
+    assert kernels.route(logits[:0], spec)[0].shape == (0, spec.top_k)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_twin_is_what_the_engine_has_on_cpu(name: str) -> None:
+    experts, spec, biased = SPECS[name]
+    logits = torch.randn(40, experts)
+    bias = torch.randn(experts) if biased else None
+    config = TopKConfig(**{field: getattr(spec, field) for field in spec.__dataclass_fields__})
+    wanted = TopK(config)(logits, bias)
+    ids, weights = twins.route(logits, spec, bias)
+    assert ids.tolist() == wanted.ids_TK.tolist()
+    torch.testing.assert_close(weights, wanted.weights_TK)
+
+
+def test_slots_and_padding() -> None:
+    placement = Placement(6, (0, 1, 2, 3, 4, 5, 1, 1, 4))
+    slot_map = SlotMap(placement)
+    spec, logits = RouteSpec(3), draw(7, 6)
+    num_tokens = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    slots = slot_map.table_on(logits.device)
+    assert slots is not None and slots.slots_EX.dtype == torch.int32
+    ids, weights = kernels.route(logits, spec, None, num_tokens, slots)
+    assert_same((ids, weights), twins.route.twin(logits, spec, None, num_tokens, slots))
+    experts = kernels.route(logits, spec)[0].cpu()
+    assert ids[:5].tolist() == slot_map(experts.long())[:5].tolist()
+    assert set(ids[5:].flatten().tolist()) == {-1} and weights[5:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_what_is_no_number_still_has_slots(name: str) -> None:
+    experts, spec, biased = SPECS[name]
+    logits, bias = draw(5, experts), biases(experts, biased)
+    logits[0] = torch.nan
+    logits[1, 3] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[4, 2] = torch.inf
+    ids, weights = kernels.route(logits, spec, bias)
+    assert_same((ids, weights), twins.route.twin(logits, spec, bias))
+    for row in ids.tolist():
+        assert len(set(row)) == spec.top_k and set(row) <= set(range(experts))
+    assert bool(weights[0].isnan().all()) and bool(weights[1].isnan().any())
+
+
+def make_router(experts: int, hidden: int, dtype: torch.dtype, bias: bool) -> RouterWeights:
+    weight = (draw(experts, hidden) * 2 * hidden**-0.5).to(dtype)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return RouterWeights(weight, draw(experts).to(dtype) if bias else None, bias, counter)
+
+
+def check_router(rows: int, hidden: int, name: str, dtype: torch.dtype, bias: bool) -> None:
+    experts, spec, biased = SPECS[name]
+    router, correction = make_router(experts, hidden, dtype, bias), biases(experts, biased)
+    num_tokens = torch.tensor([max(1, rows - 1)], dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # the counter must be left as it was found
+        x = draw(rows, hidden + 8).to(dtype)[:, :hidden]
+        ids, weights = kernels.route_rows(x, router, spec, correction, num_tokens)
+        assert router.counter_1.item() == 0
+        logits = x.double() @ router.weight_EH.double().T
+        if router.bias_E is not None:
+            logits += router.bias_E.double()
+        wanted = twins.route_rows.twin(x, router, spec, correction, num_tokens)
+        # Experts whose scores differ by rounding alone may change places.
+        torch.testing.assert_close(weights, wanted[1], rtol=5e-3, atol=1e-5)
+        same = (ids == wanted[0]).float().mean().item() if rows else 1.0
+        assert same > 0.9 and ids.shape == (rows, spec.top_k)
+
+
+@pytest.mark.parametrize("rows, hidden, name", [(0, 64, "qwen3"), (1, 300, "qwen3")])
+def test_the_router_equals_its_twin(rows: int, hidden: int, name: str) -> None:
+    check_router(rows, hidden, name, torch.float32, bias=False)
+
+
+def test_the_router_with_several_rows_and_a_bias() -> None:
+    check_router(3, 260, "mixtral", torch.float16, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 64, 3000])
+def test_real_sizes(rows: int) -> None:
+    cases = (
+        (128, RouteSpec(8, renormalize=True), False),
+        (256, replace(V3, top_k=8, num_groups=8, topk_groups=4), True),
+        (512, RouteSpec(10), False),
+        (160, RouteSpec(6, "softmax", False, 16.0, 8, 3), False),
+    )
+    for experts, spec, biased in cases:
+        logits, bias = draw(rows, experts).bfloat16(), biases(experts, biased)
+        ids, weights = kernels.route(logits, spec, bias)
+        wanted = twins.route.twin(logits, spec, bias)
+        torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=1e-7)
+        assert (ids == wanted[0]).float().mean() > (0.999 if biased else 0.9999999)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "mixtral"])
+def test_the_router_at_real_sizes(rows: int, name: str) -> None:
+    for _ in range(20):
+        check_router(rows, 2048, name, torch.bfloat16, bias=name == "mixtral")
+    check_router(rows, 7168, name, torch.bfloat16, bias=False)

@@ -1,0 +1,199 @@
+"""Sampling on the device: the same tokens as engine/sampler.py draws, without a wait."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.gpu_sampler import DeviceSampler, SampleBuffers, can_sample_on_device
+from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.kernels import sampling as twins
+from moesaic.kernels.sampling import Draw, SampleParams
+from moesaic.kernels.triton import sampling as kernels
+from tests.kernels.triton_cases import DEVICE, GPU
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {},
+    {"temperature": 1.7, "min_p": 0.1},
+    {"temperature": 1e-5},
+    {"temperature": 1e38},
+    {"top_k": 5},
+    {"top_k": 10**6, "temperature": 0.9},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 2.0, "min_p": 0.3},
+    {"top_p": 0.999, "temperature": 5.0},
+    {"top_p": 1e-9},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+    {"top_k": 200, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.5, "temperature": 1e30},
+]
+
+
+def rows_of(asked: list[dict[str, Any]], seed: int) -> list[SampleRow]:
+    return [
+        SampleRow(SamplingParams.from_dict(params), seed * 2**40 + n, 7 * n)
+        for n, params in enumerate(asked)
+    ]
+
+
+def packed(rows: list[SampleRow]) -> SampleParams:
+    draws = [
+        Draw(
+            min(row.params.temperature, twins.MAX_TEMPERATURE),
+            row.params.top_k,
+            row.params.top_p,
+            row.params.min_p,
+            row.seed,
+            row.position,
+        )
+        for row in rows
+    ]
+    return SampleParams(SampleParams.pack(draws).values.to(DEVICE))
+
+
+def scores(rows: int, vocab: int, kind: str) -> torch.Tensor:
+    """`kind`: of a model sure of itself, of one that is not, or of few distinct numbers."""
+    x = torch.randn(rows, vocab + 5, device=DEVICE)
+    x = {"sharp": x * 6, "flat": x * 0.3, "tied": (x * 2).round() / 2}[kind]
+    x[:, 3] = -torch.inf
+    return x[:, :vocab]
+
+
+def check(asked: list[dict[str, Any]], vocab: int, kind: str, seed: int) -> None:
+    logits, rows = scores(len(asked), vocab, kind), rows_of(asked, seed)
+    drawn = kernels.sample_rows(logits, packed(rows))
+    assert drawn.dtype == torch.int64 and drawn[1].tolist() == [0] * len(rows)
+    assert drawn[0].tolist() == sample(logits, rows).token_ids
+
+
+def test_the_examples() -> None:
+    logits = torch.tensor([[1.0, 3, 3], [0, math.nan, 0]])
+    assert twins.greedy_rows(logits).tolist() == [[1, 1], [0, 1]]
+    logits = torch.tensor([[0.0, math.log(3), 0.0]] * 3)
+    draws = [Draw(1.0, seed=4), Draw(1.0, top_k=1, seed=4), Draw(1.0, top_p=0.5, seed=4)]
+    assert twins.uniform(4, 0) == pytest.approx(0.0686, abs=1e-4)
+    assert twins.sample_rows(logits, SampleParams.pack(draws)).tolist()[0] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
+def test_the_twin_draws_what_the_sampler_draws(kind: str) -> None:
+    for seed in range(2):
+        rows = rows_of(ASKED, seed)
+        for vocab in (50, 700):
+            logits = scores(len(ASKED), vocab, kind).cpu()
+            drawn = twins.sample_rows(logits, SampleParams(packed(rows).values.cpu()))
+            assert drawn[0].tolist() == sample(logits, rows).token_ids
+
+
+def test_the_same_tokens_of_a_small_vocabulary() -> None:
+    check([ASKED[n] for n in (2, 3, 9, 12)], 300, "sharp", 1)
+
+
+def test_the_same_tokens_of_several_chunks() -> None:
+    check([{"top_k": 30, "top_p": 0.9}], 4500, "sharp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
+@pytest.mark.parametrize("vocab", [1, 129, 700, 9000])
+def test_the_same_tokens(kind: str, vocab: int) -> None:
+    for seed in range(3):
+        check(ASKED, vocab, kind, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    logits = scores(4, 4300, "tied").to(dtype)
+    best = logits.float().amax(1, keepdim=True)
+    wanted = [row.nonzero()[0].item() for row in logits.float() == best]
+    assert kernels.greedy_rows(logits).tolist() == [wanted, [0] * 4]
+    assert kernels.greedy_rows(logits[:0]).shape == (2, 0)
+
+
+def test_rows_without_a_token_are_marked() -> None:
+    logits = scores(6, 200, "sharp")
+    logits[0, 9], logits[1, 150], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[4, 77] = torch.nan
+    rows = rows_of([{}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 1}, {}], 3)
+    drawn = kernels.sample_rows(logits, packed(rows))
+    assert drawn[1].tolist() == [1, 1, 1, 0, 1, 0]
+    with pytest.raises(NonFiniteLogits) as error:
+        sample(logits, rows)
+    assert error.value.rows == (0, 1, 2, 4)
+    assert int(drawn[0].min()) >= 0 and int(drawn[0].max()) < 200
+    good = [3, 5]
+    assert drawn[0, good].tolist() == sample(logits[good], [rows[n] for n in good]).token_ids
+    assert kernels.greedy_rows(logits)[1].tolist() == [1, 1, 1, 0, 1, 0]
+
+
+def test_the_engine_s_joint() -> None:
+    """Through the sampler of the engine, on whatever device there is."""
+    sampler = DeviceSampler(torch.device(DEVICE))
+    logits, rows = scores(len(ASKED), 300, "sharp"), rows_of(ASKED, 5)
+    assert can_sample_on_device(rows)
+    wanted = sample(logits, rows).token_ids
+    drawing = sampler.begin(logits, rows)
+    assert drawing.tokens_R.device.type == DEVICE and drawing.wait() == (wanted, [])
+    logits[2, 5] = torch.nan
+    assert sampler.begin(logits, rows).wait()[1] == [2]
+    greedy = [replace(row, params=SamplingParams(temperature=0.0)) for row in rows]
+    assert sampler.begin(logits, greedy).wait()[0][0] == wanted[0]
+    buffers = SampleBuffers(sampler, 20)
+    buffers.fill(rows[2:5])
+    filled = sampler.send(buffers.draw(logits[2:6])).wait()
+    assert filled[0][1:3] == wanted[3:5] and filled[0][3] == int(logits[5].argmax())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"min_new_tokens": 2},
+        {"regex": "a*"},
+    ],
+)
+def test_what_needs_the_host(row: dict[str, Any]) -> None:
+    plain, asking = rows_of([{}, row], 0)
+    assert can_sample_on_device([plain, plain]) and not can_sample_on_device([plain, asking])
+    assert not can_sample_on_device([replace(plain, return_logprob=True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
+@pytest.mark.parametrize("vocab", [32_000, 151_936, 201_088])
+def test_real_sizes(kind: str, vocab: int) -> None:
+    for seed in range(4):
+        check(ASKED * 4, vocab, kind, seed)
+    logits = scores(256, vocab, kind).bfloat16()
+    wanted = sample(logits, rows_of([{"temperature": 0.0}] * 256, 0)).token_ids
+    assert kernels.greedy_rows(logits)[0].tolist() == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_a_graph_draws_anew_each_time() -> None:
+    sampler, vocab = DeviceSampler(torch.device(DEVICE)), 151_936
+    buffers, logits = SampleBuffers(sampler, len(ASKED)), scores(len(ASKED), vocab, "flat")
+    buffers.draw(logits)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn_2R = buffers.draw(logits)
+    for seed in range(5):
+        rows = rows_of(ASKED, seed)
+        logits.copy_(scores(len(ASKED), vocab, "flat"))
+        buffers.fill(rows)
+        graph.replay()
+        assert drawn_2R[0].tolist() == sample(logits, rows).token_ids
