@@ -16,6 +16,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -56,7 +57,8 @@ def build(
         for place, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name in aligned
     }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

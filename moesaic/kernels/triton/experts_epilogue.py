@@ -1,0 +1,93 @@
+"""What becomes of the sums of an item of experts_hopper.py: from registers to rows of the output.
+
+`P` is a Plan of experts_hopper.py; blocks are [64, 128] of four warps.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moesaic.kernels.triton.experts_large import FP8_LIMIT, TINY
+
+
+@gluon.jit
+def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.constexpr):
+    """What a block's columns are scaled with and moved by; `column` of all parts."""
+    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
+    at = expert.to(gl.int64) * P.rows + columns
+    if P.SCALING == 1:
+        block = block * (gl.load(scales[1] + at, mask=columns < P.rows, other=0.0) * scale)[None, :]
+    else:
+        block = block * scale
+    if bias is not None:
+        moved = gl.load(bias + at, mask=columns < P.rows, other=0.0).to(gl.float32)
+        block = block + moved[None, :]
+    return block
+
+
+@gluon.jit
+def _sigmoid(x):
+    """1 / (1 + 2 ^ (x * -log2(e))), in five instructions instead of a dozen."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def activate(gate, up, alpha, limit, P: gl.constexpr):
+    if P.LIMITED:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
+        up = up * _sigmoid(alpha * gate)
+    else:
+        up = up * _sigmoid(gate)
+    return gate * up
+
+
+@gluon.constexpr_function
+def _row_layout(bits):
+    """Rows of 128 elements, 16 bytes for each thread of four warps."""
+    return gl.BlockedLayout([1, 128 // bits], [32 // bits, bits], [4, 1], [1, 0])
+
+
+@gluon.jit
+def find_targets(out, order, place, end, P: gl.constexpr):
+    """The row of `out` for each of 64 places, or -1."""
+    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
+    places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    rows = places
+    if P.SCATTER:
+        rows = gl.load(order + places, mask=places < end, other=0)
+    return gl.where(places < end, rows, -1)
+
+
+@gluon.jit
+def store_block(block, staging, out, targets, column, P: gl.constexpr):
+    """Rows of a block to their targets, by way of shared memory so that each thread writes 16
+    bytes."""
+    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
+    staging.store(block.to(out.dtype.element_ty))
+    block = staging.load(layout)
+    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    to = out + (targets.to(gl.int64) * P.N)[:, None] + columns[None, :]
+    gl.store(to, block, mask=(targets >= 0)[:, None] & (columns < P.N)[None, :])
+
+
+@gluon.jit
+def quantise(h, out_scales, places, end, column, P: gl.constexpr):
+    scales = gl.maximum(gl.max(gl.abs(h), 1) / FP8_LIMIT, TINY)
+    at = out_scales + places.to(gl.int64) * (P.N // 128) + column // 128
+    gl.store(at, scales, mask=places < end)
+    return gl.minimum(gl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)

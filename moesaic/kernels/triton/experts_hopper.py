@@ -1,0 +1,431 @@
+"""The products of experts_large.py on Hopper, by warps that each do one thing.
+
+K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns.
+
+Four warps load: weights by the copy engine, rows by it too or, gathered, by 16 bytes a thread. Two
+groups of four warps multiply 64 places each, and store them. In between a ring of stages: `ready`
+counts what has arrived in one, `empty` who is done with it. The loaders are up to a ring ahead, so
+that they fetch the next item's first steps while the others store. The second group starts `skew`
+steps late and so stores while the first multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.triton.experts_epilogue import (
+    activate,
+    find_targets,
+    finish,
+    quantise,
+    store_block,
+)
+from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
+from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
+
+# Of 12 warps, before they share them out: 65,536 in all.
+REGISTERS = 168
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known before the kernel is built, as in the kernel of experts_large.py."""
+
+    K: int
+    N: int
+    PARTS: int
+    TOP_K: int
+    SCALING: int
+    PROMOTE: bool
+    GATHER: bool
+    STRIP: int
+    HALF: int
+    NUM_STRIPS: int
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    SCATTER: bool
+    LIMITED: bool
+    STAGES: int
+    SKEW: int
+    PDL: bool = True
+
+    @property
+    def steps(self) -> int:
+        return self.K // self.BK
+
+    @property
+    def rows(self) -> int:
+        """Of an expert's weights."""
+        return self.PARTS * self.N
+
+    @property
+    def inner_blocks(self) -> int:
+        return -(-self.K // 128)
+
+    @property
+    def row_blocks(self) -> int:
+        """Of a part."""
+        return -(-self.N // 128)
+
+
+@gluon.jit
+def _look(item, tables, tiles, P: gl.constexpr):
+    """Strip, expert, first place and last place's end of an item; zeros where there is none."""
+    _, first_place, count, tile_expert, tile_place, _ = tables
+    there = item < tiles * P.NUM_STRIPS
+    first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
+    size = gl.maximum(gl.minimum(tiles - first, P.GROUP), 1)
+    within = item % (P.GROUP * P.NUM_STRIPS)
+    tile = first + within % size
+    expert = gl.load(tile_expert + tile, mask=there, other=0)
+    place = gl.load(tile_place + tile, mask=there, other=0)
+    end = gl.load(first_place + expert) + gl.load(count + expert)
+    return within // size, expert, place, end
+
+
+@gluon.jit
+def _row_pointers(x, order, place, end, P: gl.constexpr):
+    """To the first channels of a tile's rows, 16 bytes for each thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    # Places past the end repeat the last one: their sums are never stored.
+    rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
+    ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
+    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :]
+
+
+@gluon.jit
+def _load(x, x_desc, w_desc, tables, ring, P: gl.constexpr):
+    order = tables[0]
+    a_bufs, b_bufs, ready, empty = ring
+    tiles = gl.load(tables[5])
+    step = 0
+    for item in range(gl.program_id(0), tiles * P.NUM_STRIPS, gl.num_programs(0)):
+        strip, expert, place, end = _look(item, tables, tiles, P)
+        row = expert * P.rows + strip * P.STRIP
+        if P.GATHER:
+            pointers = _row_pointers(x, order, place, end, P)
+        for k in range(0, P.K, P.BK):
+            stage = step % P.STAGES
+            bar = ready.index(stage)
+            b = b_bufs.index(stage)
+            mbarrier.wait(empty.index(stage), step // P.STAGES & 1 ^ 1)
+            if P.GATHER:
+                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a_bufs.index(stage))
+            tma.async_copy_global_to_shared(w_desc, [row, k], bar, b.slice(0, 128))
+            tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
+            if P.GATHER:
+                async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers + k)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
+    """[64, 256] of an item, the last product still under way."""
+    a_bufs, b_bufs, ready, empty = ring
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    sums = gl.zeros([64, 256], gl.float32, wide)
+    for k in range(P.steps):
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
+            # What threads wrote, not the copy engine, must be fenced from the matrix units.
+            fence_async_shared()
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
+        b = b_bufs.index(stage).permute((1, 0))
+        sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
+        step += 1
+    return sums, step
+
+
+@gluon.jit
+def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH: gl.constexpr):
+    """Both blocks [64, 128] of an item; each 128 channels' products are scaled on their own."""
+    a_bufs, b_bufs, ready, empty = ring
+    x_scales, w_scales = scales
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    first = gl.zeros([64, 128], gl.float32, mma)
+    second = gl.zeros([64, 128], gl.float32, mma)
+    part = gl.zeros([64, 128], gl.float32, mma)
+    x_scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, mma))
+    near_scale = 1.0
+    far_scale = 1.0
+    if x_scales is not None:
+        x_at = x_scales + rows.to(gl.int64) * P.inner_blocks
+        x_scale = gl.load(x_at)
+    if P.SCALING == 2:
+        near = expert * (P.PARTS * P.row_blocks) + column // 128
+        if P.PARTS == 2:
+            far = near + P.row_blocks
+        else:
+            far = gl.minimum(near + 1, (expert + 1) * P.row_blocks - 1)
+        near_at = w_scales + near.to(gl.int64) * P.inner_blocks
+        far_at = w_scales + far.to(gl.int64) * P.inner_blocks
+        near_scale = gl.load(near_at)
+        far_scale = gl.load(far_at)
+    for k in range(P.steps):
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
+            fence_async_shared()
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
+        b = b_bufs.index(stage)
+        part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
+        near_by = x_scale * near_scale
+        far_by = x_scale * far_scale
+        # The next step's scales are under way while this step is computed.
+        following = gl.minimum(k + 1, P.steps - 1)
+        if x_scales is not None:
+            x_scale = gl.load(x_at + following)
+        if P.SCALING == 2:
+            near_scale = gl.load(near_at + following)
+            far_scale = gl.load(far_at + following)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        first += part * near_by[:, None]
+        part = warpgroup_mma(
+            a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True
+        )
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += part * far_by[:, None]
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def _work(
+    step, item, found, tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
+):
+    """64 places of an item; what is known of the next one besides."""
+    order = tables[0]
+    bias, out, out_scales, weights, staging = ends
+    scale, alpha, limit = numbers
+    tiles, strip, expert, place, end = found
+    place += 64 * WHICH
+    column = strip * P.STRIP
+    KSTEP: gl.constexpr = 32 if P.PROMOTE else 16
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
+    places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    if P.PROMOTE:
+        rows = gl.minimum(places, end - 1)
+        if P.GATHER:
+            rows = gl.load(order + rows) // P.TOP_K
+        first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
+    else:
+        sums, step = _sums(ring, step, P, WHICH)
+    # Looked up while the last product is under way.
+    following = _look(item + gl.num_programs(0), tables, tiles, P)
+    targets = find_targets(out, order, place, end, P)
+    if weights is not None:
+        pairs = places
+        if P.SCATTER:
+            pairs = gl.load(order + places, mask=places < end, other=0)
+        weight = gl.load(weights + pairs, mask=places < end, other=0.0)
+    if not P.PROMOTE:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
+        first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+        first = gl.convert_layout(first, mma, assert_trivial=True)
+        second = gl.convert_layout(second, mma, assert_trivial=True)
+    first = finish(first, scales, bias, scale, expert, column, P, mma)
+    staged = staging.index(WHICH)
+    if P.PARTS == 2:
+        second = finish(second, scales, bias, scale, expert, column + P.HALF, P, mma)
+        h = activate(first, second, alpha, limit, P)
+        if out_scales is not None:
+            h = quantise(h, out_scales, places, end, column, P)
+        store_block(h, staged, out, targets, column, P)
+    else:
+        if weights is not None:
+            first = first * weight[:, None]
+        store_block(first, staged, out, targets, column, P)
+        second = finish(second, scales, bias, scale, expert, column + 128, P, mma)
+        if weights is not None:
+            second = second * weight[:, None]
+        store_block(second, staged, out, targets, column + 128, P)
+    return step, following
+
+
+@gluon.jit
+def _skip(step, ring, P: gl.constexpr):
+    """An item without rows for this group."""
+    _, _, ready, empty = ring
+    for _ in range(P.steps):
+        mbarrier.wait(ready.index(step % P.STAGES), step // P.STAGES & 1)
+        mbarrier.arrive(empty.index(step % P.STAGES), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _multiply(tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+    tiles = gl.load(tables[5])
+    programs = gl.num_programs(0)
+    total = tiles * P.NUM_STRIPS
+    step = 0
+    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
+    if WHICH * P.SKEW > 0:
+        mbarrier.wait(ring[2].index(P.SKEW), 0, pred=gl.program_id(0) < total)
+    for item in range(gl.program_id(0), total, programs):
+        if place + 64 * WHICH < end:
+            found = (tiles, strip, expert, place, end)
+            step, following = _work(
+                step, item, found, tables, ring, scales, ends, numbers, P, WHICH
+            )
+            strip, expert, place, end = following
+        else:
+            step = _skip(step, ring, P)
+            strip, expert, place, end = _look(item + programs, tables, tiles, P)
+
+
+@gluon.jit
+def experts_kernel(
+    x,
+    x_desc,
+    x_scales,
+    w_desc,
+    w_scales,
+    bias,
+    order,
+    first_place,
+    count,
+    tile_expert,
+    tile_place,
+    num_tiles,
+    out,
+    out_scales,
+    weights,
+    scale,
+    alpha,
+    limit,
+    P: gl.constexpr,
+):
+    STAGES: gl.constexpr = P.STAGES
+    out_type: gl.constexpr = out.dtype.element_ty
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, P.BK], w_desc.layout)
+    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.BK], w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
+    staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
+    for i in gl.static_range(STAGES):
+        # With rows gathered, each of 128 threads says that its own have arrived.
+        mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    if P.PDL:
+        gdc_wait()
+    tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
+    ring = (a_bufs, b_bufs, ready, empty)
+    scales = (x_scales, w_scales)
+    ends = (bias, out, out_scales, weights, staging)
+    numbers = (scale, alpha, limit)
+    gl.warp_specialize(
+        [
+            (_multiply, (tables, ring, scales, ends, numbers, P, 0)),
+            (_multiply, (tables, ring, scales, ends, numbers, P, 1)),
+            (_load, (x, x_desc, w_desc, tables, ring, P)),
+        ],
+        [4, 4 if P.GATHER else 1],
+        [224 if P.GATHER else 232, 56 if P.GATHER else 40],
+    )
+
+
+def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeConfig) -> bool:
+    """On a Hopper GPU, for tiles of 128 x (128 + 128) and steps of 128 bytes, with at least as many
+    steps as the ring has stages."""
+    values = w.planes["values"]
+    return (
+        _is_hopper(x.values.device.index)
+        and (config.block_m, config.block_n) == (128, 128)
+        and config.block_k * x.values.element_size() == 128
+        and values.dtype == x.values.dtype
+        and product.promote == (values.dtype == FP8)
+        and out.element_size() <= 2
+        and product.inner % config.block_k == 0
+        and product.inner // config.block_k >= max(config.ring, config.skew + 1)
+        and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x.values, values, out))
+    )
+
+
+@cache
+def _is_hopper(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def plan_of(
+    product: Product, top_k: int, scatter: bool, limited: bool, config: LargeConfig
+) -> Plan:
+    known = constants(product, top_k, config)
+    return Plan(**known, SCATTER=scatter, LIMITED=limited, STAGES=config.ring, SKEW=config.skew)
+
+
+def launch(
+    x: Rows,
+    w: Matrices,
+    groups: Groups,
+    product: Product,
+    extra: dict[str, Any],
+    config: LargeConfig,
+) -> None:
+    pdl = dependent_launch(x.values)
+    plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config)
+    rows = None if product.gather else _descriptor(x.values, config)
+    most = len(groups.tile_expert_X) * plan.NUM_STRIPS
+    experts_kernel[(min(most, num_processors(x.values.device.index)),)](
+        x.values,
+        rows,
+        x.scales,
+        _descriptor(w.planes["values"], config),
+        w.planes.get("scales"),
+        w.bias_EN,
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
+        extra["out"],
+        extra["out_scales"],
+        extra["weights"],
+        x.scale,
+        extra["alpha"],
+        extra["limit"],
+        replace(plan, PDL=pdl.on),
+        num_warps=4,
+        maxnreg=REGISTERS,
+        **pdl.options,
+    )
+
+
+def _descriptor(values: Tensor, config: LargeConfig) -> TensorDescriptor:
+    """Of rows in steps, in the swizzle that the matrix units read."""
+    layout = gl.NVMMASharedLayout(128, 8 * values.element_size(), 2)
+    flat = values.view(-1, values.shape[-1])
+    return TensorDescriptor.from_tensor(flat, [128, config.block_k], layout)

@@ -1,0 +1,460 @@
+"""Experts with many rows: the products of moesaic.kernels.experts near the matrix units' rate.
+
+P places · H hidden · I intermediate · N columns of one part of a product · K its inner size.
+
+One program for each processor walks over items: a tile of `block_m` places times a strip of two
+column blocks. The two blocks are gate and up of the same channels, or neighbours for the product
+back. What both kernels here and in experts_hopper.py need to know of a product is a `Product`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Groups, Matrices, Rows
+from moesaic.kernels.triton.experts_gather import gather_rows
+from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
+
+FP8 = torch.float8_e4m3fn
+PLAIN, CHANNEL, BLOCK = 0, 1, 2
+SCALING = {
+    "bf16": PLAIN,
+    "fp16": PLAIN,
+    "fp32": PLAIN,
+    "fp8_channel": CHANNEL,
+    "fp8_tensor": CHANNEL,
+    "fp8_block": BLOCK,
+}
+FP8_LIMIT = tl.constexpr(FP8_MAX)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class LargeConfig:
+    """`block_m`: places of a tile, as `Groups.block`. `block_n`: columns of each of a strip's two
+    blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
+    strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
+    programs of a processor. `copies`: weights by the copy engine where there is one.
+    `gather_first`: rows are copied to their places by a kernel of its own, and read from there.
+    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages, `skew`: the
+    steps by which its second group of warps starts later."""
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    warps: int = 8
+    stages: int = 3
+    group: int = 16
+    occupancy: int = 1
+    copies: bool = True
+    gather_first: bool = False
+    specialised: bool = True
+    ring: int = 4
+    skew: int = 1
+
+
+def large_config(x: Rows, w: Matrices) -> LargeConfig:
+    """What to take where nothing was measured. A step is 128 bytes of a row, one line of the
+    copy engine's widest swizzle; one tile holds 128 x 256 sums, half of the registers.
+
+    Items and rounds of 132 processors with tiles of 128 (of 64) places, where the expected last
+    tile of an expert is half empty:
+
+        rows, experts                tiles        gate and up        down
+        Qwen3     65,536 of 128     576 (1088)   3456: 26.2 of 27   4608: 34.9 of 35
+        DeepSeek   8,192 of 32       80 (144)    1280:  9.7 of 10   2240: 17.0 of 17
+        Mixtral   16,384 of 8       132 (260)   14784:  112 of 112  2112: 16.0 of 16
+
+    The last round wastes 3% at most. Tiles of 64 would waste 6, 12 and 2% of their rows instead
+    of 12, 25 and 3%, but at the matrix units' full rate they would read 80 bytes a cycle for each
+    processor instead of 48, and the L2 cache gives about 50. So 128; the specialised kernel skips
+    halves of tiles without rows.
+    """
+    step = 128 // x.values.element_size()
+    if x.values.dtype == torch.float32:
+        return LargeConfig(block_m=64, block_n=32, block_k=step, stages=2, specialised=False)
+    # Before Hopper the matrix units take both operands from registers: too many for 128 places.
+    return LargeConfig(block_m=128 if _copy_engine(x.values) else 64, block_k=step)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`columns`: of a part. `strip`: columns from one strip to the next; `half`: rows of the
+    weights between its two blocks. `promote`: sums of 128 channels are scaled one by one."""
+
+    inner: int
+    columns: int
+    parts: int
+    scaling: int
+    promote: bool
+    gather: bool
+
+    def strip(self, config: LargeConfig) -> int:
+        return config.block_n * (3 - self.parts)
+
+    def half(self, config: LargeConfig) -> int:
+        return self.columns if self.parts == 2 else config.block_n
+
+    def num_strips(self, config: LargeConfig) -> int:
+        return triton.cdiv(self.columns, self.strip(config))
+
+
+def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
+    if w.format not in SCALING:
+        raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
+    columns = w.shape[1] // w.parts
+    scaling = SCALING[w.format]
+    # The matrix units sum fp8 products in fewer bits than float32 has: not more than 128 of them.
+    promote = scaling == BLOCK or x.values.dtype == FP8
+    return Product(w.shape[2], columns, w.parts, scaling, promote, gather)
+
+
+def gate_up_large(
+    x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: LargeConfig
+) -> Rows:
+    """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    product = product_of(x, w13, groups.order_P is not None)
+    if config.gather_first and product.gather and groups.num_places:
+        x, product = gather_rows(x, groups), replace(product, gather=False)
+    if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
+        raise ValueError(
+            f"h is quantised by {FP8_GROUP} channels: blocks of {config.block_n} of "
+            f"{product.columns} must be such groups"
+        )
+    extra = {
+        "out": h.values,
+        "out_scales": h.scales,
+        "weights": None,
+        "alpha": activation.alpha,
+        "limit": 0.0 if activation.limit is None else activation.limit,
+        "LIMITED": activation.limit is not None,
+        "SCATTER": False,
+    }
+    _launch(x, w13, groups, product, extra, config)
+    return h
+
+
+def down_large(
+    h: Rows,
+    w2: Matrices,
+    groups: Groups,
+    weights_RK: Tensor | None,
+    y: Tensor,
+    config: LargeConfig,
+) -> Tensor:
+    """`down` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    product = product_of(h, w2, False)
+    extra = {
+        "out": y,
+        "out_scales": None,
+        "weights": weights_RK,
+        "alpha": 1.0,
+        "limit": 0.0,
+        "LIMITED": False,
+        "SCATTER": groups.order_P is not None,
+    }
+    _launch(h, w2, groups, product, extra, config)
+    return y
+
+
+def _launch(
+    x: Rows,
+    w: Matrices,
+    groups: Groups,
+    product: Product,
+    extra: dict[str, Any],
+    config: LargeConfig,
+) -> None:
+    if groups.block != config.block_m:
+        raise ValueError(f"tiles of {groups.block} places, but the kernel takes {config.block_m}")
+    if not groups.num_places or not len(x.values):
+        return
+    if config.specialised and x.values.is_cuda:
+        from moesaic.kernels.triton import experts_hopper
+
+        if experts_hopper.can_run(x, w, extra["out"], product, config):
+            experts_hopper.launch(x, w, groups, product, extra, config)
+            return
+    pdl = dependent_launch(x.values)
+    values = w.planes["values"]
+    copies = _copy_engine(x.values) and config.copies and _can_describe(values)
+    block = [config.block_n, config.block_k]
+    experts_kernel[(_num_programs(x.values, groups, product, config),)](
+        x.values,
+        x.scales,
+        _descriptor(values, block) if copies else values,
+        w.planes.get("scales"),
+        w.bias_EN,
+        groups.order_P,
+        groups.first_E,
+        groups.count_E,
+        groups.tile_expert_X,
+        groups.tile_place_X,
+        groups.num_tiles_1,
+        scale=x.scale,
+        **extra,
+        **constants(product, groups.top_k, config),
+        COPIES=copies,
+        IEEE=x.values.dtype == torch.float32,
+        PDL=pdl.on,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pdl.options,
+    )
+
+
+def constants(product: Product, top_k: int, config: LargeConfig) -> dict[str, Any]:
+    return {
+        "K": product.inner,
+        "N": product.columns,
+        "PARTS": product.parts,
+        "TOP_K": top_k,
+        "SCALING": product.scaling,
+        "PROMOTE": product.promote,
+        "GATHER": product.gather,
+        "STRIP": product.strip(config),
+        "HALF": product.half(config),
+        "NUM_STRIPS": product.num_strips(config),
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "GROUP": config.group,
+    }
+
+
+def _num_programs(x: Tensor, groups: Groups, product: Product, config: LargeConfig) -> int:
+    """Not more than there can be items."""
+    most = len(groups.tile_expert_X) * product.num_strips(config)
+    processors = num_processors(x.device.index) if x.is_cuda else 3
+    return min(most, processors * config.occupancy)
+
+
+def _copy_engine(x: Tensor) -> bool:
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= HOPPER
+
+
+def _can_describe(values: Tensor) -> bool:
+    """The copy engine wants rows of whole 16 bytes."""
+    return values.shape[-1] * values.element_size() % 16 == 0 and values.data_ptr() % 16 == 0
+
+
+def _descriptor(values: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(values.view(-1, values.shape[-1]), block)
+
+
+@triton.jit
+def place_item(item, num_tiles, NUM_STRIPS: tl.constexpr, GROUP: tl.constexpr):
+    """Tile and strip of an item: tiles of a group first, then its strips, then groups."""
+    first = item // (GROUP * NUM_STRIPS) * GROUP
+    size = tl.minimum(num_tiles - first, GROUP)
+    within = item % (GROUP * NUM_STRIPS)
+    return first + within % size, within // size
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        up *= tl.sigmoid(alpha * gate)
+    else:
+        up *= tl.sigmoid(gate)
+    return gate * up
+
+
+@triton.jit
+def _strip_rows(
+    w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
+):
+    """[BN, BK] of the weights from a row on; rows from `limit` on may hold anything."""
+    if COPIES:
+        block = w.load([row, k])
+    else:
+        rows = tl.minimum(row + tl.arange(0, BN), limit - 1).to(tl.int64)
+        ks = k + tl.arange(0, BK)
+        inside = ks[None, :] < K if K % BK else None
+        other = 0.0 if K % BK else None
+        block = tl.load(w + rows[:, None] * K + ks[None, :], mask=inside, other=other)
+    return block
+
+
+@triton.jit
+def _sums(
+    x,
+    x_scales,
+    w,
+    w_scales,
+    rows,
+    expert,
+    column,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALING: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    HALF: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    COPIES: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """The two blocks [BM, BN] of a strip from `column` on, in float32."""
+    PRECISION: tl.constexpr = "ieee" if IEEE else "tf32"
+    ROW_BLOCKS: tl.constexpr = (N + 127) // 128
+    INNER_BLOCKS: tl.constexpr = (K + 127) // 128
+    row = expert * (PARTS * N) + column
+    end = (expert + 1) * (PARTS * N)
+    offsets_k = tl.arange(0, BK)
+    x_rows = x + rows[:, None] * K
+    first_scale = w_scales
+    second_scale = w_scales
+    if SCALING == 2:
+        near = expert.to(tl.int64) * (PARTS * ROW_BLOCKS) + column // 128
+        if PARTS == 2:
+            far = near + ROW_BLOCKS
+        else:
+            far = tl.minimum(near + BN // 128, (expert + 1).to(tl.int64) * ROW_BLOCKS - 1)
+        first_scale += near * INNER_BLOCKS
+        second_scale += far * INNER_BLOCKS
+    first = tl.zeros((BM, BN), dtype=tl.float32)
+    second = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        inside = (k + offsets_k)[None, :] < K if K % BK else None
+        a = tl.load(x_rows + (k + offsets_k)[None, :], mask=inside, other=0.0 if K % BK else None)
+        b = _strip_rows(w, row, k, end, COPIES, BN, BK, K)
+        c = _strip_rows(w, row + HALF, k, end, COPIES, BN, BK, K)
+        b = b.to(a.dtype).T
+        c = c.to(a.dtype).T
+        if PROMOTE:
+            scale = tl.full((BM,), 1.0, tl.float32)
+            if x_scales is not None:
+                scale = tl.load(x_scales + rows * INNER_BLOCKS + k // 128)
+            near_scale = scale
+            far_scale = scale
+            if SCALING == 2:
+                near_scale = scale * tl.load(first_scale + k // 128)
+                far_scale = scale * tl.load(second_scale + k // 128)
+            first += tl.dot(a, b, input_precision=PRECISION) * near_scale[:, None]
+            second += tl.dot(a, c, input_precision=PRECISION) * far_scale[:, None]
+        else:
+            first = tl.dot(a, b, first, input_precision=PRECISION)
+            second = tl.dot(a, c, second, input_precision=PRECISION)
+    return first, second
+
+
+@triton.jit
+def _finish(block, w_scales, bias, scale, at, inside, SCALING: tl.constexpr):
+    """What a block's columns, at `at` of all, are scaled with and moved by."""
+    if SCALING == 1:
+        block = block * (tl.load(w_scales + at, mask=inside, other=0.0) * scale)[None, :]
+    else:
+        block = block * scale
+    if bias is not None:
+        block += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return block
+
+
+@triton.jit
+def _store_quantised(h, out, out_scales, places, column, valid, N: tl.constexpr, BN: tl.constexpr):
+    scales = tl.maximum(tl.max(tl.abs(h), 1) / FP8_LIMIT, TINY)
+    tl.store(out_scales + places * (N // BN) + column // BN, scales, mask=valid)
+    h = tl.minimum(tl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
+    columns = column + tl.arange(0, BN)
+    to = out + places[:, None] * N + columns[None, :]
+    tl.store(to, h.to(out.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def experts_kernel(
+    x,
+    x_scales,
+    w,
+    w_scales,
+    bias,
+    order,
+    first_place,
+    count,
+    tile_expert,
+    tile_place,
+    num_tiles,
+    out,
+    out_scales,
+    weights,
+    scale,
+    alpha,
+    limit,
+    LIMITED: tl.constexpr,
+    SCATTER: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCALING: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GATHER: tl.constexpr,
+    STRIP: tl.constexpr,
+    HALF: tl.constexpr,
+    NUM_STRIPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    COPIES: tl.constexpr,
+    IEEE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_inputs(PDL)
+    tiles = tl.load(num_tiles)
+    # Not flattened into one loop: resetting the sums inside of it would serialise the products.
+    for item in tl.range(tl.program_id(0), tiles * NUM_STRIPS, tl.num_programs(0)):
+        tile, strip = place_item(item, tiles, NUM_STRIPS, GROUP)
+        expert = tl.load(tile_expert + tile)
+        places = tl.load(tile_place + tile) + tl.arange(0, BM)
+        end = tl.load(first_place + expert) + tl.load(count + expert)
+        valid = places < end
+        # Places past the end repeat the last one: their sums are never stored.
+        places = tl.minimum(places, end - 1).to(tl.int64)
+        rows = places
+        if GATHER:
+            rows = (tl.load(order + places) // TOP_K).to(tl.int64)
+        column = strip * STRIP
+        first, second = _sums(
+            x, x_scales, w, w_scales, rows, expert, column, K, N, PARTS, SCALING, PROMOTE, HALF,
+            BM, BN, BK, COPIES, IEEE,
+        )  # fmt: skip
+        columns = column + tl.arange(0, BN)
+        at = expert.to(tl.int64) * (PARTS * N) + columns
+        inside = columns < N
+        if PARTS == 2:
+            gate = _finish(first, w_scales, bias, scale, at, inside, SCALING)
+            up = _finish(second, w_scales, bias, scale, at + N, inside, SCALING)
+            h = activate(gate, up, alpha, limit, LIMITED)
+            if out_scales is not None:
+                _store_quantised(h, out, out_scales, places, column, valid, N, BN)
+            else:
+                to = out + places[:, None] * N + columns[None, :]
+                mask = valid[:, None] & inside[None, :]
+                tl.store(to, h.to(out.dtype.element_ty), mask=mask)
+        else:
+            pairs = places
+            if SCATTER:
+                pairs = tl.load(order + places).to(tl.int64)
+            weight = tl.full((BM,), 1.0, tl.float32)
+            if weights is not None:
+                weight = tl.load(weights + pairs)
+            to = out + pairs[:, None] * N + columns[None, :]
+            mask = valid[:, None]
+            y = _finish(first, w_scales, bias, scale, at, inside, SCALING) * weight[:, None]
+            tl.store(to, y.to(out.dtype.element_ty), mask=mask & inside[None, :])
+            inside = columns + BN < N
+            y = _finish(second, w_scales, bias, scale, at + BN, inside, SCALING) * weight[:, None]
+            tl.store(to + BN, y.to(out.dtype.element_ty), mask=mask & inside[None, :])

@@ -1,0 +1,147 @@
+"""What the kernels for many rows take of a Hopper GPU. A program: see test_triton_experts_large.py.
+
+python -m tests.kernels.aot_experts_large [quick | all]
+"""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+
+from moesaic.kernels.triton import experts_hopper, experts_large
+from moesaic.kernels.triton.experts_large import (
+    BLOCK,
+    CHANNEL,
+    PLAIN,
+    LargeConfig,
+    Product,
+    constants,
+)
+from tests.kernels.aot import TOOLS, Usage, build
+
+SHARED = 227 * 1024
+TYPES = {PLAIN: "bf16", CHANNEL: "fp8e4nv", BLOCK: "fp8e4nv"}
+MASKED = "masked"
+QWEN3 = {
+    "gate and up": Product(2048, 768, 2, PLAIN, False, True),
+    "down": Product(768, 2048, 1, PLAIN, False, False),
+}
+PRODUCTS = {
+    **QWEN3,
+    **{f"{name}, {MASKED}": replace(product, gather=False) for name, product in QWEN3.items()},
+    **{
+        f"{name}, {kind}": replace(product, scaling=scaling, promote=True)
+        for kind, scaling in (("blocks", BLOCK), ("channels", CHANNEL))
+        for name, product in QWEN3.items()
+    },
+}
+# Sums, and sums of 128 channels besides: what spills does so once an item, not in the loop.
+SPILLS = {PLAIN: 0, CHANNEL: 128, BLOCK: 16}
+QUICK = ("gate and up",)
+INTEGERS = ("first_place", "count", "tile_expert", "tile_place", "num_tiles")
+
+
+def arguments(product: Product, sorted_rows: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of what is passed and None for all else."""
+    quantised, back = product.promote, product.parts == 1
+    types = {
+        "x": f"*{TYPES[product.scaling]}",
+        "x_scales": "*fp32" if quantised else "",
+        "w_scales": "*fp32" if quantised else "",
+        "bias": "*bf16" if product.scaling == CHANNEL else "",
+        "order": "*i32" if sorted_rows else "",
+        **dict.fromkeys(INTEGERS, "*i32"),
+        "out": "*fp8e4nv" if quantised and not back else "*bf16",
+        "out_scales": "*fp32" if quantised and not back else "",
+        "weights": "*fp32" if back and sorted_rows else "",
+        **dict.fromkeys(("scale", "alpha", "limit"), "fp32"),
+    }
+    given = {name: kind for name, kind in types.items() if kind}
+    return given, {name: None for name, kind in types.items() if not kind}
+
+
+def config_of(product: Product) -> LargeConfig:
+    return LargeConfig(block_k=128 if product.promote else 64)
+
+
+def portable(product: Product, sorted_rows: bool) -> Usage:
+    config = config_of(product)
+    descriptor = f"tensordesc<{TYPES[product.scaling]}[{config.block_n},{config.block_k}]>"
+    types, none = arguments(product, sorted_rows)
+    fixed = {
+        **none,
+        **constants(product, 8, config),
+        "LIMITED": False,
+        "SCATTER": sorted_rows and product.parts == 1,
+        "COPIES": True,
+        "IEEE": False,
+        "PDL": True,
+    }
+    return build(
+        experts_large.experts_kernel,
+        {**types, "w": descriptor},
+        fixed,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def specialised(product: Product, sorted_rows: bool) -> Usage:
+    config = config_of(product)
+    kind = TYPES[product.scaling]
+    layout = gl.NVMMASharedLayout(128, 8 if product.promote else 16, 2)
+    descriptor = f"tensordesc<{kind}[128, {config.block_k}],{layout!r}>"
+    types, none = arguments(product, sorted_rows)
+    plan = experts_hopper.plan_of(product, 8, sorted_rows and product.parts == 1, False, config)
+    if product.gather:
+        none["x_desc"] = None
+    else:
+        types["x_desc"] = descriptor
+    return build(
+        experts_hopper.experts_kernel,
+        {**types, "w_desc": descriptor},
+        {**none, "P": plan},
+        num_warps=4,
+        maxnreg=experts_hopper.REGISTERS,
+    )
+
+
+def warnings(usage: Usage) -> list[str]:
+    """Of the assembler, which gives up on asynchronous products without an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(usage.ptx)
+        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix("")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line for line in done.stderr.splitlines() if "Potential Performance Loss" in line]
+
+
+def check(name: str, usage: Usage, spills: int) -> None:
+    print(f"{name}: {usage.registers} registers, {usage.local} local, {usage.shared} shared")
+    assert usage.local <= spills, f"{name} spills {usage.local} bytes"
+    assert usage.shared <= SHARED, f"{name} needs {usage.shared} bytes of shared memory"
+    assert usage.count("wgmma.mma_async") and usage.count("cp.async.bulk.tensor"), name
+    assert not warnings(usage), warnings(usage)
+
+
+def main(names: tuple[str, ...]) -> None:
+    for name in names:
+        product = PRODUCTS[name]
+        sorted_rows = MASKED not in name
+        usage = portable(product, sorted_rows)
+        check(f"{name}, portable", usage, spills=128 if product.promote else 0)
+        usage = specialised(product, sorted_rows)
+        check(f"{name}, specialised", usage, SPILLS[product.scaling])
+        assert usage.count("setmaxnreg.inc"), name
+        # In the loop products overlap; after it the last one is awaited.
+        overlapping = usage.count("wgmma.wait_group.sync.aligned 1")
+        assert overlapping == (0 if product.promote else 2), name
+        assert (usage.count("cp.async.mbarrier.arrive.noinc") == 1) == product.gather, name
+
+
+if __name__ == "__main__":
+    main(tuple(PRODUCTS) if sys.argv[1:] == ["all"] else QUICK)
