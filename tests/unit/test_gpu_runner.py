@@ -42,7 +42,6 @@ from moesaic.moe.runner.base import (
 )
 from moesaic.moe.runner.gpu import (
     PlacesCore,
-    block_for,
     post_permute_pairs,
     pre_permute_pairs,
 )
@@ -298,13 +297,6 @@ def test_cutlass_says_whose_products_it_takes() -> None:
     assert provider_name(RUNNER_REGISTRY["triton"].providers["cuda"]) == "native"
     w13, w2 = torch.empty(1, 8, 16).bfloat16(), torch.empty(1, 16, 4).bfloat16()
     assert not fits(w13, w2, 8) and fits(w13, w13, 8) and not fits(w13, w13, 0)
-
-
-def test_blocks_of_a_tile() -> None:
-    config = MoeRunnerConfig(128, 64, 64, 8, DTYPE)
-    sizes = {8: 16, 2048: 16, 2049: 32, 4096: 32, 8192: 64, 65536: 128, 0: 16}
-    assert {pairs: block_for(pairs, config) for pairs in sizes} == sizes
-    assert block_for(65536, replace(config, deterministic=True)) == 16
 
 
 def test_an_activation_without_a_kernel_is_refused() -> None:

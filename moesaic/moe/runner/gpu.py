@@ -19,16 +19,20 @@ from torch import Tensor
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
     FP8_GROUP,
+    FeedForward,
     Groups,
     Matrices,
     Rows,
     blocks,
     down,
     gate_up,
+    gate_up_down,
     sort_pairs,
     sum_pairs,
 )
 from moesaic.kernels.formats import nvfp4_grid
+from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.tuning import Plan, Shape, plan_for, quantises_inner
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -48,7 +52,8 @@ from moesaic.moe.runner.base import (
     Workspace,
 )
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
+# Of deterministic mode.
+FIXED_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,10 @@ class PlacesInput(RunnerInput):
 def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
-    x = wanted_rows(rows.x, context.weights, config.dtype)
-    groups = sort_pairs(ids_RK, config.num_experts, block_for(ids_RK.numel(), config))
+    plan = plan_of(ids_RK.numel(), context, ids_RK.device)
+    x = wanted_rows(rows.x, context, plan)
+    block = FIXED_BLOCK if config.deterministic else plan.block
+    groups = sort_pairs(ids_RK, config.num_experts, block)
     weights_RK = None if config.deterministic else rows.weights_RK
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
@@ -101,9 +108,11 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
         rows.x.format,
         rows.x.global_scale,
     )
-    x = wanted_rows(flat, context.weights, context.config.dtype)
     y_NH = rows.y_eMH.flatten(0, 1)
-    groups = blocks(count_e, rows.y_eMH.shape[1], block_for(len(y_NH), context.config))
+    plan = plan_of(len(y_NH), context, y_NH.device)
+    x = wanted_rows(flat, context, plan)
+    block = FIXED_BLOCK if context.config.deterministic else plan.block
+    groups = blocks(count_e, rows.y_eMH.shape[1], block)
     return PlacesInput(x, groups, None, y_NH)
 
 
@@ -114,24 +123,30 @@ def post_permute_masked(
     return LowLatencyCombineInput(rows.handle, rows.y_eMH, count_e=inputs.groups.count_E)
 
 
-def block_for(num_places: int, config: MoeRunnerConfig) -> int:
-    """Rows of a tile: as many as an expert has on average, so that few of them are padding. Bits
-    must not depend on the batch in deterministic mode: there it is one size."""
-    if config.deterministic:
-        return SMALLEST_BLOCK
-    mean = -(-num_places // config.num_experts)
-    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (mean - 1).bit_length() if mean else 0))
+def plan_of(num_places: int, context: RunContext, device: torch.device) -> Plan:
+    return plan_for(device, _shape(context.config, context.weights), num_places)
 
 
-def wanted_rows(x: Payload, weights: ExpertWeights, dtype: torch.dtype) -> Rows:
-    """Rows as the weights take them: as they came, if that is what was sent."""
+def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> Shape:
+    format = weights.w13_eJH.format.name
+    return Shape(format, config.num_experts, config.hidden_size, config.intermediate_size)
+
+
+def wanted_rows(x: Payload, context: RunContext, plan: Plan) -> Rows:
+    """Rows as the weights take them: as they came, if that is what was sent. Kernels for few rows
+    make fp8 themselves, which saves the time to start another one."""
+    weights, config = context.weights, context.config
     wanted = weights.w13_eJH.format.activation
     if x.format.name != wanted:
-        return on_grid(x.dense(dtype), wanted, weights.input_scale)
+        x_RH = x.dense(config.dtype)
+        few = config.deterministic or plan.implementation == "small"
+        if few and wanted == "fp8":
+            return Rows(x_RH)
+        return on_grid(x_RH, wanted, weights.input_scale)
     if not x.format.has_global_scale:
         return Rows(x.values, x.scales)
     assert x.scales is not None
-    values = torch.empty(x.shape, dtype=dtype, device=x.values.device)
+    values = torch.empty(x.shape, dtype=config.dtype, device=x.values.device)
     x.format.at(1.0).decode([x.values, x.scales], values)
     return Rows(values, scale=x.global_scale)
 
@@ -142,8 +157,7 @@ def on_grid(x_TH: Tensor, wanted: str | None, scale: float) -> Rows:
         return Rows(x_TH)
     if PAYLOAD_FORMATS[wanted].has_global_scale:
         return Rows(nvfp4_grid(x_TH, scale), scale=scale)
-    payload = PAYLOAD_FORMATS[wanted].encode(x_TH)
-    return Rows(payload.values, payload.scales)
+    return Rows(*quantise_rows(x_TH, "int8" if wanted == "int8" else "fp8"))
 
 
 def matrices(matrix: ExpertMatrix, bias: Tensor | None) -> Matrices:
@@ -172,19 +186,30 @@ class PlacesCore(MoeRunnerCore):
             return RunnerOutput(inputs.y_NH)
         w13 = matrices(weights.w13_eJH, weights.b13_eJ)
         w2 = matrices(weights.w2_eHI, weights.b2_eH)
-        wanted = weights.w2_eHI.format.activation
-        h = self._inner(groups.num_places, wanted, inputs.y_NH.device)
+        h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
+        if ready:
+            experts = FeedForward(w13, w2, self.activation)
+            y_NH = gate_up_down(inputs.x, experts, groups, inputs.weights_RK, h, inputs.y_NH)
+            return RunnerOutput(y_NH)
         gate_up(inputs.x, w13, groups, self.activation, h)
-        if h.scales is None:
-            h = on_grid(h.values, wanted, weights.inner_scale)
+        h = on_grid(h.values, weights.w2_eHI.format.activation, weights.inner_scale)
         return RunnerOutput(down(h, w2, groups, inputs.weights_RK, inputs.y_NH))
 
-    def _inner(self, places: int, wanted: str | None, device: torch.device) -> Rows:
-        """What stands between the products; fp8 by whole groups is written as such."""
-        inner = self.config.intermediate_size
-        if wanted != "fp8" or inner % FP8_GROUP:
-            return Rows(torch.empty(places, inner, dtype=self.config.dtype, device=device))
+    def _inner(
+        self, places: int, weights: ExpertWeights, device: torch.device
+    ) -> tuple[Rows, bool]:
+        """What stands between the products, and whether the second takes it as the first leaves
+        it: in fp8 where a tile is a whole group, as it is where few rows become fp8 on the way.
+        int8 and nvfp4 are made of finished rows."""
+        config, wanted = self.config, weights.w2_eHI.format.activation
+        shape, inner = _shape(config, weights), config.intermediate_size
+        few = config.deterministic or plan_for(device, shape, places).implementation == "small"
+        whole = inner % FP8_GROUP == 0 and not config.deterministic
+        sizes = (shape.format, shape.experts, shape.hidden, shape.inner, places, device)
+        if wanted != "fp8" or not whole or not quantises_inner(*sizes):
+            h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
+            return h, wanted is None or (wanted == "fp8" and few)
         return Rows(
             torch.empty(places, inner, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(places, inner // FP8_GROUP, dtype=torch.float32, device=device),
-        )
+        ), True
