@@ -22,7 +22,7 @@ FORMATS = {
 }
 TENSORS = ("order", "tile_expert", "tile_place", "num_tiles", "first", "count")
 SIZES = ("K", "N", "width", "x_width")
-FEW = (("int4_w4a16", 16, "down"), ("mxfp4", 128, "down"))
+FEW = (("mxfp4", 16, "down"),)
 ALL = tuple((f, b, k) for f in FORMATS for b in (16, 32, 64, 128) for k in ("gate_up", "down"))
 
 
