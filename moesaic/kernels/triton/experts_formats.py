@@ -310,6 +310,7 @@ def _launch(
     quantised = format == "int8_w8a8"
     assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
     scales = planes["scales"]
+    scales = scales.view(torch.uint8) if format == "nvfp4" else scales
     asm = values.is_cuda and values.dtype == torch.bfloat16
     raised = asm and format in ("mxfp4", "nvfp4")
     pdl = dependent_launch(values)
@@ -318,7 +319,7 @@ def _launch(
         x=values.view(torch.int32) if paired else values,
         x_scales=x.scales if quantised else values,
         w=planes["values"],
-        w_scales=scales.view(torch.uint8) if format == "nvfp4" else scales,
+        w_scales=scales,
         w_zeros=planes.get("zeros", scales),
         w_rows=planes.get("global", scales),
         bias=scales if matrices.bias_EN is None else matrices.bias_EN,
