@@ -4,7 +4,7 @@ lay a model over ranks. Nothing is loaded and nothing is started."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,13 @@ def _describe_flag(change: Filled) -> dict[str, Any]:
 def _describe_backends(asked: Problem | None) -> dict[str, Any]:
     """Each backend by itself, with all else left open."""
     from moesaic.moe.backends import load_backends
-    from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, Problem, supports
+    from moesaic.moe.registry import (
+        A2A_REGISTRY,
+        RUNNER_REGISTRY,
+        Problem,
+        provider_name,
+        supports,
+    )
 
     load_backends()
     base = asked or Problem()
@@ -126,7 +132,9 @@ def _describe_backends(asked: Problem | None) -> dict[str, Any]:
         return {
             "name": backend.name,
             "summary": backend.summary,
-            "providers": {device: _provider(make) for device, make in backend.providers.items()},
+            "providers": {
+                device: provider_name(make) for device, make in backend.providers.items()
+            },
             "runs": support.ok,
             "reason": support.reason,
         }
@@ -138,11 +146,6 @@ def _describe_backends(asked: Problem | None) -> dict[str, Any]:
         "a2a": [row(backend, a2a=name) for name, backend in A2A_REGISTRY.items()],
         "runners": [row(backend, runner=name) for name, backend in RUNNER_REGISTRY.items()],
     }
-
-
-def _provider(make: Callable[..., Any]) -> str:
-    """Ours, or the module it comes from."""
-    return "native" if make.__module__.startswith("moesaic.") else make.__module__
 
 
 def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:

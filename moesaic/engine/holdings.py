@@ -10,8 +10,7 @@ from typing import Any, Final
 from moesaic.comm.mesh import Mesh
 from moesaic.engine.layout import collective_bytes, expert_bytes
 from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.moe_setup import provider
-from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
+from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, provider_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +60,9 @@ def providers(runner: ModelRunner) -> dict[str, Any]:
         "device": choice.device,
         "a2a": choice.a2a,
         "a2a_mode": choice.mode,
-        "a2a_provider": provider(a2a.providers[choice.device]),
+        "a2a_provider": provider_name(a2a.providers[choice.device]),
         "runner": choice.runner,
-        "runner_provider": provider(runners.providers[choice.device]),
+        "runner_provider": provider_name(runners.providers[choice.device]),
         "payload": choice.payload,
         "weights": choice.weights,
         "reasons": list(runner.moe.reasons),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,13 @@ from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.dispatch.long_sequences import MIB, summarise
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import A2A_REGISTRY, PHASES, RUNNER_REGISTRY, Problem
+from moesaic.moe.registry import (
+    A2A_REGISTRY,
+    PHASES,
+    RUNNER_REGISTRY,
+    Problem,
+    provider_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -145,18 +150,13 @@ def _log_choice(context: MoeContext) -> None:
         "moe: a2a %s (%s, %s), runner %s (%s) on %s, %s weights, %s sent",
         choice.a2a,
         choice.mode,
-        provider(A2A_REGISTRY[choice.a2a].providers[choice.device]),
+        provider_name(A2A_REGISTRY[choice.a2a].providers[choice.device]),
         choice.runner,
-        provider(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
+        provider_name(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
         choice.device,
         choice.weights,
         choice.payload,
     )
-
-
-def provider(make: Callable[..., object]) -> str:
-    """Ours, or the module it comes from."""
-    return "native" if make.__module__.startswith("moesaic.") else make.__module__
 
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
 from moesaic.kernels.tuning import block_for
 
@@ -272,6 +273,9 @@ def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
 
 def dense_matrix(matrices: Matrices, expert: int) -> Tensor:
     """[rows, columns] of all parts in float32."""
+    if matrices.format in FOUR_BITS:
+        planes = {name: plane[expert] for name, plane in matrices.planes.items()}
+        return FOUR_BITS[matrices.format](planes).flatten(0, 1)
     values = matrices.planes["values"][expert].float()
     if "scales" in matrices.planes:
         scales = matrices.planes["scales"][expert]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -71,13 +72,17 @@ class MoeContext:
         choice = resolve(problem)
         format = weight_format or WEIGHT_FORMATS[choice.problem.weights]
         comm = CommContext(group or RankGroup.alone(), timeout)
-        return cls(choice.problem, choice.reasons, format, dtype, comm, **options)  # type: ignore[arg-type]
+        made = partial(cls, choice.problem, choice.reasons, format, dtype, comm)
+        return made(workspace=Workspace(choice.problem.device), **options)  # type: ignore[arg-type]
 
     @classmethod
-    def single(cls, dtype: torch.dtype, weights: WeightFormat | None = None) -> MoeContext:
+    def single(
+        cls, dtype: torch.dtype, weights: WeightFormat | None = None, device: str = "cpu"
+    ) -> MoeContext:
         """One rank; unquantised unless a format is given."""
         name = DTYPE_NAMES[dtype]
-        problem = Problem(weights=name if weights is None else weights.name, dtype=name)
+        asked = name if weights is None else weights.name
+        problem = Problem(weights=asked, dtype=name, device=device)
         return cls.make(problem, dtype, weight_format=weights)
 
     def placement(self, num_experts: int) -> Placement:

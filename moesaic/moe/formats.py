@@ -41,8 +41,11 @@ class DispatchOutput:
 
 @dataclass(frozen=True)
 class CombineInput:
+    """`count_e`: rows that each slot has computed, where only the device knows (int32)."""
+
     format: ClassVar[str]
     handle: Any
+    count_e: Tensor | None = field(default=None, kw_only=True)
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
         """The same, of a format whose dispatch could not tell."""
@@ -97,16 +100,17 @@ class LowLatencyDispatchOutput(DispatchOutput):
     """A fixed block of rows for each local slot of which the first `masked_m` are filled.
 
     Results may be written to `y_eMH`, where the ranks that wait for them can read; combine applies
-    the weights.
+    the weights. `count_e` takes the place of `masked_m` where only the device knows (int32).
     """
 
     format = "deepep_ll"
     x: Payload  # [e, M, H]
     masked_m: list[int]
     y_eMH: Tensor
+    count_e: Tensor | None = field(default=None, kw_only=True)
 
-    def slot_rows(self, slots: int) -> Sequence[int]:
-        return self.masked_m
+    def slot_rows(self, slots: int) -> Sequence[int] | None:
+        return self.masked_m if self.count_e is None else None
 
 
 @dispatch_format
@@ -122,7 +126,8 @@ class FusedDispatchOutput(DispatchOutput):
 @dataclass(frozen=True)
 class RowsCombineInput(CombineInput):
     """One weighted row for each row received; or, as `pairs`, one unweighted row for each valid
-    (row, k) in that order, for whoever sums them in a fixed order."""
+    (row, k) in that order, for whoever sums them in a fixed order; with `count_e` one for each
+    (row, k), valid or not: the host does not know how many are."""
 
     format = "rows"
     y_RH: Tensor

@@ -55,7 +55,7 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self._make_weights()
         self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
-        self.load = ExpertLoad(layer, self.layout, context.comm.spans)
+        self.load = ExpertLoad(layer, self.layout, context.comm.spans, context.choice.device)
         self.runner = MoeRunner(
             context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
         )
@@ -94,7 +94,9 @@ class FusedMoE(Module):
             activation=self.config.activation,
             deterministic=self.context.deterministic,
         )
-        return replace(config, kernel=kernel_fits(config, self.context.weight_format.quantised))
+        fits = self.context.choice.device == "cpu"
+        fits = fits and kernel_fits(config, self.context.weight_format.quantised)
+        return replace(config, kernel=fits)
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from moesaic.moe.registry import (
     A2aBackend,
     Problem,
     RunnerBackend,
+    provider_name,
     resolve,
     supports,
 )
@@ -52,6 +53,12 @@ change. Each of these suggestions is itself accepted.
 
 """
 
+RUNNER_LAYOUTS = """\
+Layouts are those on CPU. On CUDA there is one for all formats: pairs of row and expert are sorted
+by expert on the device and stay where they are, and the rows of a block are used as they lie.
+
+"""
+
 WEIGHTS_APPLIED_BY = {
     "standard": "the runner",
     "deepep_normal": "post-permute",
@@ -68,6 +75,7 @@ REFUSED = (
     Problem(runner="flashinfer_mxfp4"),
     Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
     Problem(a2a="deepep", ep=3, tp=4),
+    Problem(a2a="deepep", device="cuda"),
 )
 
 
@@ -76,7 +84,7 @@ def markdown() -> str:
     load_builtin()
     parts = [HEAD, AUTO, *_code(_resolved()), REFUSAL, *_code(_refused())]
     parts += ["\n## A2a backends\n\n", *_a2a_table()]
-    parts += ["\n## Runner backends\n\n", *_runner_table()]
+    parts += ["\n## Runner backends\n\n", RUNNER_LAYOUTS, *_runner_table()]
     parts += ["\n## Runners and weights\n\n", *_runners_and_weights()]
     parts += ["\n## A2a backends and payloads\n\n", *_a2a_and_payloads()]
     parts += [
@@ -99,6 +107,7 @@ def flags(problem: Problem) -> str:
     """A problem as it is asked for on the command line; weights in front."""
     default = Problem()
     asked = [
+        ("--device", problem.device, default.device),
         ("--tp", problem.tp, default.tp),
         ("--ep", problem.ep, default.ep),
         ("--moe-a2a-backend", problem.a2a, default.a2a),
@@ -136,8 +145,19 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _devices(backend: A2aBackend | RunnerBackend, alone_on: Sequence[str] = ()) -> str:
+    """Where it runs, and by whose provider if not by ours."""
+    told = []
+    for device, make in backend.providers.items():
+        name = provider_name(make)
+        notes = ["one rank"] * (device in alone_on) + [name] * (name != "native")
+        told.append(f"{device} ({', '.join(notes)})" if notes else device)
+    return ", ".join(told)
+
+
 def _a2a_table() -> Iterator[str]:
-    head = ("backend", "mode", "format", "payloads", "steps", "top-k weights applied by", "how")
+    applied = "top-k weights applied by"
+    head = ("backend", "mode", "format", "payloads", "steps", applied, "devices", "how")
 
     def rows(backend: A2aBackend) -> Iterator[Sequence[str]]:
         for mode, format in backend.formats.items():
@@ -148,6 +168,7 @@ def _a2a_table() -> Iterator[str]:
                 _names(backend.payloads),
                 ", ".join(backend.phases),
                 WEIGHTS_APPLIED_BY[format],
+                _devices(backend, backend.alone_on),
                 backend.summary,
             )
 
@@ -156,12 +177,13 @@ def _a2a_table() -> Iterator[str]:
 
 def _runner_table() -> Iterator[str]:
     formats = list(WEIGHTS_APPLIED_BY)
-    head = ("runner", *(f"layout of `{format}`" for format in formats), "payloads", "auto for")
+    of_formats = (f"layout of `{format}`" for format in formats)
+    head = ("runner", *of_formats, "payloads", "devices", "auto for")
 
     def row(backend: RunnerBackend) -> Sequence[str]:
         layouts = [backend.layouts.get(format, "") for format in formats]
-        preferred = _names(backend.preferred)
-        return f"`{backend.name}`", *layouts, _names(backend.payloads), preferred
+        payloads, devices = _names(backend.payloads), _devices(backend)
+        return f"`{backend.name}`", *layouts, payloads, devices, _names(backend.preferred)
 
     yield from _table(head, map(row, RUNNER_REGISTRY.values()))
 

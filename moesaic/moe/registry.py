@@ -33,7 +33,7 @@ class A2aBackend:
     """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
     `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
     DispatchConfig will make, or share with others that ask for the same. `rounds`: whether normal
-    mode sends long sequences in rounds."""
+    mode sends long sequences in rounds. `alone_on`: devices on which it serves one rank only."""
 
     name: str
     summary: str
@@ -43,6 +43,7 @@ class A2aBackend:
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
     rounds: bool = False
+    alone_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class RunnerBackend:
 A2A_REGISTRY: dict[str, A2aBackend] = {}
 RUNNER_REGISTRY: dict[str, RunnerBackend] = {}
 Backend = TypeVar("Backend", A2aBackend, RunnerBackend)
+
+
+def provider_name(make: Callable[..., Any]) -> str:
+    """What a provider calls itself; else ours, or the module it comes from."""
+    ours = make.__module__.startswith("moesaic.")
+    name: str = getattr(make, "provider", "native" if ours else make.__module__)
+    return name
 
 
 def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Backend:
@@ -167,6 +175,8 @@ def payload_of(problem: Problem) -> tuple[str, str]:
     wanted = WEIGHT_FORMATS[problem.weights].activation
     if wanted is None:
         return problem.dtype, f"{problem.weights} weights take activations as they are"
+    if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].alone_on:
+        return problem.dtype, f"nothing travels: the runner makes {wanted} of it"
     for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
         if backend is not None and wanted not in backend.payloads:
             return problem.dtype, f"{backend.name} does not take {wanted}"
@@ -223,8 +233,12 @@ def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
 
 def _a2a(problem: Problem) -> Iterator[str]:
     backend = A2A_REGISTRY[problem.a2a]
-    if problem.device not in backend.providers:
-        yield f"{backend.name} has no provider for {problem.device}"
+    yield from _provided(backend, problem)
+    if problem.device in backend.alone_on and problem.tp > 1:
+        yield (
+            f"several ranks on {problem.device} are not built yet (tp {problem.tp}): take "
+            f"--tp-size 1 there, or --device cpu"
+        )
     if problem.mode != "auto" and problem.mode not in backend.formats:
         yield f"{backend.name} has no {problem.mode} mode, only {', '.join(backend.formats)}"
     for phase in problem.phases:
@@ -232,10 +246,15 @@ def _a2a(problem: Problem) -> Iterator[str]:
             yield f"{backend.name} serves {' and '.join(backend.phases)} steps only, not {phase}"
 
 
+def _provided(backend: A2aBackend | RunnerBackend, problem: Problem) -> Iterator[str]:
+    if problem.device not in backend.providers:
+        known = ", ".join(backend.providers) or "nothing"
+        yield f"{backend.name} has no provider for {problem.device}, only for {known}"
+
+
 def _runner(problem: Problem) -> Iterator[str]:
     backend = RUNNER_REGISTRY[problem.runner]
-    if problem.device not in backend.providers:
-        yield f"{backend.name} has no provider for {problem.device}"
+    yield from _provided(backend, problem)
     if problem.weights not in backend.weights:
         yield (
             f"{backend.name} does not compute with {problem.weights} weights, only with "

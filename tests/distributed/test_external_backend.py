@@ -279,7 +279,10 @@ REFUSED = (
         "loop does not take the format 'fused' of ascend_fuseep, only standard, deepep_normal; "
         "use --moe-runner-backend auto",
     ),
-    (Problem("ring", device="cuda"), "ring has no provider for cuda; no choice of backends"),
+    (
+        Problem("ring", device="cuda"),
+        "ring has no provider for cuda, only for cpu; use --moe-a2a-backend none",
+    ),
     (Problem("rign"), "--moe-a2a-backend 'rign' is not known: choose one of none, deepep, "),
 )
 

@@ -151,7 +151,19 @@ def test_message_names_flag_and_value(problem: Problem):
         (Problem(a2a="mooncake", mode="normal"), "mooncake has no normal mode, only low_latency"),
         (Problem(ep=3, tp=4), "ep 3 does not divide tp 4; use --ep-size 4"),
         (Problem(ep=8, tp=4), "ep 8 does not divide tp 4"),
-        (Problem(device="tpu"), "none has no provider for tpu; no choice of backends would help"),
+        (
+            Problem(device="tpu"),
+            "none has no provider for tpu, only for cpu, cuda; no choice of backends would help",
+        ),
+        (
+            Problem(a2a="deepep", device="cuda"),
+            "deepep has no provider for cuda, only for cpu; use --moe-a2a-backend none",
+        ),
+        (
+            Problem(device="cuda", tp=2, ep=2),
+            "several ranks on cuda are not built yet (tp 2): take --tp-size 1 there, or --device "
+            "cpu; no choice of backends would help",
+        ),
         (
             Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
             "payload fp8 would be rounded again: int8_w8a8 weights are multiplied with int8",

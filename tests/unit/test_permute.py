@@ -111,9 +111,9 @@ def test_unknown_a2a_backend_is_refused_with_those_that_exist(pool: PermuteMetho
 
 def test_two_functions_for_a_pair_are_refused(pool: PermuteMethodPool) -> None:
     pairs = {
-        "pre-permute": (pool.register_pre_permute, ("standard", "triton")),
-        "post-permute": (pool.register_post_permute, ("triton", "standard")),
-        "fused function": (pool.register_fused_func, ("none", "triton")),
+        "pre-permute on cpu": (pool.register_pre_permute, ("standard", "triton")),
+        "post-permute on cpu": (pool.register_post_permute, ("triton", "standard")),
+        "fused function on cpu": (pool.register_fused_func, ("none", "triton")),
     }
     for kind, (register, pair) in pairs.items():
         register(*pair)(function)
@@ -123,17 +123,31 @@ def test_two_functions_for_a_pair_are_refused(pool: PermuteMethodPool) -> None:
 
 def test_missing_pair_is_reported_with_those_that_exist(pool: PermuteMethodPool) -> None:
     assert refusal(lambda: pool.pre_permute("fused", "triton")) == (
-        "there is no pre-permute for ('fused', 'triton'); there is one for []"
+        "there is no pre-permute on cpu for ('fused', 'triton'); there is one for []"
     )
     pool.register_pre_permute("standard", "triton")(function)
     pool.register_pre_permute("deepep_ll", "cutlass")(function)
     pool.register_post_permute("triton", "standard")(function)
     assert refusal(lambda: pool.pre_permute("deepep_ll", "triton")) == (
-        "there is no pre-permute for ('deepep_ll', 'triton'); there is one for "
+        "there is no pre-permute on cpu for ('deepep_ll', 'triton'); there is one for "
         "[('deepep_ll', 'cutlass'), ('standard', 'triton')]"
     )
     assert refusal(lambda: pool.post_permute("cutlass", "deepep_ll")) == (
-        "there is no post-permute for ('cutlass', 'deepep_ll'); there is one for "
+        "there is no post-permute on cpu for ('cutlass', 'deepep_ll'); there is one for "
+        "[('triton', 'standard')]"
+    )
+
+
+def test_a_device_has_functions_of_its_own(pool: PermuteMethodPool) -> None:
+    pool.register_pre_permute("standard", "triton")(function)
+    pool.register_pre_permute("standard", "triton", "cuda")(refusal)
+    pool.register_post_permute("triton", "standard", "cuda")(refusal)
+    assert pool.pre_permute("standard", "triton") is function
+    assert pool.pre_permute("standard", "triton", "cuda") is refusal
+    assert pool.formats_of("triton", "cuda") == ("standard",)
+    assert pool.formats_of("triton") == ()
+    assert refusal(lambda: pool.post_permute("triton", "deepep_ll", "cuda")) == (
+        "there is no post-permute on cuda for ('triton', 'deepep_ll'); there is one for "
         "[('triton', 'standard')]"
     )
 

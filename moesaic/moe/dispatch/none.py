@@ -48,6 +48,21 @@ class LocalDispatcher(BaseDispatcher):
         )
 
 
+class DeviceDispatcher(LocalDispatcher):
+    """One rank on a GPU: pairs have rows whether they are anybody's or not."""
+
+    def _combine_b(self, pending: RowsCombineInput) -> Tensor:
+        if not pending.pairs:
+            return pending.y_RH
+        topk: TopKOutput = pending.handle
+        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, -1)
+        total_TH = torch.zeros_like(y_TKH[:, 0], dtype=torch.float32)
+        for k in range(y_TKH.shape[1]):
+            weighted_TH = y_TKH[:, k].float() * topk.weights_TK[:, k, None]
+            total_TH += torch.where(topk.ids_TK[:, k, None] >= 0, weighted_TH, 0.0)
+        return total_TH.to(y_TKH.dtype)
+
+
 class StandardDispatcher(RowsDispatcher):
     """Tokens of all ranks to all ranks."""
 
@@ -143,7 +158,8 @@ NONE = register_a2a(
         summary="all-gather of tokens, reduce-scatter or all-reduce of results",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": make_none},
+        providers={"cpu": make_none, "cuda": DeviceDispatcher},
         buffers=none_buffers,
+        alone_on=("cuda",),
     )
 )

@@ -72,12 +72,19 @@ class ExpertWeights:
 
 
 class Workspace:
-    """Buffers that the caller owns and runners borrow, by name; contents do not outlive a call."""
+    """Buffers that the caller owns and runners borrow, by name; contents do not outlive a call.
 
-    def __init__(self) -> None:
+    On a GPU every call gets a new one: its allocator keeps memory anyway, and a captured graph
+    would go on to write into a buffer that was given back for a larger one.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
         size = prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
@@ -129,15 +136,15 @@ class MoeRunner:
     """Runs the experts of one layer by the backend's functions."""
 
     def __init__(self, a2a: str, runner: str, config: MoeRunnerConfig, device: str = "cpu") -> None:
-        self.a2a, self.runner, self.config = a2a, runner, config
+        self.a2a, self.runner, self.config, self.device = a2a, runner, config, device
         self.core: MoeRunnerCore = RUNNER_REGISTRY[runner].providers[device](config)
-        self.fused = POOL.fused_func(a2a, runner)
+        self.fused = POOL.fused_func(a2a, runner, device)
         if self.fused is None:
             for format in set(A2A_REGISTRY[a2a].formats.values()) & set(
                 RUNNER_REGISTRY[runner].layouts
             ):
-                POOL.pre_permute(format, runner)
-                POOL.post_permute(runner, format)
+                POOL.pre_permute(format, runner, device)
+                POOL.post_permute(runner, format, device)
 
     def run(
         self, rows: DispatchOutput, weights: ExpertWeights, workspace: Workspace
@@ -145,6 +152,8 @@ class MoeRunner:
         context = RunContext(self.config, self.core, weights, workspace)
         if self.fused is not None:
             return self.fused(rows, context)
-        inputs: Any = POOL.pre_permute(rows.format, self.runner)(rows, context)
+        pre = POOL.pre_permute(rows.format, self.runner, self.device)
+        post = POOL.post_permute(self.runner, rows.format, self.device)
+        inputs: Any = pre(rows, context)
         outputs = self.core.run(inputs, weights, workspace)
-        return POOL.post_permute(self.runner, rows.format)(outputs, inputs, rows, context)
+        return post(outputs, inputs, rows, context)

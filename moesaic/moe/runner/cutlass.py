@@ -2,6 +2,7 @@
 
 from moesaic.moe.registry import FP8_WEIGHTS, UNQUANTIZED, RunnerBackend
 from moesaic.moe.runner.native import register_native_runner
+from moesaic.moe.runner.torch_grouped import TorchGroupedCore
 
 CUTLASS = register_native_runner(
     RunnerBackend(
@@ -16,5 +17,6 @@ CUTLASS = register_native_runner(
         weights=(*UNQUANTIZED, *FP8_WEIGHTS, "nvfp4"),
         payloads=(*UNQUANTIZED, "fp8", "nvfp4"),
         preferred=(),
+        providers={"cuda": TorchGroupedCore},
     )
 )

@@ -1,4 +1,5 @@
-"""Registers a runner whose native provider on CPU is GroupedCore in the layouts it declares."""
+"""Registers a runner with native providers: GroupedCore on CPU in the layouts it declares, on a GPU
+PlacesCore, which takes all formats in one layout."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 
 from moesaic.moe.permute import register_post_permute, register_pre_permute
 from moesaic.moe.registry import RunnerBackend, register_runner
+from moesaic.moe.runner import gpu
+from moesaic.moe.runner.gpu import PlacesCore
 from moesaic.moe.runner.layouts import (
     ContiguousInput,
     GroupedCore,
@@ -27,6 +30,11 @@ from moesaic.moe.runner.layouts import (
     standard_places,
 )
 
+# By whether rows come in blocks.
+GPU_PERMUTES = (
+    (gpu.pre_permute_pairs, gpu.post_permute_pairs),
+    (gpu.pre_permute_masked, gpu.post_permute_masked),
+)
 LAYOUTS: dict[str, tuple[type[GroupedInput], Placer]] = {
     "standard": (StandardInput, standard_places),
     "contiguous": (ContiguousInput, contiguous_places),
@@ -35,13 +43,17 @@ LAYOUTS: dict[str, tuple[type[GroupedInput], Placer]] = {
 
 
 def register_native_runner(declared: RunnerBackend) -> RunnerBackend:
-    backend = register_runner(replace(declared, providers={"cpu": GroupedCore}))
+    providers = {"cpu": GroupedCore, "cuda": PlacesCore, **declared.providers}
+    backend = register_runner(replace(declared, providers=providers))
     for format, layout in backend.layouts.items():
         if format == "fused":  # its function takes the place of both permutes
             continue
-        pre, post = _permutes(format, layout)
-        register_pre_permute(format, backend.name)(pre)
-        register_post_permute(backend.name, format)(post)
+        for device, (pre, post) in {
+            "cpu": _permutes(format, layout),
+            "cuda": GPU_PERMUTES[format == "deepep_ll"],
+        }.items():
+            register_pre_permute(format, backend.name, device)(pre)
+            register_post_permute(backend.name, format, device)(post)
     return backend
 
 

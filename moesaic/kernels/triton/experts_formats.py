@@ -1,0 +1,357 @@
+"""The experts' products with weights of eight and four bits that are decoded in registers.
+
+P places · K columns of a product · N rows of a matrix · BM places, BN rows and BK columns of a
+tile. Pairs of columns that share a byte are not put in order: even columns of x are multiplied with
+the low halves, odd ones with the high halves, so that nothing moves between threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.nibbles import (
+    RAISED,
+    decode_pairs,
+    halves,
+    load_codes,
+    scale_of,
+    spread_codes,
+)
+
+PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By block of places. Few rows: bytes in flight count; many: registers, of which the first product's
+# two sums take half.
+EIGHT_BITS = {
+    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    64: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+}
+FOUR_BITS = {
+    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
+    64: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
+    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+}
+
+
+def config_for(format: str, block: int) -> Config:
+    return (FOUR_BITS if format in PACKED else EIGHT_BITS)[block]
+
+
+@triton.jit
+def _load_columns(pointers, at, columns, rows_ok, EVEN: tl.constexpr):
+    """A tile [rows, columns] from its rows' first elements."""
+    ok = rows_ok[:, None]
+    if not EVEN:
+        ok = ok & (at < columns)[None, :]
+    return tl.load(pointers[:, None] + at[None, :], mask=ok, other=0)
+
+
+@triton.jit
+def _add_packed(
+    acc, x0, x1, w_rows, s_rows, z_rows, n_ok, k, K,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc += x · wᵀ over BK columns from k on; x0 are its even columns, x1 its odd ones.
+
+    Scales are read here and not ahead: a sector that came for one tile serves the next ones too,
+    and registers in the order of the product save more than the wait for it costs.
+    """
+    codes = load_codes(s_rows, n_ok, k, K, GROUP, BK)
+    w = _load_columns(w_rows, k // 2 + tl.arange(0, BK // 2), K // 2, n_ok, EVEN)
+    if FORMAT == "int4_w4a16":
+        zeros = spread_codes(load_codes(z_rows, n_ok, k, K, GROUP, BK), GROUP, BK)
+        low, high = decode_pairs(w, zeros, FORMAT, x0.dtype, ASM)
+        wide: tl.constexpr = tl.float32
+    else:
+        # Products of fp4 and its scales are exact in bfloat16; float16 has not the range of mxfp4.
+        wide: tl.constexpr = tl.bfloat16 if x0.dtype == tl.bfloat16 else tl.float32
+        low, high = decode_pairs(w, w, FORMAT, wide, ASM)
+    scale = spread_codes(scale_of(codes, FORMAT, wide, ASM), GROUP, BK)
+    if FORMAT == "int4_w4a16" and GROUP % BK == 0 and acc.shape[0] < 64:
+        # x · (q - zero) is exact, and so few sums are scaled sooner than their weights.
+        part = tl.dot(x0, low.T, input_precision="ieee")
+        part = tl.dot(x1, high.T, part, input_precision="ieee")
+        acc += part * scale.T
+    else:
+        low, high = (low * scale).to(x0.dtype), (high * scale).to(x0.dtype)
+        acc = tl.dot(x0, low.T, acc, input_precision="ieee")
+        acc = tl.dot(x1, high.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _add_bytes(acc, x0, w_rows, n_ok, k, K, BK: tl.constexpr, EVEN: tl.constexpr):
+    w = _load_columns(w_rows, k + tl.arange(0, BK), K, n_ok, EVEN)
+    return tl.dot(x0, w.to(x0.dtype).T, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit
+def _x_pairs(
+    x_rows, rows_ok, k, K,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The even columns and the odd ones; numbers of 16 bits are read two at a time."""
+    if PAIRED:
+        pair_at = k // 2 + tl.arange(0, BK // 2)
+        x0, x1 = halves(_load_columns(x_rows, pair_at, K // 2, rows_ok, EVEN), DTYPE)
+    else:
+        even_at = k + 2 * tl.arange(0, BK // 2)
+        x0 = _load_columns(x_rows, even_at, K, rows_ok, EVEN)
+        x1 = _load_columns(x_rows, even_at + 1, K, rows_ok, EVEN)
+    return x0, x1
+
+
+@triton.jit
+def _sums(
+    x_rows, rows_ok, w, scales, zeros, matrix, N, n, n_ok, K, width,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Products of BM rows of x with rows n of one part of a matrix, or of both. `width`: elements
+    of a stored row; an argument of its own, so that its alignment is known."""
+    PACKED: tl.constexpr = FORMAT != "int8_w8a8" and FORMAT != "int8_w8a16"
+    acc_type: tl.constexpr = tl.int32 if FORMAT == "int8_w8a8" else tl.float32
+    row0 = matrix * PARTS * N + n
+    row1 = row0 + N if PARTS == 2 else row0
+    w0, w1 = w + row0 * width, w + row1 * width
+    acc0 = tl.zeros((BM, BN), acc_type)
+    acc1 = tl.zeros((BM, BN), acc_type)
+    if PACKED:
+        groups = K // GROUP
+        s0, s1 = scales + row0 * groups, scales + row1 * groups
+        z0, z1 = zeros + row0 * groups, zeros + row1 * groups
+        for k in tl.range(0, K, BK):
+            x0, x1 = _x_pairs(x_rows, rows_ok, k, K, PAIRED, DTYPE, BK, EVEN)
+            acc0 = _add_packed(acc0, x0, x1, w0, s0, z0, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM)
+            if PARTS == 2:
+                acc1 = _add_packed(
+                    acc1, x0, x1, w1, s1, z1, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
+                )
+    else:
+        for k in tl.range(0, K, BK):
+            x0 = _load_columns(x_rows, k + tl.arange(0, BK), K, rows_ok, EVEN)
+            acc0 = _add_bytes(acc0, x0, w0, n_ok, k, K, BK, EVEN)
+            if PARTS == 2:
+                acc1 = _add_bytes(acc1, x0, w1, n_ok, k, K, BK, EVEN)
+    return acc0, acc1
+
+
+@triton.jit
+def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, FORMAT: tl.constexpr,
+            BIAS: tl.constexpr):  # fmt: skip
+    """Scales of whole rows, on either side, and the bias. `of_rows`: the weights' one for each row
+    of a matrix: the scales of eight bits, the global scale of nvfp4."""
+    out = acc.to(tl.float32) * row_scale[:, None]
+    row = (matrix * PARTS + part) * N + n
+    if FORMAT != "int4_w4a16" and FORMAT != "mxfp4":
+        out *= tl.load(of_rows + row, mask=n_ok, other=0.0)[None, :]
+    if BIAS:
+        out += tl.load(bias + row, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+    return out
+
+
+@triton.jit
+def _tile_rows(tile, order, tile_expert, tile_place, first, count, SORTED: tl.constexpr,
+               BM: tl.constexpr):  # fmt: skip
+    """The expert of a tile, its places, which of them are the expert's, and their pairs."""
+    expert = tl.load(tile_expert + tile)
+    place = tl.load(tile_place + tile) + tl.arange(0, BM)
+    ok = place < tl.load(first + expert) + tl.load(count + expert)
+    pair = tl.load(order + place, mask=ok, other=0) if SORTED else place
+    return expert.to(tl.int64), place.to(tl.int64), ok, pair.to(tl.int64)
+
+
+@triton.jit
+def _row_scales(scales, row, ok, scale, QUANTISED: tl.constexpr, BM: tl.constexpr):
+    if QUANTISED:
+        found = tl.load(scales + row, mask=ok, other=0.0) * scale
+    else:
+        found = tl.zeros((BM,), tl.float32) + scale
+    return found
+
+
+@triton.jit
+def gate_up_kernel(
+    x, x_scales, w, w_scales, w_zeros, w_rows, bias, h,
+    order, tile_expert, tile_place, num_tiles, first, count,
+    scale, K, N, width, x_width, alpha, limit,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, SORTED: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h[place, n] = activation of x · gate row n and x · up row n, for BM places and BN of N."""
+    release_next(PDL)
+    await_inputs(PDL)
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    matrix, place, ok, pair = _tile_rows(
+        tile, order, tile_expert, tile_place, first, count, SORTED, BM
+    )
+    row = pair // TOP_K
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n_ok = n < N
+    gate, up = _sums(
+        x + row * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
+        FORMAT, 2, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
+    )  # fmt: skip
+    row_scale = _row_scales(x_scales, row, ok, scale, FORMAT == "int8_w8a8", BM)
+    gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, FORMAT, BIAS)
+    up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok, FORMAT, BIAS)
+    if LIMITED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        gate = gate * tl.sigmoid(alpha * gate)
+    else:
+        gate = gate * tl.sigmoid(gate)
+    out = h + place[:, None] * N + n[None, :]
+    tl.store(out, (gate * up).to(h.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
+
+
+@triton.jit
+def down_kernel(
+    x, x_scales, w, w_scales, w_zeros, w_rows, bias, y, weights,
+    order, tile_expert, tile_place, num_tiles, first, count,
+    scale, K, N, width, x_width,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[pair, n] = weight * (h[place] · row n + bias), for BM places and BN of N."""
+    release_next(PDL)
+    await_inputs(PDL)
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    matrix, place, ok, pair = _tile_rows(
+        tile, order, tile_expert, tile_place, first, count, SORTED, BM
+    )
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n_ok = n < N
+    sums, _ = _sums(
+        x + place * x_width, ok, w, w_scales, w_zeros, matrix, N, n, n_ok, K, width,
+        FORMAT, 1, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
+    )  # fmt: skip
+    row_scale = _row_scales(x_scales, place, ok, scale, FORMAT == "int8_w8a8", BM)
+    out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok, FORMAT, BIAS)
+    if WEIGHTED:
+        out *= tl.load(weights + pair, mask=ok, other=0.0)[:, None]
+    at = y + pair[:, None] * N + n[None, :]
+    tl.store(at, out.to(y.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
+
+
+def gate_up_formats(
+    x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
+) -> Rows:
+    """`gate_up` of kernels.experts with weights in int8, int4, mxfp4 or nvfp4."""
+    assert h.scales is None, "h is quantised after it is written"
+    limited = activation.limit is not None
+    _launch(
+        gate_up_kernel,
+        x,
+        w13,
+        groups,
+        {"h": h.values, "alpha": activation.alpha, "limit": activation.limit or 0.0},
+        {"LIMITED": limited, "TOP_K": groups.top_k},
+    )
+    return h
+
+
+def down_formats(
+    h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
+) -> Tensor:
+    """`down` of kernels.experts with weights in int8, int4, mxfp4 or nvfp4."""
+    weighted = weights_RK is not None
+    weights = weights_RK if weighted else h.values
+    _launch(down_kernel, h, w2, groups, {"y": y, "weights": weights}, {"WEIGHTED": weighted})
+    return y
+
+
+def _launch(
+    kernel: Any,
+    x: Rows,
+    matrices: Matrices,
+    groups: Groups,
+    tensors: dict[str, Any],
+    constants: dict[str, Any],
+) -> None:
+    """What both products have in common."""
+    format, planes, values = matrices.format, matrices.planes, x.values
+    rows, columns = matrices.shape[1] // matrices.parts, matrices.shape[2]
+    config = config_for(format, groups.block)
+    packed = format in PACKED
+    paired = packed and values.element_size() == 2
+    assert values.is_contiguous() and values.shape[-1] == columns
+    quantised = format == "int8_w8a8"
+    assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
+    scales = planes["scales"]
+    scales = scales.view(torch.uint8) if format == "nvfp4" else scales
+    asm = values.is_cuda and values.dtype == torch.bfloat16
+    raised = asm and format in ("mxfp4", "nvfp4")
+    pdl = dependent_launch(values)
+    tiles = groups.tile_expert_X
+    kernel[(len(tiles), triton.cdiv(rows, config.block_n))](
+        x=values.view(torch.int32) if paired else values,
+        x_scales=x.scales if quantised else values,
+        w=planes["values"],
+        w_scales=scales,
+        w_zeros=planes.get("zeros", scales),
+        w_rows=planes.get("global", scales),
+        bias=scales if matrices.bias_EN is None else matrices.bias_EN,
+        order=tiles if groups.order_P is None else groups.order_P,
+        tile_expert=tiles,
+        tile_place=groups.tile_place_X,
+        num_tiles=groups.num_tiles_1,
+        first=groups.first_E,
+        count=groups.count_E,
+        scale=x.scale * RAISED if raised else x.scale,
+        K=columns,
+        N=rows,
+        width=planes["values"].shape[-1],
+        x_width=columns // 2 if paired else columns,
+        FORMAT=format,
+        GROUP=matrices.group,
+        SORTED=groups.order_P is not None,
+        PAIRED=paired,
+        DTYPE=FLOATS.get(values.dtype, tl.int8),
+        BIAS=matrices.bias_EN is not None,
+        BM=groups.block,
+        BN=config.block_n,
+        BK=config.block_k,
+        EVEN=columns % config.block_k == 0,
+        ASM=asm,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        PDL=pdl.on,
+        **pdl.options,
+        **tensors,
+        **constants,
+    )
+
+
+FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

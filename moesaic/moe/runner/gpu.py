@@ -1,0 +1,215 @@
+"""The experts on a GPU: the ways into and out of its one layout, and the products.
+
+R rows received · K chosen · N = R * K pairs of row and slot · e local slots · H hidden ·
+I intermediate · P places · M rows of a slot's block.
+
+Pairs are sorted by slot and stay where they are: the first product gathers its rows, the last one
+scatters them. How many there are for each slot only the device knows; nothing here waits for it,
+and no shape depends on it. Where things are computed follows from the tensors: on CPU the torch
+twins of the kernels compute the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.cpu.experts import SwigluSpec
+from moesaic.kernels.experts import (
+    FP8_GROUP,
+    FeedForward,
+    Groups,
+    Matrices,
+    Rows,
+    blocks,
+    down,
+    gate_up,
+    gate_up_down,
+    sort_pairs,
+    sum_pairs,
+)
+from moesaic.kernels.formats import nvfp4_grid
+from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.tuning import Plan, Shape, plan_for, quantises_inner
+from moesaic.moe.formats import (
+    CombineInput,
+    LowLatencyCombineInput,
+    LowLatencyDispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+)
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+from moesaic.moe.quant.weights import ExpertMatrix
+from moesaic.moe.runner.base import (
+    ExpertWeights,
+    MoeRunnerConfig,
+    MoeRunnerCore,
+    RunContext,
+    RunnerInput,
+    RunnerOutput,
+    Workspace,
+)
+
+# Of deterministic mode.
+FIXED_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class PlacesInput(RunnerInput):
+    """`weights_RK`: of the pairs, where the last product applies them. `y_NH`: where results go."""
+
+    layout = "places"
+    x: Rows
+    groups: Groups
+    weights_RK: Tensor | None
+    y_NH: Tensor
+
+
+def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
+    """Rows with ids, int32 or int64."""
+    config, ids_RK = context.config, rows.ids_RK
+    plan = plan_of(ids_RK.numel(), context, ids_RK.device)
+    x = wanted_rows(rows.x, context, plan)
+    block = FIXED_BLOCK if config.deterministic else plan.block
+    groups = sort_pairs(ids_RK, config.num_experts, block)
+    weights_RK = None if config.deterministic else rows.weights_RK
+    shape = (ids_RK.numel(), config.hidden_size)
+    y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
+    return PlacesInput(x, groups, weights_RK, y_NH)
+
+
+def post_permute_pairs(
+    outputs: RunnerOutput, inputs: PlacesInput, rows: StandardDispatchOutput, context: RunContext
+) -> CombineInput:
+    """One weighted sum for each row; in deterministic mode all pairs as they are."""
+    count_e = inputs.groups.count_E
+    if context.config.deterministic:
+        return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
+    num_rows = len(rows.ids_RK)
+    if rows.y_OH is not None and num_rows <= len(rows.y_OH):
+        out_RH = rows.y_OH[:num_rows]
+    else:
+        out_RH = outputs.y.new_empty(num_rows, context.config.hidden_size)
+    if num_rows:
+        sum_pairs(outputs.y, rows.ids_RK, out_RH)
+    return RowsCombineInput(rows.handle, out_RH, count_e=count_e)
+
+
+def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> PlacesInput:
+    """Blocks as they came: their rows are places."""
+    count_e = rows.count_e
+    if count_e is None:
+        count_e = torch.tensor(rows.masked_m, dtype=torch.int32, device=rows.y_eMH.device)
+    flat = Payload(
+        rows.x.values.flatten(0, 1),
+        None if rows.x.scales is None else rows.x.scales.flatten(0, 1),
+        rows.x.format,
+        rows.x.global_scale,
+    )
+    y_NH = rows.y_eMH.flatten(0, 1)
+    plan = plan_of(len(y_NH), context, y_NH.device)
+    x = wanted_rows(flat, context, plan)
+    block = FIXED_BLOCK if context.config.deterministic else plan.block
+    groups = blocks(count_e, rows.y_eMH.shape[1], block)
+    return PlacesInput(x, groups, None, y_NH)
+
+
+def post_permute_masked(
+    outputs: RunnerOutput, inputs: PlacesInput, rows: LowLatencyDispatchOutput, context: RunContext
+) -> CombineInput:
+    """Results are where they are wanted; combine weights them."""
+    return LowLatencyCombineInput(rows.handle, rows.y_eMH, count_e=inputs.groups.count_E)
+
+
+def plan_of(num_places: int, context: RunContext, device: torch.device) -> Plan:
+    return plan_for(device, _shape(context.config, context.weights), num_places)
+
+
+def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> Shape:
+    format = weights.w13_eJH.format.name
+    return Shape(format, config.num_experts, config.hidden_size, config.intermediate_size)
+
+
+def wanted_rows(x: Payload, context: RunContext, plan: Plan) -> Rows:
+    """Rows as the weights take them: as they came, if that is what was sent. Kernels for few rows
+    make fp8 themselves, which saves the time to start another one."""
+    weights, config = context.weights, context.config
+    wanted = weights.w13_eJH.format.activation
+    if x.format.name != wanted:
+        x_RH = x.dense(config.dtype)
+        few = config.deterministic or plan.implementation == "small"
+        if few and wanted == "fp8":
+            return Rows(x_RH)
+        return on_grid(x_RH, wanted, weights.input_scale)
+    if not x.format.has_global_scale:
+        return Rows(x.values, x.scales)
+    assert x.scales is not None
+    values = torch.empty(x.shape, dtype=config.dtype, device=x.values.device)
+    x.format.at(1.0).decode([x.values, x.scales], values)
+    return Rows(values, scale=x.global_scale)
+
+
+def on_grid(x_TH: Tensor, wanted: str | None, scale: float) -> Rows:
+    """Rows in the payload format that the weights are multiplied with."""
+    if wanted is None:
+        return Rows(x_TH)
+    if PAYLOAD_FORMATS[wanted].has_global_scale:
+        return Rows(nvfp4_grid(x_TH, scale), scale=scale)
+    return Rows(*quantise_rows(x_TH, "int8" if wanted == "int8" else "fp8"))
+
+
+def matrices(matrix: ExpertMatrix, bias: Tensor | None) -> Matrices:
+    format = matrix.format
+    return Matrices(format.name, matrix.planes, matrix.shape, matrix.parts, bias, format.group_size)
+
+
+class PlacesCore(MoeRunnerCore):
+    """Both products, with what stands between them, at the places of sorted pairs."""
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        super().__init__(config)
+        if not isinstance(config.activation, SwigluSpec):
+            raise ValueError(
+                f"activation {config.activation} has no kernel on a GPU: take a Swiglu, or "
+                f"--device cpu"
+            )
+        self.activation: SwigluSpec = config.activation
+
+    def run(
+        self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
+    ) -> RunnerOutput:
+        assert isinstance(inputs, PlacesInput)
+        groups = inputs.groups
+        if groups.num_places == 0:
+            return RunnerOutput(inputs.y_NH)
+        w13 = matrices(weights.w13_eJH, weights.b13_eJ)
+        w2 = matrices(weights.w2_eHI, weights.b2_eH)
+        h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
+        if ready:
+            experts = FeedForward(w13, w2, self.activation)
+            y_NH = gate_up_down(inputs.x, experts, groups, inputs.weights_RK, h, inputs.y_NH)
+            return RunnerOutput(y_NH)
+        gate_up(inputs.x, w13, groups, self.activation, h)
+        h = on_grid(h.values, weights.w2_eHI.format.activation, weights.inner_scale)
+        return RunnerOutput(down(h, w2, groups, inputs.weights_RK, inputs.y_NH))
+
+    def _inner(
+        self, places: int, weights: ExpertWeights, device: torch.device
+    ) -> tuple[Rows, bool]:
+        """What stands between the products, and whether the second takes it as the first leaves
+        it: in fp8 where a tile is a whole group, as it is where few rows become fp8 on the way.
+        int8 and nvfp4 are made of finished rows."""
+        config, wanted = self.config, weights.w2_eHI.format.activation
+        shape, inner = _shape(config, weights), config.intermediate_size
+        few = config.deterministic or plan_for(device, shape, places).implementation == "small"
+        whole = inner % FP8_GROUP == 0 and not config.deterministic
+        sizes = (shape.format, shape.experts, shape.hidden, shape.inner, places, device)
+        if wanted != "fp8" or not whole or not quantises_inner(*sizes):
+            h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
+            return h, wanted is None or (wanted == "fp8" and few)
+        return Rows(
+            torch.empty(places, inner, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(places, inner // FP8_GROUP, dtype=torch.float32, device=device),
+        ), True
