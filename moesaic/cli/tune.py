@@ -1,7 +1,5 @@
 """`moesaic tune`: measures which configurations of the experts' kernels are fastest on this GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,7 +89,7 @@ def _require_gpu() -> None:
 
 def _cases(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
-) -> list[Case]:
+) -> "list[Case]":
     """Those that are not there yet."""
     import torch
 
@@ -116,7 +114,7 @@ def _cases(
     return list(cases.values())
 
 
-def _compile(cases: Sequence[Case], share: str) -> None:
+def _compile(cases: "Sequence[Case]", share: str) -> None:
     import torch
 
     from moesaic.kernels.tune import compile_all
@@ -145,7 +143,7 @@ def _compile_apart(argv: list[str], jobs: int) -> None:
         raise RuntimeError(f"{len(failed)} of {jobs} processes failed; their messages are above")
 
 
-def _measure(cases: Sequence[Case], args: TuneArgs) -> None:
+def _measure(cases: "Sequence[Case]", args: TuneArgs) -> None:
     import torch
     from tqdm import tqdm
 

