@@ -42,6 +42,8 @@ LARGE_BLOCKS = (64, 128)
 # What Triton raises for a configuration that the device has no room for, or cannot compile.
 UNFIT = (TritonError, RuntimeError, ValueError, AssertionError)
 
+Clock = Callable[[Callable[[], object]], float]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -171,31 +173,39 @@ def runs(tensors: Tensors, candidate: Candidate, groups: Groups) -> Callable[[],
     return partial(function, h, experts.w2, groups, tensors.weights, tensors.y, config)
 
 
-def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> None:
-    """Runs every `share[1]`-th candidate once, so that it lies compiled in Triton's cache."""
+def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> int:
+    """Runs every `share[1]`-th candidate once, so that it lies compiled in Triton's cache; how many
+    can run."""
     tensors = make_tensors(case, device)
     wanted = list(candidates(case, tuning.device_facts(device)))[share[0] :: share[1]]
+    able = 0
     for candidate in wanted:
         groups = sort_pairs(tensors.ids, case.shape.experts, candidate.config.block_m)
         with suppress(*UNFIT):
             runs(tensors, candidate, groups)()
+            able += 1
+    return able
 
 
-def search(case: Case, device: torch.device, tick: Callable) -> tuple[Plan, float]:
-    """The fastest plan and its microseconds; `tick` is called after each candidate."""
+def search(
+    case: Case, device: torch.device, tick: Callable, clock: Clock = measure
+) -> tuple[Plan, float]:
+    """The fastest plan and its microseconds by the `clock`; `tick` is called after each
+    candidate."""
     tensors = make_tensors(case, device)
     best: dict[tuple[str, int, str], tuple[float, Any]] = {}
     for candidate in candidates(case, tuning.device_facts(device)):
         block = candidate.config.block_m
         groups = sort_pairs(tensors.ids, case.shape.experts, block)
-        us = _time(runs(tensors, candidate, groups))
+        us = _time(runs(tensors, candidate, groups), clock)
         key = (candidate.implementation, block, candidate.product)
         if us is not None and us < best.get(key, (us + 1, None))[0]:
             best[key] = us, candidate.config
         tick()
     guessed = tuning.guess(tuning.device_facts(device), case.shape, case.pairs)
     plans = [*_plans(best), *([guessed] if guessed.gate_up is not None else [])]
-    timed = [(us, plan) for plan in plans if (us := layer_time(tensors, case, plan)) is not None]
+    layers = ((layer_time(tensors, case, plan, clock), plan) for plan in plans)
+    timed = [(us, plan) for us, plan in layers if us is not None]
     if not timed:
         raise RuntimeError(f"no configuration runs for {case.shape} with {case.tokens} tokens")
     us, plan = min(timed, key=lambda pair: pair[0])
@@ -213,7 +223,7 @@ def _plans(best: dict[tuple[str, int, str], tuple[float, Any]]) -> Iterator[Plan
             yield Plan(implementation, block, gate_up, down, fused=True)
 
 
-def layer_time(tensors: Tensors, case: Case, plan: Plan) -> float | None:
+def layer_time(tensors: Tensors, case: Case, plan: Plan, clock: Clock) -> float | None:
     """Microseconds of everything after routing, as the engine would do it by that plan."""
     experts, y = tensors.experts, tensors.y
     x, h = tensors.rows(plan.implementation, plan.gate_up)
@@ -224,13 +234,12 @@ def layer_time(tensors: Tensors, case: Case, plan: Plan) -> float | None:
         return sum_pairs(y, tensors.ids, tensors.out)
 
     with tuning.trying(case.shape, plan):
-        return _time(run)
+        return _time(run, clock)
 
 
-def _time(work: Callable[[], object]) -> float | None:
+def _time(work: Callable[[], object], clock: Clock) -> float | None:
     """None for what cannot run."""
     try:
-        return measure(work)
+        return clock(work)
     except UNFIT:
-        torch.cuda.synchronize()
         return None
