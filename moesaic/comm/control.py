@@ -59,6 +59,11 @@ class Seen:
     computed: float = 0.0
     waited: float = 0.0
 
+    @property
+    def computed_so_far(self) -> float:
+        """With what it computes right now: it may go from one step to the next without a wait."""
+        return self.computed + (self.state_age if self.state == State.COMPUTING else 0.0)
+
     def __str__(self) -> str:
         doing = f"{self.state.name.lower()} for {self.state_age:.1f} s"
         where = f", last in {self.operation!r}" if self.operation else ""

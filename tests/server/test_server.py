@@ -145,7 +145,7 @@ def test_stream(client: httpx.Client) -> None:
         pieces = list(pieces_of(response))
     assert without_times(pieces[-1]) == without_times(whole)
     lengths = [len(piece["output_ids"]) for piece in pieces]
-    assert lengths == sorted(lengths) and lengths[0] == 1 and lengths[-1] == 8
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 8
     assert all(whole["text"].startswith(piece["text"]) for piece in pieces)
 
 

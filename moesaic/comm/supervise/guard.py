@@ -86,7 +86,7 @@ class StepGuard:
         """Which rank computed longest in a step that has just ended."""
         text = f"step {slow.step} took {slow.seconds:.1f} s, usually {slow.usual:.2f} s"
         step, before = self._before.get(slow.replica, (0, {}))
-        spent = {rank: seen[rank].computed - before[rank] for rank in before if rank in seen}
+        spent = {rank: seen[rank].computed_so_far - before[rank] for rank in before if rank in seen}
         if step != slow.step or not spent:
             return text
         longest = max(spent, key=spent.__getitem__)
@@ -98,7 +98,7 @@ class StepGuard:
     def _note_begin(self, replica: int, step: int, seen: Mapping[int, Seen]) -> None:
         """What was computed so far, when a step is seen for the first time."""
         if self._before.get(replica, (0, {}))[0] != step:
-            totals = {rank: one.computed for rank, one in seen.items()}
+            totals = {rank: one.computed_so_far for rank, one in seen.items()}
             self._before[replica] = step, totals
 
     def suspect(self, seen: Mapping[int, Seen], patience: float) -> Suspicion | None:
