@@ -133,6 +133,7 @@ def test_folder_of_a_killed_pair_goes_at_the_next_start() -> None:
         other.remove()
 
 
+@pytest.mark.slow  # test_batch_log has a shorter one
 def test_sleeping_rank_is_logged_and_the_service_goes_on() -> None:
     found = pause(Victim("a follower", "rank1", "tp 2"), 3)
     assert re.search(
