@@ -41,6 +41,7 @@ from moesaic.cli.common import add_model, read_args
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser
+from moesaic.core.request import Request
 from moesaic.engine.core import EngineCore
 from moesaic.models.tiny import materialise
 from moesaic.observe.spans import Kind, Span, unpack
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = engine.startup_seconds["model"]
         say(f"ready after {seconds:.1f} s: {core.facts.cache_tokens:,} tokens of cache")
         run = Run(engine, core, options, model_limit(core, found), peers)
+        give_up_at_once(core)
         for batch in options.batch_size:
             run.attempt(batch)
     report(run.points)
@@ -108,6 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.failed:
         say(f"no figures for batches of {', '.join(map(str, run.failed))}: see above")
     return 1 if run.failed else 0
+
+
+def give_up_at_once(core: EngineCore) -> None:
+    """A step that fails ends all requests: nobody is to blame, and to look for them takes as many
+    steps as there are requests."""
+
+    def accuse(suspects: Sequence[Request], error: str, *, alone: bool) -> None:
+        core.fail_all(f"a step failed: {error}")
+
+    core.accuse = accuse  # type: ignore[method-assign]
 
 
 @dataclass
@@ -180,6 +192,7 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, A
     given = flags.parse(rest)
     most = str(max(options.batch_size))
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
+    defaults["watchdog_timeout"] = "60"
     read = read_args(defaults | given)
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
     if not (read.disable_cuda_graph or read.cuda_graph_bs or read.cuda_graph_max_bs):

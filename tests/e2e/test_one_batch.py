@@ -80,6 +80,19 @@ def test_a_batch_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     assert "no figures for batches of 1" in told.out and "ended early" in told.err
 
 
+def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
+    begun = []
+
+    def fails(runner, plan):
+        begun.append(len(plan.items))
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("moesaic.engine.model_runner.ModelRunner.begin", fails)
+    flags = ["--model-path", "tiny:qwen3_moe", "--input-len", "16", "--output-len", "4"]
+    assert main([*flags, "--batch-size", "3"]) == 1
+    assert len(begun) == 1 and "no such kernel" in capsys.readouterr().err
+
+
 def test_graphs_are_captured_for_the_batches_that_are_measured():
     options = parser().parse_args(["--batch-size", "8", "1"])
     flags = ["--model-path", "tiny:qwen3_moe"]
