@@ -20,6 +20,8 @@ import json
 import random
 import statistics
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -31,7 +33,7 @@ import torch
 from tqdm import tqdm
 
 from bench.common import cpu_name, print_table
-from bench.one_batch_peer import PeerPoint, run_apart
+from bench.one_batch_peer import LIMIT_SECONDS, PeerPoint, run_apart
 from bench.step_limits import Ceilings, Forward, ModelLimit
 from bench.step_profile import profile_steps, show_profile
 from moesaic import Engine
@@ -39,6 +41,7 @@ from moesaic.cli.common import add_model, read_args
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser
+from moesaic.core.request import Request
 from moesaic.engine.core import EngineCore
 from moesaic.models.tiny import materialise
 from moesaic.observe.spans import Kind, Span, unpack
@@ -88,36 +91,80 @@ class Point:
 def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser().parse_known_args(argv)
     args = engine_args(rest, options)
-    longest = options.input_len + options.output_len
-    points: list[Point] = []
-    profiles: dict[str, Any] = {}
     on_gpu = torch.cuda.is_available() and args["device"] != "cpu"
     peers = measure_peers(options, args, on_gpu)
     found = ceilings(options, on_gpu)
+    say(f"making the engine of {args['model_path']}")
     with Engine(**args) as engine:
         core = engine._core
         assert isinstance(core, EngineCore), "one rank, in this process"
-        name = name_of(core)
-        limit = model_limit(core, found)
+        seconds = engine.startup_seconds["model"]
+        say(f"ready after {seconds:.1f} s: {core.facts.cache_tokens:,} tokens of cache")
+        run = Run(engine, core, options, model_limit(core, found), peers)
+        give_up_at_once(core)
         for batch in options.batch_size:
-            if batch * longest > core.facts.cache_tokens or batch > engine.max_running:
-                print(f"batch {batch} does not fit: {core.facts.cache_tokens} tokens of cache")
-                continue
-            point = measure(engine, core, options, batch, limit)
-            point.peers = {one.name: asdict(one) for one in peers if one.batch == batch}
-            points.append(point)
-            report([point])
-            if options.profile:
-                prompts = draw_prompts(batch, options.input_len, core.facts.vocab_size, seed=99)
-                profiles[str(batch)] = profile_steps(engine, core, prompts, options.output_len)
-    report(points)
-    for batch_name, profile in profiles.items():
+            run.attempt(batch)
+    report(run.points)
+    for batch_name, profile in run.profiles.items():
         show_profile(f"batch {batch_name}", profile)
-    if options.out is not None:
-        merge_rows(options.out, points)
-        if profiles:
-            write(options.out.with_name(f"{options.out.stem}_profile_{name}.json"), profiles)
-    return 0
+    if run.failed:
+        say(f"no figures for batches of {', '.join(map(str, run.failed))}: see above")
+    return 1 if run.failed else 0
+
+
+def give_up_at_once(core: EngineCore) -> None:
+    """A step that fails ends all requests: nobody is to blame, and to look for them takes as many
+    steps as there are requests."""
+
+    def accuse(suspects: Sequence[Request], error: str, *, alone: bool) -> None:
+        core.fail_all(f"a step failed: {error}")
+
+    core.accuse = accuse  # type: ignore[method-assign]
+
+
+@dataclass
+class Run:
+    """What one batch finds is written before the next begins, and one that fails ends no other."""
+
+    engine: Engine
+    core: EngineCore
+    options: argparse.Namespace
+    limit: ModelLimit | None
+    peers: list[PeerPoint]
+    points: list[Point] = field(default_factory=list)
+    profiles: dict[str, Any] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+
+    def attempt(self, batch: int) -> None:
+        room = self.core.facts.cache_tokens
+        longest = self.options.input_len + self.options.output_len
+        if batch * longest > room or batch > self.engine.max_running:
+            say(f"batch {batch} does not fit: {room} tokens of cache")
+            return
+        try:
+            self._measure(batch)
+            if self.options.profile:
+                self._profile(batch)
+        except (Exception, SystemExit) as error:
+            traceback.print_exception(error)
+            self.failed.append(batch)
+
+    def _measure(self, batch: int) -> None:
+        point = measure(self.engine, self.core, self.options, batch, self.limit)
+        point.peers = {one.name: asdict(one) for one in self.peers if one.batch == batch}
+        self.points.append(point)
+        report([point])
+        if self.options.out is not None:
+            merge_rows(self.options.out, self.points)
+
+    def _profile(self, batch: int) -> None:
+        facts, out = self.core.facts, self.options.out
+        prompts = draw_prompts(batch, self.options.input_len, facts.vocab_size, seed=99)
+        output_len = self.options.output_len
+        self.profiles[str(batch)] = profile_steps(self.engine, self.core, prompts, output_len)
+        if out is not None:
+            name = f"{out.stem}_profile_{name_of(self.core)}.json"
+            write(out.with_name(name), self.profiles)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fp8-rate", type=float, help="TFLOP/s in fp8; twice --rate unless given")
     made.add_argument("--peer", choices=("transformers",), help="also measure this on the GPU")
     made.add_argument("--peer-batch", type=int, nargs="+", default=[1, 8, 32])
+    made.add_argument("--peer-seconds", type=float, default=LIMIT_SECONDS, help="for all of it")
     made.add_argument("--profile", action="store_true", help="which kernels a step's time goes to")
     made.add_argument("--out", type=Path, help="JSON list; rows of other models and types stay")
     return made
@@ -144,8 +192,13 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, A
     given = flags.parse(rest)
     most = str(max(options.batch_size))
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
+    defaults["watchdog_timeout"] = "60"
     read = read_args(defaults | given)
-    return asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    if not (read.disable_cuda_graph or read.cuda_graph_bs or read.cuda_graph_max_bs):
+        # Others would be captured for steps that do not count.
+        made["cuda_graph_bs"] = tuple(sorted(set(options.batch_size)))
+    return made
 
 
 def measure_peers(
@@ -156,7 +209,8 @@ def measure_peers(
         return []
     folder, device = materialise(args["model_path"]), "cuda" if on_gpu else "cpu"
     batches = [batch for batch in options.peer_batch if batch in options.batch_size]
-    return run_apart(folder, batches, options.input_len, device)
+    say(f"measuring {options.peer} with batches of {', '.join(map(str, batches))}")
+    return run_apart(folder, batches, options.input_len, device, options.peer_seconds)
 
 
 def ceilings(options: argparse.Namespace, on_gpu: bool) -> Ceilings | None:
@@ -166,11 +220,12 @@ def ceilings(options: argparse.Namespace, on_gpu: bool) -> Ceilings | None:
         return Ceilings(options.bandwidth * 1e12, options.rate * 1e12, fp8 * 1e12)
     if not on_gpu:
         return None
+    say("measuring what the GPU can do")
     gpu = import_module("bench.gpu")  # gives figures a microsecond
     rates = [gpu.matrix_rate(dtype) * 1e6 for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     found = Ceilings(gpu.copy_bandwidth() * 1e6, *rates)
-    print(f"copy {found.bandwidth / 1e12:.2f} TB/s, bf16 {found.rate / 1e12:.0f} TFLOP/s, ", end="")
-    print(f"fp8 {found.fp8_rate / 1e12:.0f} TFLOP/s")
+    copied = f"copy {found.bandwidth / 1e12:.2f} TB/s"
+    say(f"{copied}, bf16 {found.rate / 1e12:.0f}, fp8 {found.fp8_rate / 1e12:.0f} TFLOP/s")
     free_memory()
     return found
 
@@ -206,8 +261,10 @@ def measure(
 ) -> Point:
     vocab, length = core.facts.vocab_size, options.input_len
     # Kernels are compiled and memory is taken before anything is measured.
+    begin = time.perf_counter()
     warm = min(WARM_TOKENS, options.output_len)
     generate(engine, draw_prompts(batch, length, vocab, seed=batch), warm)
+    say(f"batch {batch}: warm after {time.perf_counter() - begin:.1f} s")
     timings = []
     for repeat in tqdm(range(options.repeats), desc=f"batch {batch}", unit="run"):
         prompts = draw_prompts(batch, length, vocab, seed=1000 * (repeat + 1) + batch)
@@ -305,6 +362,11 @@ def make_point(
         overlap=core.overlaps,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
     )
+
+
+def say(text: str) -> None:
+    """At once, also where nobody's terminal is."""
+    print(text, flush=True)
 
 
 def free_memory() -> None:

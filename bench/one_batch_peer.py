@@ -4,7 +4,7 @@ Its experts are computed by each of its implementations and the fastest at a bat
 ways to serve: a plain loop of decode steps over a cache of fixed size, and its own continuous
 batching, `generate_batch`. It runs in a process of its own, which leaves nothing on the GPU.
 
-    python -m bench.one_batch_peer FOLDER --batch-size 1 8 32 --out points.json
+    python -m bench.one_batch_peer FOLDER --batch-size 1 8 32 --out points.jsonl
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 STEPS, WARM_STEPS = 12, 3
 # Of continuous batching.
 TOKENS, PAGE, CHUNK = 20, 32, 8192
+# For all of it: what a peer takes longer for is not worth the time of a GPU.
+LIMIT_SECONDS = 240.0
+LOOP, BATCHING = "transformers", "generate_batch"
 
 
 @dataclass(frozen=True)
@@ -46,33 +48,53 @@ class PeerPoint:
     problem: str = ""
 
 
-def run_apart(folder: str, batches: Sequence[int], input_len: int, device: str) -> list[PeerPoint]:
+def run_apart(
+    folder: str,
+    batches: Sequence[int],
+    input_len: int,
+    device: str,
+    seconds: float = LIMIT_SECONDS,
+) -> list[PeerPoint]:
+    """What was found before the process ended, or was ended, counts."""
     with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "points.json")
+        path = Path(place, "points.jsonl")
         command = [sys.executable, "-m", "bench.one_batch_peer", folder, "--out", str(path)]
         command += ["--input-len", str(input_len), "--device", device, "--batch-size"]
-        done = subprocess.run([*command, *map(str, batches)], check=False)
-        if not path.exists():
+        try:
+            done = subprocess.run([*command, *map(str, batches)], check=False, timeout=seconds)
             problem = f"its process ended with {done.returncode}"
-            return [PeerPoint("transformers", batch, problem=problem) for batch in batches]
-        return [PeerPoint(**point) for point in json.loads(path.read_text(encoding="utf-8"))]
+        except subprocess.TimeoutExpired:
+            problem = f"not done within {seconds:g} s"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = [PeerPoint(**json.loads(line)) for line in text.splitlines() if line.endswith("}")]
+    known = {(point.name, point.batch) for point in found}
+    return found + [
+        PeerPoint(name, batch, problem=problem)
+        for name in (LOOP, BATCHING)
+        for batch in batches
+        if (name, batch) not in known
+    ]
 
 
 def measure_transformers(
     folder: Path, batches: Sequence[int], input_len: int, device: torch.device
-) -> list[PeerPoint]:
+) -> Iterator[PeerPoint]:
+    """The model is made once. All batches by the loop come first: continuous batching captures
+    graphs, which may take longer than there is time."""
+    begin = time.perf_counter()
     try:
         model = load(folder, device)
     except Exception as error:
-        return [PeerPoint("transformers", batch, problem=_words(error)) for batch in batches]
-    found = []
-    for batch in tqdm(batches, desc="transformers", unit="batch"):
-        for name, run in (("transformers", decode_loop), ("generate_batch", continuous)):
+        for name in (LOOP, BATCHING):
+            yield from (PeerPoint(name, batch, problem=_words(error)) for batch in batches)
+        return
+    print(f"transformers: made the model in {time.perf_counter() - begin:.1f} s", flush=True)
+    for name, run in ((LOOP, decode_loop), (BATCHING, continuous)):
+        for batch in batches:
             try:
-                found.append(run(model, batch, input_len, device))
+                yield run(model, batch, input_len, device)
             except Exception as error:
-                found.append(PeerPoint(name, batch, problem=_words(error)))
-    return found
+                yield PeerPoint(name, batch, problem=_words(error))
 
 
 def _words(error: Exception) -> str:
@@ -111,7 +133,7 @@ def decode_loop(model: Any, batch: int, input_len: int, device: torch.device) ->
         position += STEPS + WARM_STEPS
     best = min(tried, key=lambda name: tried[name])
     return PeerPoint(
-        "transformers",
+        LOOP,
         batch,
         decode_ms=1e3 * tried[best],
         prefill_tok_s=batch * input_len / prefill,
@@ -144,37 +166,46 @@ def continuous(model: Any, batch: int, input_len: int, device: torch.device) -> 
     vocab = model.config.vocab_size
     prompts = torch.randint(0, vocab, (batch, input_len)).tolist()
     model.set_experts_implementation("grouped_mm")
-    # Without these its cache takes most of the memory there is.
-    blocks = batch * ((input_len + TOKENS) // PAGE + 2)
-    batching = settings.ContinuousBatchingConfig(
-        page_size=PAGE,
-        num_blocks=blocks,
-        max_batch_tokens=min(CHUNK, batch * input_len),
-        max_requests_per_batch=batch,
-    )
-
     generation = settings.GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=TOKENS
     )
-    for _ in range(2):  # once to warm up
-        _settle(device)
-        begin = time.perf_counter()
-        answers = model.generate_batch(
-            prompts,
-            generation_config=generation,
-            continuous_batching_config=batching,
-            record_timestamps=True,
-        )
+    try:
+        for _ in range(2):  # once to warm up; what it has set up stays
+            _settle(device)
+            begin = time.perf_counter()
+            answers = model.generate_batch(
+                prompts,
+                generation_config=generation,
+                continuous_batching_config=batching(settings, batch, input_len),
+                record_timestamps=True,
+                persistent_manager=True,
+            )
+    finally:
+        model.destroy_cached_continuous_batching_manager()
     told = [answer.timestamps for answer in answers.values()]
     # While the last of them answers, all do.
     last = max(told, key=lambda times: times[0])
     steps = [after - before for before, after in pairwise(last)]
     return PeerPoint(
-        "generate_batch",
+        BATCHING,
         batch,
         decode_ms=1e3 * statistics.median(steps),
         prefill_tok_s=batch * input_len / (last[0] - begin),
         detail="grouped_mm",
+    )
+
+
+def batching(settings: Any, batch: int, input_len: int) -> Any:
+    """Without these its cache takes most of the memory there is. A page has another name in every
+    few versions of it."""
+    kind = settings.ContinuousBatchingConfig
+    page = next(one.name for one in fields(kind) if one.name in ("page_size", "block_size"))
+    return kind(
+        num_blocks=batch * ((input_len + TOKENS) // PAGE + 2),
+        max_batch_tokens=min(CHUNK, batch * input_len),
+        max_requests_per_batch=batch,
+        allow_block_sharing=False,
+        **{page: PAGE},
     )
 
 
@@ -194,9 +225,11 @@ def main() -> int:
     found = measure_transformers(
         options.folder, options.batch_size, options.input_len, torch.device(options.device)
     )
-    options.out.write_text(json.dumps([asdict(point) for point in found]), encoding="utf-8")
-    for point in found:
-        print(point)
+    with options.out.open("w", encoding="utf-8") as out:
+        for point in found:
+            out.write(json.dumps(asdict(point)) + "\n")
+            out.flush()
+            print(point, flush=True)
     return 0
 
 

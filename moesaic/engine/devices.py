@@ -6,6 +6,7 @@ T tokens of a step · B rows of a decode step · V vocabulary · H hidden · K e
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ class Room:
 
     @classmethod
     def of(cls, device: torch.device) -> Room:
+        """An engine that was given up before keeps its memory until its cycles are found."""
+        gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))

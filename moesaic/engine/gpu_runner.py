@@ -160,6 +160,8 @@ class GpuRunner(ModelRunner):
     def _prepare(self, args: ServerArgs) -> None:
         device, sizes = self.device, graph_sizes(args, self.max_running)
         self._timeout, self._number = args.watchdog_timeout, 0
+        self._stuck = ""
+        """Why the GPU will never be done: who waited for it would not come back."""
         self._seats = Seats(2 * self.max_running)
         self._late: dict[int, DeviceStep] = {}
         """Requests whose newest token the host is yet to sample, and the step of it."""
@@ -206,23 +208,25 @@ class GpuRunner(ModelRunner):
         """Steps are carried out in the order in which they begin."""
         try:
             return self._begin(plan)
-        except Exception:
-            self._abandon()
+        except Exception as error:
+            self._abandon(error)
             raise
 
     def finish(self, step: DeviceStep) -> StepResult:
         try:
             return self._finish(step)
-        except Exception:
-            self._abandon()
+        except Exception as error:
+            self._abandon(error)
             raise
 
     def restart(self, generation: int) -> None:
         self._forget()
         super().restart(generation)
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: Exception) -> None:
         """After a step that failed: none that is under way counts."""
+        if isinstance(error, TimeoutError):
+            self._stuck = str(error)
         self._forget()
         if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
             self.moe.restart()
@@ -230,7 +234,7 @@ class GpuRunner(ModelRunner):
     def _forget(self) -> None:
         self._seats.clear()
         self._late.clear()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._stuck:
             try:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
@@ -239,6 +243,8 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _begin(self, plan: StepPlan) -> DeviceStep:
+        if self._stuck:
+            raise RuntimeError(f"the GPU is lost to this process: {self._stuck}")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         self._number += 1

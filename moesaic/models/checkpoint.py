@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -86,8 +87,11 @@ class Checkpoint:
         where = tuple(
             slice(at.start, at.stop, at.step) if isinstance(at, range) else at for at in cut
         )
-        tensor: Tensor = self._piece(name)[where or ...]
-        return tensor if self._upload is None else self._upload(tensor)
+        if self._upload is None:
+            tensor: Tensor = self._piece(name)[where or ...]
+            return tensor
+        with torch.device("cpu"):  # else safetensors makes them on the default device by itself
+            return self._upload(self._piece(name)[where or ...])
 
     def is_empty(self, name: str) -> bool:
         """A tensor of no elements, as transformers writes for parts of size zero."""

@@ -190,6 +190,22 @@ def test_a_step_that_fails_leaves_the_runner_able(monkeypatch: pytest.MonkeyPatc
     assert ahead(runner, 4) == expected
 
 
+def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch):
+    runner = GpuRunner(arguments("qwen3_moe"))
+    work = Sequences(prompts(1), KINDS[:1], 8)
+    plan = StepPlan([work.item(0, len(work.tokens[0]))], [], True)
+
+    def late(*_: object) -> None:
+        raise TimeoutError("step 1 did not end")
+
+    monkeypatch.setattr("moesaic.engine.pinned.Mark.wait", late)
+    with pytest.raises(TimeoutError):
+        runner.step(plan)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="lost to this process: step 1 did not end"):
+        runner.begin(plan)
+
+
 def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
     args = arguments("mixtral")
     runner = GpuRunner(args)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench.one_batch import main, merge_rows, timing
+from bench import one_batch
+from bench.one_batch import engine_args, main, merge_rows, parser, timing
 from bench.one_batch_peer import run_apart
 from moesaic.models.tiny import materialise
 from moesaic.observe.spans import Kind, Span
@@ -63,6 +64,44 @@ def test_rows_of_the_result(tmp_path, capsys):
     assert kinds == [("fp32", 1), ("fp32", 3), ("fp8", 1)]
 
 
+def test_a_batch_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
+    out, measure = tmp_path / "one_batch.json", one_batch.measure
+
+    def failing(engine, core, options, batch, limit):
+        if batch == 1:
+            raise SystemExit("a request ended early")
+        return measure(engine, core, options, batch, limit)
+
+    monkeypatch.setattr(one_batch, "measure", failing)
+    flags = ["--model-path", "tiny:qwen3_moe", "--input-len", "16", "--output-len", "4"]
+    assert main([*flags, "--batch-size", "2", "1", "3", "--out", str(out)]) == 1
+    assert [row["batch"] for row in json.loads(out.read_text())] == [2, 3]
+    told = capsys.readouterr()
+    assert "no figures for batches of 1" in told.out and "ended early" in told.err
+
+
+def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
+    begun = []
+
+    def fails(runner, plan):
+        begun.append(len(plan.items))
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("moesaic.engine.model_runner.ModelRunner.begin", fails)
+    flags = ["--model-path", "tiny:qwen3_moe", "--input-len", "16", "--output-len", "4"]
+    assert main([*flags, "--batch-size", "3"]) == 1
+    assert len(begun) == 1 and "no such kernel" in capsys.readouterr().err
+
+
+def test_graphs_are_captured_for_the_batches_that_are_measured():
+    options = parser().parse_args(["--batch-size", "8", "1"])
+    flags = ["--model-path", "tiny:qwen3_moe"]
+    assert engine_args(flags, options)["cuda_graph_bs"] == (1, 8)
+    told = engine_args([*flags, "--cuda-graph-bs", "4"], options)
+    assert told["cuda_graph_bs"] == (4,)
+    assert engine_args([*flags, "--disable-cuda-graph"], options)["cuda_graph_bs"] is None
+
+
 @pytest.mark.slow
 def test_transformers_beside_it():
     found = run_apart(materialise("tiny:qwen3_moe"), [2], 24, "cpu")
@@ -70,3 +109,9 @@ def test_transformers_beside_it():
     for point in found:
         assert point.problem == "" and point.batch == 2
         assert point.decode_ms is not None and point.decode_ms > 0
+
+
+def test_a_peer_that_takes_too_long_costs_nothing_else():
+    found = run_apart(materialise("tiny:qwen3_moe"), [2], 24, "cpu", seconds=0.05)
+    assert [point.name for point in found] == ["transformers", "generate_batch"]
+    assert {point.problem for point in found} == {"not done within 0.05 s"}

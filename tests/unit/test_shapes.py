@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic import Engine
 from moesaic.core.step import PREFILL
 from moesaic.engine.moe_setup import ONLINE
+from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import known, shape_config
@@ -141,3 +143,20 @@ def test_uploads_keep_every_byte(piece: int):
         assert out.shape == tensor.shape and out.dtype == tensor.dtype
         same = tensor.contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(out.reshape(-1).view(torch.uint8), same)
+
+
+def test_what_is_uploaded_was_read_on_the_host():
+    """Also where the default device is another, on which safetensors would make it at once."""
+    seen: list[Tensor] = []
+
+    def upload(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with Checkpoint(Path(materialise("tiny:qwen3_moe")), upload) as checkpoint:
+        name = "model.embed_tokens.weight"
+        with torch.device("meta"):
+            checkpoint.read(name)
+            checkpoint.read(name, slice(0, 2))
+    assert [tensor.device.type for tensor in seen] == ["cpu", "cpu"]
+    assert torch.equal(seen[0][:2], seen[1])

@@ -1,0 +1,114 @@
+"""The house model by the code of a GPU: its sizes are smaller than those kernels are made for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from inspect import getclosurevars
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs, resolve
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.gpu_runner import GpuRunner
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.plan import PlanItem, StepPlan
+from moesaic.engine.sampler import SampleRow
+from moesaic.kernels.routing import RouterWeights
+from moesaic.models.blocks import SparseBlock
+from moesaic.moe.formats import TopKOutput
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PROMPTS = [
+    [1, 40, 41, 42, 43],
+    [1, 300],
+    [1, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22],
+]
+STEPS = 2
+
+
+def arguments(dtype: str) -> ServerArgs:
+    return resolve(
+        ServerArgs.from_kwargs(
+            model_path="models/house-moe",
+            dtype=dtype,
+            max_total_tokens=256,
+            max_running_requests=4,
+        )
+    )
+
+
+def on_cpu_tensors(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
+    monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
+    return GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
+
+
+def answers(runner: ModelRunner, told: list[list[int]] | None = None) -> list[list[int]]:
+    """Prompts in one step, then steps of one token each; `told`: go on with these tokens."""
+    tokens = [list(prompt) for prompt in PROMPTS]
+    computed = [0] * len(tokens)
+    for step in range(1 + STEPS):
+        items = [
+            PlanItem(
+                n, tokens[n][done:], done, [1 + 3 * n, 2 + 3 * n, 3 + 3 * n], None, row(tokens[n])
+            )
+            for n, done in enumerate(computed)
+        ]
+        computed = [len(one) for one in tokens]
+        clear = list(range(1, 10)) if step == 0 else []
+        for n, found in enumerate(runner.step(StepPlan(items, clear, step == 0)).items):
+            assert found.token_id is not None, found
+            tokens[n].append(found.token_id if told is None else told[n][len(tokens[n])])
+    return tokens
+
+
+def row(tokens: list[int]) -> SampleRow:
+    return SampleRow(SamplingParams(temperature=0.0), seed=1, position=len(tokens))
+
+
+def natives() -> Iterator[tuple[Any, str, Any]]:
+    """Wherever a function is called that has a kernel: module, name, kernel."""
+    for module in [m for name, m in sorted(sys.modules.items()) if name.startswith("moesaic.")]:
+        for name, value in list(vars(module).items()):
+            if hasattr(value, "twin"):
+                source = getclosurevars(value).nonlocals["module"]
+                yield module, name, getattr(import_module(source), value.__name__)
+
+
+def choose(self: SparseBlock, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
+    """As on a GPU with a few rows."""
+    route_rows = import_module("moesaic.kernels.triton.routing").route_rows
+    gate, spec = self.gate, self.topk.spec
+    router = RouterWeights(gate.weight, gate.bias, not gate.float32, gate._counter_1)
+    bias = gate.e_score_correction_bias
+    rows = [
+        route_rows(x_TH[at : at + 8], router, spec, bias, None if at else num_tokens_1, None)
+        for at in range(0, len(x_TH), 8)
+    ]
+    return TopKOutput(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+
+def test_twins_give_the_answers_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments("float32")
+    assert answers(on_cpu_tensors(args, monkeypatch)) == answers(ModelRunner(args))
+
+
+def test_kernels_give_what_their_twins_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, in float16: tensor cores' kernels are not for float32."""
+    args = arguments("float16")
+    by_twins = on_cpu_tensors(args, monkeypatch)
+    expected, logits_BV = answers(by_twins), by_twins._logits_BV
+    assert logits_BV.abs().max() > 0
+    for _ in range(2):  # kernels' modules take in others
+        for module, name, kernel in list(natives()):
+            monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(SparseBlock, "_choose", choose)
+    by_kernels = on_cpu_tensors(args, monkeypatch)
+    answers(by_kernels, told=expected)  # whose best tokens may be equally likely
+    off_B = (by_kernels._logits_BV - logits_BV)[:3].norm(dim=-1) / logits_BV[:3].norm(dim=-1)
+    assert off_B.max() < 5e-3, off_B
