@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.gpu_sampler import DeviceSampler, SampleBuffers, can_sample_on_device
