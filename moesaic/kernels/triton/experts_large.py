@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Groups, Matrices, Rows
+from moesaic.kernels.quantise import quantise_rows
 from moesaic.kernels.triton.experts_gather import gather_rows
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
 
@@ -107,6 +108,13 @@ class Product:
         return triton.cdiv(self.columns, self.strip(config))
 
 
+def _operand(x: Rows, w: Matrices) -> Rows:
+    """Many rows are quantised once, before, and not by every tile that reads them."""
+    if x.scales is not None or SCALING.get(w.format, PLAIN) == PLAIN:
+        return x
+    return Rows(*quantise_rows(x.values, "fp8"), x.scale)
+
+
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
         raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
@@ -121,6 +129,7 @@ def gate_up_large(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: LargeConfig
 ) -> Rows:
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    x = _operand(x, w13)
     product = product_of(x, w13, groups.order_P is not None)
     if config.gather_first and product.gather and groups.num_places:
         x, product = gather_rows(x, groups), replace(product, gather=False)
@@ -151,6 +160,7 @@ def down_large(
     config: LargeConfig,
 ) -> Tensor:
     """`down` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
+    h = _operand(h, w2)
     product = product_of(h, w2, False)
     extra = {
         "out": y,
