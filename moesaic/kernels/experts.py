@@ -57,6 +57,8 @@ class Groups:
     ids_K: Tensor | None = None
     """Of one row, whose pairs are a tile each: `gate_up` reads these, takes pairs for places, as
     `down` does, and fills the lists for others."""
+    load_E: Tensor | None = None
+    """With `ids_K`: what `gate_up` is to add the counts to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,11 @@ class FeedForward:
 
 
 @native(SORT)
-def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
-    """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any.
+def sort_pairs(
+    ids_RK: Tensor, num_experts: int, block: int, load_E: Tensor | None = None
+) -> Groups:
+    """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any. Each
+    expert's count is added to `load_E` (int64).
 
     ids [[1, 0], [1, -1]], two experts, block 2: counts [1, 2], first [0, 1], order [1, 0, 2, …],
     two tiles: of expert 0 at place 0, of expert 1 at place 1.
@@ -109,20 +114,24 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     order = keys.argsort(stable=True).int()
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts].int()
     first = counts.cumsum(0).int() - counts
+    if load_E is not None:
+        load_E += counts
     return _groups(order, first, counts, block, ids_RK.shape[1], num_pairs, device)
 
 
 @native(SORT)
-def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> Groups:
     """`sort_pairs` with the block that suits these experts; for `gate_up` and `down` of them alone,
     as the pairs of a single row may be left for `gate_up` to sort."""
     block = block_for(w2.format, *w2.shape, ids_RK.numel(), ids_RK.device)
-    return sort_pairs.twin(ids_RK, w2.shape[0], block)
+    return sort_pairs.twin(ids_RK, w2.shape[0], block, load_E)
 
 
 @native(SORT)
-def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
+def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
     """The first `count_E` rows of a block of `rows` for each expert, as places."""
+    if load_E is not None:
+        load_E += count_E
     experts = count_E.numel()
     first = torch.arange(experts, dtype=torch.int32, device=count_E.device) * rows
     total = experts * rows

@@ -156,7 +156,7 @@ def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, 
 def _gate_up_kernel(
     x, x_scales, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, x_scale, alpha, limit,
-    ids, counters, num_pairs, num_counters,
+    ids, counters, load, num_pairs, num_counters,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
@@ -180,7 +180,7 @@ def _gate_up_kernel(
             )  # fmt: skip
     elif tile == num_pairs:
         sort_row(
-            ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+            ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
             num_pairs, num_counters, E, EP, BM, NP,
         )  # fmt: skip
     else:
@@ -204,11 +204,14 @@ def _down_kernel(
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    # Before it has waited, and past the first cache, where a layer before may have left the same
+    # places of memory.
     if ids is None:
-        used = tile < tl.load(num_tiles)
-        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+        used = tile < tl.load(num_tiles, cache_modifier=".cg")
+        expert = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
+        begin = tl.load(tile_place + tile, cache_modifier=".cg")
     else:
-        expert, begin = tl.load(ids + tile).to(tl.int64), tile
+        expert, begin = tl.load(ids + tile, cache_modifier=".cg").to(tl.int64), tile
         used = expert >= 0
     if used:
         # While gate_up still runs, weights can come into the cache.

@@ -27,6 +27,7 @@ from moesaic.kernels.experts import (
     down,
     gate_up,
     gate_up_down,
+    group_pairs,
     sort_pairs,
     sum_pairs,
 )
@@ -72,8 +73,10 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
     config, ids_RK = context.config, rows.ids_RK
     plan = plan_of(ids_RK.numel(), context, ids_RK.device)
     x = wanted_rows(rows.x, context, plan)
-    block = FIXED_BLOCK if config.deterministic else plan.block
-    groups = sort_pairs(ids_RK, config.num_experts, block)
+    if config.deterministic:
+        groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+    else:
+        groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
     weights_RK = None if config.deterministic else rows.weights_RK
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
@@ -112,7 +115,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
     plan = plan_of(len(y_NH), context, y_NH.device)
     x = wanted_rows(flat, context, plan)
     block = FIXED_BLOCK if context.config.deterministic else plan.block
-    groups = blocks(count_e, rows.y_eMH.shape[1], block)
+    groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return PlacesInput(x, groups, None, y_NH)
 
 
