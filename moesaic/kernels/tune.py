@@ -21,7 +21,6 @@ from triton.errors import TritonError
 from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
-    FP8_GROUP,
     FeedForward,
     Groups,
     Matrices,
@@ -31,6 +30,7 @@ from moesaic.kernels.experts import (
     sort_pairs,
     sum_pairs,
 )
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.timing import measure
 from moesaic.kernels.triton.experts import function_of
 from moesaic.kernels.tuning import FP8_FORMATS, Plan, Shape

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FP8_GROUP, FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row

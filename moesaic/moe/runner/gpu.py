@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
-    FP8_GROUP,
     FeedForward,
     Groups,
     Matrices,
@@ -32,7 +31,7 @@ from moesaic.kernels.experts import (
     sum_pairs,
 )
 from moesaic.kernels.formats import nvfp4_grid
-from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.tuning import Plan, Shape, plan_for, quantises_inner
 from moesaic.moe.formats import (
     CombineInput,
