@@ -177,6 +177,9 @@ def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> Non
     wanted = list(candidates(case, tuning.device_facts(device)))[share[0] :: share[1]]
     for candidate in wanted:
         groups = sort_pairs(tensors.ids, case.shape.experts, candidate.config.block_m)
+        if device.type == "cuda":
+            # Right behind the sorting, `down` would read its tiles before they are there.
+            torch.cuda.synchronize(device)
         with suppress(*UNFIT):
             runs(tensors, candidate, groups)()
 

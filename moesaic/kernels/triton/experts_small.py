@@ -80,8 +80,9 @@ def gate_up_down_small(
 def down_small(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: Config
 ) -> Tensor:
-    """Behind `gate_up_small` of the same groups: where kernels start early this one reads the tiles
-    while that one still runs."""
+    """Behind `gate_up_small` of the same groups, never right behind the sorting: where kernels
+    start early this one reads the tiles before the kernel in front has ended, but not before that
+    one has seen the sorting end."""
     _, hidden, inner = w2.shape
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
