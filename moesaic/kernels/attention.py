@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.native import native
+from moesaic.kernels.quantise import FP8_MAX
 
 ENTER = "moesaic.kernels.triton.rotary"
 DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 # Programs that a GPU should have for each of its processors, if contexts are long enough.
 PROGRAMS_PER_PROCESSOR = 2
 # Fewer tokens than this are not worth a program of their own.

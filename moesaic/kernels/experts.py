@@ -18,18 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
+from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.tuning import block_for
 
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
-FP8_GROUP = 128
-FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,8 @@ class Groups:
     ids_K: Tensor | None = None
     """Of one row, whose pairs are a tile each: `gate_up` reads these, takes pairs for places, as
     `down` does, and fills the lists for others."""
+    load_E: Tensor | None = None
+    """With `ids_K`: what `gate_up` is to add the counts to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,11 @@ class FeedForward:
 
 
 @native(SORT)
-def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
-    """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any.
+def sort_pairs(
+    ids_RK: Tensor, num_experts: int, block: int, load_E: Tensor | None = None
+) -> Groups:
+    """Sorts pairs by expert; ids below 0 are nobody's. Within an expert the order is any. Each
+    expert's count is added to `load_E` (int64).
 
     ids [[1, 0], [1, -1]], two experts, block 2: counts [1, 2], first [0, 1], order [1, 0, 2, …],
     two tiles: of expert 0 at place 0, of expert 1 at place 1.
@@ -109,20 +112,24 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     order = keys.argsort(stable=True).int()
     counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts].int()
     first = counts.cumsum(0).int() - counts
+    if load_E is not None:
+        load_E += counts
     return _groups(order, first, counts, block, ids_RK.shape[1], num_pairs, device)
 
 
 @native(SORT)
-def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> Groups:
     """`sort_pairs` with the block that suits these experts; for `gate_up` and `down` of them alone,
     as the pairs of a single row may be left for `gate_up` to sort."""
     block = block_for(w2.format, *w2.shape, ids_RK.numel(), ids_RK.device)
-    return sort_pairs.twin(ids_RK, w2.shape[0], block)
+    return sort_pairs.twin(ids_RK, w2.shape[0], block, load_E)
 
 
 @native(SORT)
-def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
+def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
     """The first `count_E` rows of a block of `rows` for each expert, as places."""
+    if load_E is not None:
+        load_E += count_E
     experts = count_E.numel()
     first = torch.arange(experts, dtype=torch.int32, device=count_E.device) * rows
     total = experts * rows
@@ -181,7 +188,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
     `h.values` [P, I] is written at the places that are somebody's and nowhere else; with
     `h.scales` (float32, [P, I / 128]) it is float8_e4m3fn, quantised by groups of 128 channels.
     Products are summed in float32, and rounded once, when h is written. Rows in a float type for
-    weights in fp8 are quantised first, as `store_rows` does; those of h in `down` likewise.
+    weights in fp8 are quantised first, by `quantise_rows`; those of h in `down` likewise.
     """
     x_RH = dense(operand(x, w13))
     for expert, places in expert_places(groups):
@@ -237,14 +244,7 @@ def operand(x: Rows, matrices: Matrices) -> Rows:
     """Rows as they are multiplied with the matrices."""
     if x.scales is not None or not matrices.format.startswith("fp8"):
         return x
-    rows, columns = x.values.shape
-    padded = F.pad(x.values.float(), (0, -columns % FP8_GROUP))
-    quantised = Rows(
-        torch.empty_like(padded, dtype=torch.float8_e4m3fn),
-        padded.new_empty(rows, padded.shape[1] // FP8_GROUP),
-    )
-    store_rows(quantised, torch.arange(rows, device=padded.device), padded)
-    return Rows(quantised.values[:, :columns].contiguous(), quantised.scales, x.scale)
+    return Rows(*quantise_rows.twin(x.values, "fp8"), x.scale)
 
 
 def dense(x: Rows) -> Tensor:
@@ -262,12 +262,9 @@ def store_rows(h: Rows, places: Tensor, product: Tensor) -> None:
         h.values[places] = product.to(h.values.dtype)
         return
     assert h.values.dtype == torch.float8_e4m3fn
-    grouped = product.unflatten(-1, (-1, FP8_GROUP))
-    scales = (grouped.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = (grouped / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    values, scales = quantise_rows.twin(product, "fp8")
     # As bytes: not every device can scatter float8.
-    scaled = scaled.flatten(-2).to(torch.float8_e4m3fn)
-    h.values.view(torch.uint8)[places] = scaled.view(torch.uint8)
+    h.values.view(torch.uint8)[places] = values.view(torch.uint8)
     h.scales[places] = scales
 
 

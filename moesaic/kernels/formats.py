@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.native import native
+from moesaic.kernels.quantise import FP8_MAX
 
 FORMATS = "moesaic.kernels.triton.grid"
 NVFP4_GROUP = 16
 FP4_MAX = 6.0
 FP4_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FP8_MAX = 448.0
 FP8_TINY = 2.0**-9
 
 

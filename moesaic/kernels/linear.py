@@ -12,9 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import linear as compiled
-from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Rows
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.native import native
-from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.quantise import (
+    FP8_GROUP,
+    FP8_MAX,
+    absmax_scales,
+    quantise_rows,
+    silu_and_mul,
+)
 
 LINEAR = "moesaic.kernels.triton.linear"
 LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
@@ -39,7 +45,7 @@ class Fp8Matrix:
         outputs, inputs = weight.shape
         padded = F.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scales = _scales(blocks.abs().amax((1, 3)))
+        scales = absmax_scales(blocks.abs().amax((1, 3)), FP8_MAX)
         scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
         values = scaled.flatten(2).flatten(0, 1)[:outputs, :inputs]
         return cls(values.contiguous().to(torch.float8_e4m3fn), scales, rows)
@@ -100,12 +106,6 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
     return silu_and_mul(gate, up)
 
 
-def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """By element, in float32 too, where F.silu computes the last few of a tensor otherwise."""
-    silu = gate / (1 + torch.exp(-gate)) if gate.dtype == torch.float32 else F.silu(gate)
-    return silu * up
-
-
 @native(LINEAR_FP8)
 def linear_fp8(x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`linear` of float8 rows and a float8 matrix, in `dtype`. Rows in another type are quantised
@@ -141,10 +141,3 @@ def quantise_groups(x_TI: Tensor) -> Rows:
     [[-4, 1]]: values [[-448, 112]], scales [[4 / 448]].
     """
     return Rows(*quantise_rows(x_TI, "fp8"))
-
-
-def _scales(amax: Tensor) -> Tensor:
-    tiny = torch.finfo(torch.float32).tiny
-    # Divided by a tensor: CUDA takes the reciprocal of a plain number, and bits would differ.
-    scales = (amax / torch.full_like(amax, FP8_MAX)).clamp(min=tiny)
-    return scales.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)

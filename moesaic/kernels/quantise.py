@@ -32,12 +32,12 @@ def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
     """
     x_TH = x_TH.float()
     if format == "int8":
-        scales_T1 = _scales(x_TH.abs().amax(-1, keepdim=True), INT8_MAX)
+        scales_T1 = absmax_scales(x_TH.abs().amax(-1, keepdim=True), INT8_MAX)
         scaled_TH = (x_TH / scales_T1).round_().clamp_(-INT8_MAX, INT8_MAX)
         return scaled_TH.nan_to_num_(0).to(torch.int8), scales_T1
     size = x_TH.shape[-1]
     grouped = F.pad(x_TH, (0, -size % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
-    scales_TG = _scales(grouped.abs().amax(-1), FP8_MAX)
+    scales_TG = absmax_scales(grouped.abs().amax(-1), FP8_MAX)
     scaled = (grouped / scales_TG.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
     return scaled.flatten(-2)[:, :size].to(torch.float8_e4m3fn).contiguous(), scales_TG
 
@@ -48,11 +48,7 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
 
     [0, 1, 5, 2]: silu(0) * 5 = 0, silu(1) * 2 = 1.4621.
     """
-    gate_TI, up_TI = gate_up_TJ.chunk(2, dim=-1)
-    if gate_TI.dtype == torch.float32:
-        # F.silu computes the last few of a float32 tensor otherwise than the rest.
-        return gate_TI / (1 + torch.exp(-gate_TI)) * up_TI
-    return F.silu(gate_TI) * up_TI
+    return silu_and_mul(*gate_up_TJ.chunk(2, dim=-1))
 
 
 @native(QUANTISE)
@@ -61,6 +57,17 @@ def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Te
     return quantise_rows(silu_mul(gate_up_TJ), format)
 
 
-def _scales(amax: Tensor, largest: float) -> Tensor:
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """By element, in float32 too, where F.silu computes the last few of a tensor otherwise."""
+    silu = gate / (1 + torch.exp(-gate)) if gate.dtype == torch.float32 else F.silu(gate)
+    return silu * up
+
+
+def absmax_scales(amax: Tensor, largest: float) -> Tensor:
+    """Scales that bring `amax` to `largest`: of zeros 1, of what is not finite NaN.
+
+    Not below the smallest normal number, whose reciprocal and products are still exact enough.
+    Divided by a tensor: CUDA takes the reciprocal of a plain number, and bits would differ.
+    """
     scales = (amax / torch.full_like(amax, largest)).clamp_(min=TINY)
     return scales.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)

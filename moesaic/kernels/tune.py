@@ -21,7 +21,6 @@ from triton.errors import TritonError
 from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
-    FP8_GROUP,
     FeedForward,
     Groups,
     Matrices,
@@ -31,6 +30,7 @@ from moesaic.kernels.experts import (
     sort_pairs,
     sum_pairs,
 )
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.timing import measure
 from moesaic.kernels.triton.experts import function_of
 from moesaic.kernels.tuning import FP8_FORMATS, Plan, Shape
@@ -181,6 +181,9 @@ def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> int
     able = 0
     for candidate in wanted:
         groups = sort_pairs(tensors.ids, case.shape.experts, candidate.config.block_m)
+        if device.type == "cuda":
+            # Right behind the sorting, `down` would read its tiles before they are there.
+            torch.cuda.synchronize(device)
         with suppress(*UNFIT):
             runs(tensors, candidate, groups)()
             able += 1

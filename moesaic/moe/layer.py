@@ -63,7 +63,7 @@ class FusedMoE(Module):
     def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
         rows = self.dispatcher.dispatch(x_TH, topk, step)
         begin = time.monotonic_ns()
-        results = self.runner.run(rows, self.weights, self.context.workspace)
+        results = self.runner.run(rows, self.weights, self.context.workspace, self.load.on_device)
         self.load.take(rows, results, begin)
         return self.dispatcher.combine(results)
 

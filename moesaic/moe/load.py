@@ -24,16 +24,22 @@ class ExpertLoad:
         # A list: on CPU a tensor of so few costs ten times as much.
         self._tokens = [0] * self._slots
         # Made here and not when it is needed, which may be while a graph is captured.
-        self._on_device: Tensor | None = None
+        self._total_e: Tensor | None = None
         if device != "cpu":
-            self._on_device = torch.zeros(self._slots, dtype=torch.int64)
+            self._total_e = torch.zeros(self._slots, dtype=torch.int64)
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """What the runner adds each slot's rows to, where only the device knows them: a kernel that
+        counts them anyway does, and a captured graph whenever it is replayed."""
+        return self._total_e if self.counts else None
 
     @property
     def tokens(self) -> list[int]:
         """Of each slot, since the start. Waits for a GPU that counts."""
-        if self._on_device is None:
+        if self._total_e is None:
             return self._tokens
-        found: list[int] = self._on_device.tolist()
+        found: list[int] = self._total_e.tolist()
         return found
 
     def take(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
@@ -43,7 +49,9 @@ class ExpertLoad:
         if not (self.counts or self._spans.on):
             return
         if results.count_e is not None:
-            self._take_on_device(results.count_e, begin, now)
+            # They are added up already, and nobody waits for them: a span has no number of tokens.
+            if self._spans.on:
+                self._spans.add(Kind.EXPERTS, begin, self.layer, 0, end=now)
             return
         found = rows.slot_rows(self._slots)
         found = results.slot_rows(self._slots) if found is None else found
@@ -53,11 +61,3 @@ class ExpertLoad:
             self._tokens = [old + new for old, new in zip(self._tokens, found, strict=True)]
         if self._spans.on:
             self._spans.add(Kind.EXPERTS, begin, self.layer, sum(found), end=now)
-
-    def _take_on_device(self, count_e: Tensor, begin: int, now: int) -> None:
-        """Without waiting: a span of it has no number of tokens."""
-        assert self._on_device is not None
-        if self.counts:
-            self._on_device.add_(count_e)
-        if self._spans.on:
-            self._spans.add(Kind.EXPERTS, begin, self.layer, 0, end=now)

@@ -36,10 +36,10 @@ def gate_up_usage(
     constants = {"bias": None, "LIMITED": False, **_constants(shape, config)}
     types |= {"num_pairs": "i32", "num_counters": "i32"}
     if direct:
-        types |= {"ids": INTEGERS, "counters": INTEGERS}
+        types |= {"ids": INTEGERS, "counters": INTEGERS, "load": "*i64"}
         constants |= {"E": shape.experts, "EP": shape.experts, "NP": 32}
     else:
-        constants |= {"ids": None, "counters": None, "E": 0, "EP": 0, "NP": 0}
+        constants |= {"ids": None, "counters": None, "load": None, "E": 0, "EP": 0, "NP": 0}
     return _build(experts_small._gate_up_kernel, types, scales, constants, config)
 
 
@@ -127,7 +127,7 @@ def check_shape(shape: Shape, pairs: int) -> None:
 
 
 def check_sort() -> None:
-    arrays = LISTS | {"counters": INTEGERS, "ids": INTEGERS}
+    arrays = LISTS | {"counters": INTEGERS, "ids": INTEGERS, "load": "*i64"}
     sizes = sort._Sizes.of(128, 16)
     few = build(
         sort._sort_few,

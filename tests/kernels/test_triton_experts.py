@@ -262,7 +262,8 @@ def test_one_row_needs_no_sorting(missing: float) -> None:
     layer = Layer.random(4, 64, 32, "fp32", torch.float32)
     ids, weights = draw_ids(1, 9, 7, missing), torch.rand(1, 7, device=DEVICE)
     ids = ids.masked_fill(ids >= 4, -1)  # of experts elsewhere
-    groups = sort.group_pairs(ids, layer.w2)
+    load = torch.ones(4, dtype=torch.int64, device=DEVICE)
+    groups = sort.group_pairs(ids, layer.w2, load)
     assert groups.ids_K is not None
     x = layer.rows(1)
     y = torch.full((7, 64), torch.nan, device=DEVICE)
@@ -274,6 +275,7 @@ def test_one_row_needs_no_sorting(missing: float) -> None:
     )
     known = (ids.flatten() >= 0).nonzero().flatten()
     compare(y, expected, known, 1e-5)
+    assert load.tolist() == (sorted_groups.count_E + 1).tolist()
     used = int(sorted_groups.num_tiles_1)
     for name in ("order_P", "first_E", "count_E", "num_tiles_1", "counters"):
         assert torch.equal(getattr(groups, name), getattr(sorted_groups, name)), name

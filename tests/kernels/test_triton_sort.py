@@ -76,7 +76,10 @@ def test_the_example_of_the_docstring() -> None:
 )
 def test_few_pairs(rows: int, num_experts: int, top_k: int, block: int, dtype: torch.dtype) -> None:
     ids = draw_ids(rows, num_experts, top_k).to(dtype)
-    check(sort.sort_pairs(ids, num_experts, block), ids, num_experts, block)
+    load = torch.ones(num_experts, dtype=torch.int64, device=DEVICE)
+    groups = sort.sort_pairs(ids, num_experts, block, load)
+    check(groups, ids, num_experts, block)
+    assert load.tolist() == (groups.count_E + 1).tolist()
 
 
 def test_one_expert_takes_all_and_nobody_any() -> None:
@@ -96,7 +99,10 @@ def test_many_pairs(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = draw_ids(limit and 47, 37, 5)
     if not limit:
         ids = torch.full((70, 2), 36, dtype=torch.int32, device=DEVICE)
-    check(sort.sort_pairs(ids, 37, 16), ids, 37, 16)
+    load = torch.ones(37, dtype=torch.int64, device=DEVICE)
+    groups = sort.sort_pairs(ids, 37, 16, load)
+    check(groups, ids, 37, 16)
+    assert load.tolist() == (groups.count_E + 1).tolist()
 
 
 @pytest.mark.slow
@@ -122,8 +128,10 @@ def test_realistic_sizes(rows: int, num_experts: int, top_k: int) -> None:
 
 def test_blocks_of_rows() -> None:
     counts = torch.tensor([0, 17, 1, 40], dtype=torch.int64, device=DEVICE)
-    groups = sort.blocks(counts, 40, 16)
-    twin = experts.blocks.twin(counts, 40, 16)  # type: ignore[attr-defined]
+    load = torch.ones(4, dtype=torch.int64, device=DEVICE)
+    groups = sort.blocks(counts, 40, 16, load)
+    twin = experts.blocks.twin(counts, 40, 16, load)  # type: ignore[attr-defined]
+    assert load.tolist() == (1 + 2 * counts).tolist()
     assert groups.order_P is None
     assert groups.first_E.tolist() == twin.first_E.tolist() == [0, 40, 80, 120]
     assert groups.count_E.tolist() == counts.tolist()

@@ -326,16 +326,19 @@ def test_nothing_is_encoded_to_travel_nowhere() -> None:
 
 def test_load_is_counted_where_it_is_known() -> None:
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]])
-    accumulator = layer.load._on_device
+    accumulator = layer.load.on_device
     assert accumulator is not None and accumulator.device.type == DEVICE
     forward(layer, tokens(3), routed(3, "one takes all"), torch.int64)
-    assert layer.load.tokens == [0, 0, 0, 3, 0] and layer.load._on_device is accumulator
+    assert layer.load.tokens == [0, 0, 0, 3, 0] and layer.load.on_device is accumulator
     spans = layer.context.comm.spans
     spans.start()
     forward(layer, tokens(3), routed(3, "one takes all"), torch.int64)
     assert spans.count == 5 and layer.load.tokens == [0, 0, 0, 6, 0]
+    forward(layer, tokens(1), routed(1, "one takes all"), torch.int32)  # which nobody sorts
+    assert layer.load.tokens == [0, 0, 0, 7, 0]
     layout = EpLayout(4, moe_tp_size=2, rank=1)
-    assert not type(layer.load)(0, layout, Spans(), "cuda").counts
+    other = type(layer.load)(0, layout, Spans(), "cuda")
+    assert not other.counts and other.on_device is None
 
 
 def test_replicas_where_the_ids_are() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moesaic.kernels.triton.experts_large import FP8_LIMIT, TINY
+from moesaic.kernels.quantise import FP8_MAX, TINY
+
+FP8_LIMIT = gl.constexpr(FP8_MAX)
+LEAST = gl.constexpr(TINY)
 
 
 @gluon.jit
@@ -87,7 +90,9 @@ def store_block(block, staging, out, targets, column, P: gl.constexpr):
 
 @gluon.jit
 def quantise(h, out_scales, places, end, column, P: gl.constexpr):
-    scales = gl.maximum(gl.max(gl.abs(h), 1) / FP8_LIMIT, TINY)
+    """To be rounded to float8, which limits what is above its largest, and keeps a NaN."""
+    largest = gl.max(gl.abs(h), 1)
+    scales = gl.where(largest == 0.0, 1.0, gl.maximum(largest / FP8_LIMIT, LEAST))
     at = out_scales + places.to(gl.int64) * (P.N // 128) + column // 128
     gl.store(at, scales, mask=places < end)
-    return gl.minimum(gl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
+    return h * (1.0 / scales)[:, None]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.nibbles import (
     RAISED,
@@ -222,14 +223,9 @@ def gate_up_kernel(
     row_scale = _row_scales(x_scales, row, ok, scale, FORMAT == "int8_w8a8", BM)
     gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, FORMAT, BIAS)
     up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok, FORMAT, BIAS)
-    if LIMITED:
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-        gate = gate * tl.sigmoid(alpha * gate)
-    else:
-        gate = gate * tl.sigmoid(gate)
+    value = activate(gate, up, alpha, limit, LIMITED)
     out = h + place[:, None] * N + n[None, :]
-    tl.store(out, (gate * up).to(h.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
+    tl.store(out, value.to(h.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
 
 
 @triton.jit

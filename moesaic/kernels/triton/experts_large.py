@@ -19,10 +19,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FP8_GROUP, FP8_MAX, Groups, Matrices, Rows
-from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.triton.experts_gather import gather_rows
+from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
+from moesaic.kernels.triton.quantise import as_fp8, fp8_scales
 
 FP8 = torch.float8_e4m3fn
 PLAIN, CHANNEL, BLOCK = 0, 1, 2
@@ -34,8 +36,6 @@ SCALING = {
     "fp8_tensor": CHANNEL,
     "fp8_block": BLOCK,
 }
-FP8_LIMIT = tl.constexpr(FP8_MAX)
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,13 @@ class Product:
         return triton.cdiv(self.columns, self.strip(config))
 
 
+def _operand(x: Rows, w: Matrices) -> Rows:
+    """Many rows are quantised once, before, and not by every tile that reads them."""
+    if x.scales is not None or SCALING.get(w.format, PLAIN) == PLAIN:
+        return x
+    return Rows(*quantise_rows(x.values, "fp8"), x.scale)
+
+
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
         raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
@@ -142,13 +149,6 @@ def gate_up_large(
     }
     _launch(x, w13, groups, product, extra, config)
     return h
-
-
-def _operand(rows: Rows, matrices: Matrices) -> Rows:
-    """Rows in a float type are quantised first where the weights are fp8."""
-    if rows.scales is not None or not matrices.format.startswith("fp8"):
-        return rows
-    return Rows(*quantise_rows(rows.values, "fp8"), rows.scale)
 
 
 def down_large(
@@ -270,17 +270,6 @@ def place_item(item, num_tiles, NUM_STRIPS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
-    if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        up *= tl.sigmoid(alpha * gate)
-    else:
-        up *= tl.sigmoid(gate)
-    return gate * up
-
-
-@triton.jit
 def _strip_rows(
     w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
 ):
@@ -375,12 +364,12 @@ def _finish(block, w_scales, bias, scale, at, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def _store_quantised(h, out, out_scales, places, column, valid, N: tl.constexpr, BN: tl.constexpr):
-    scales = tl.maximum(tl.max(tl.abs(h), 1) / FP8_LIMIT, TINY)
+    scales = fp8_scales(tl.max(tl.abs(h), 1), 1)
     tl.store(out_scales + places * (N // BN) + column // BN, scales, mask=valid)
-    h = tl.minimum(tl.maximum(h * (1.0 / scales)[:, None], -FP8_LIMIT), FP8_LIMIT)
+    h = as_fp8(h * (1.0 / scales)[:, None])
     columns = column + tl.arange(0, BN)
     to = out + places[:, None] * N + columns[None, :]
-    tl.store(to, h.to(out.dtype.element_ty), mask=valid[:, None])
+    tl.store(to, h, mask=valid[:, None])
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FP8_GROUP, FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row
@@ -79,8 +80,9 @@ def gate_up_down_small(
 def down_small(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: Config
 ) -> Tensor:
-    """Behind `gate_up_small` of the same groups: where kernels start early this one reads the tiles
-    while that one still runs."""
+    """Behind `gate_up_small` of the same groups, never right behind the sorting: where kernels
+    start early this one reads the tiles before the kernel in front has ended, but not before that
+    one has seen the sorting end."""
     _, hidden, inner = w2.shape
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
@@ -156,7 +158,7 @@ def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, 
 def _gate_up_kernel(
     x, x_scales, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, x_scale, alpha, limit,
-    ids, counters, num_pairs, num_counters,
+    ids, counters, load, num_pairs, num_counters,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
@@ -180,7 +182,7 @@ def _gate_up_kernel(
             )  # fmt: skip
     elif tile == num_pairs:
         sort_row(
-            ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+            ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
             num_pairs, num_counters, E, EP, BM, NP,
         )  # fmt: skip
     else:
@@ -204,11 +206,14 @@ def _down_kernel(
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    # Before it has waited, and past the first cache, where a layer before may have left the same
+    # places of memory.
     if ids is None:
-        used = tile < tl.load(num_tiles)
-        expert, begin = tl.load(tile_expert + tile).to(tl.int64), tl.load(tile_place + tile)
+        used = tile < tl.load(num_tiles, cache_modifier=".cg")
+        expert = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
+        begin = tl.load(tile_place + tile, cache_modifier=".cg")
     else:
-        expert, begin = tl.load(ids + tile).to(tl.int64), tile
+        expert, begin = tl.load(ids + tile, cache_modifier=".cg").to(tl.int64), tile
         used = expert >= 0
     if used:
         # While gate_up still runs, weights can come into the cache.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.kernels.triton.launch import INTERPRETED, prefetch_lines
+from moesaic.kernels.triton.launch import prefetch_lines
+from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 
 
 @triton.jit
@@ -56,23 +57,8 @@ def _lines_of_w(w, line_L, group, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def _quantised(value_KM):
     """Each column, a group of 128 channels of a row, as float8_e4m3fn with a scale."""
-    largest_M = tl.max(tl.abs(value_KM), 0)
-    scale_M = tl.maximum(tl.div_rn(largest_M, 448.0), 1.1754943508222875e-38)
-    value_KM = tl.div_rn(value_KM, tl.broadcast_to(scale_M[None, :], value_KM.shape))
-    value_KM = tl.clamp(value_KM, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:
-        value_KM = _round_to_fp8(value_KM)
-    return value_KM.to(tl.float8e4nv), scale_M
-
-
-@triton.jit
-def _round_to_fp8(x):
-    """To the nearest, ties to even, as a GPU converts; the interpreter cuts off. Adding and taking
-    away a large number rounds to its steps: an eighth of the power of two below x, at least
-    2 ** -9."""
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    large = tl.maximum(power, 0.015625) * 1572864.0
-    return (x + large) - large
+    scale_M = fp8_scales(tl.max(tl.abs(value_KM), 0), 1)
+    return to_fp8(value_KM, scale_M[None, :]), scale_M
 
 
 @triton.jit
@@ -121,7 +107,7 @@ def _product(
 
 
 @triton.jit
-def _activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
+def activate(gate, up, alpha, limit, LIMITED: tl.constexpr):
     if LIMITED:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
@@ -174,7 +160,7 @@ def gate_up_tile(
     if bias is not None:
         acc_LM += tl.load(bias + line_L).to(tl.float32)[:, None]
     gate_NM, up_NM = tl.split(tl.permute(tl.reshape(acc_LM, [2, BN, BM]), [1, 2, 0]))
-    value_NM = _activate(gate_NM, up_NM, alpha, limit, LIMITED)
+    value_NM = activate(gate_NM, up_NM, alpha, limit, LIMITED)
     _store_inner(value_NM, column, place_M, valid_M, h, h_scales, INNER, BN)
 
 

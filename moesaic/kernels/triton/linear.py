@@ -29,6 +29,7 @@ from moesaic.kernels.triton.launch import (
     prefetch_lines,
     release_next,
 )
+from moesaic.kernels.triton.quantise import silu_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
 def silu_pairs(acc_TO, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
     """Gate and up in turn -> silu(gate) * up."""
     gate, up = tl.split(tl.reshape(acc_TO, [BLOCK_T, BLOCK_O // 2, 2]))
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return silu_times(gate, up, tl.float32)
 
 
 @triton.jit

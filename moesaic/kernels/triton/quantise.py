@@ -41,7 +41,12 @@ def fp8_scales(amax, finite):
 
 @triton.jit
 def to_fp8(x, scales):
-    scaled = tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
+    return as_fp8(tl.math.div_rn(x, tl.broadcast_to(scales, x.shape)))
+
+
+@triton.jit
+def as_fp8(scaled):
+    """A NaN stays one."""
     limited = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         limited = _round_to_e4m3(limited)

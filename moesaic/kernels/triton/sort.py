@@ -48,7 +48,9 @@ class _Sizes:
         return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
 
 
-def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
+def sort_pairs(
+    ids_RK: Tensor, num_experts: int, block: int, load_E: Tensor | None = None
+) -> Groups:
     ids_RK = ids_RK.contiguous()
     num_pairs = ids_RK.numel()
     sizes = _Sizes.of(num_experts, block)
@@ -58,7 +60,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
     if num_pairs <= FEW_PAIRS:
         width = max(32, triton.next_power_of_2(num_pairs))
         _sort_few[(1 + triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
-            ids_RK, *out, num_pairs, groups.counters.numel(), **sizes.constants(),
+            ids_RK, *out, load_E, num_pairs, groups.counters.numel(), **sizes.constants(),
             BI=PAIRS_A_PROGRAM, BJ=min(width, 1024), NP=width, PDL=pdl.on,
             num_warps=8 if width > 256 else 4, **pdl.options,
         )  # fmt: skip
@@ -70,22 +72,22 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, block: int) -> Groups:
         num_warps=4, **pdl.options,
     )  # fmt: skip
     _place_chunks[(chunks,)](
-        ids_RK, hist_CE, *out, num_pairs, groups.counters.numel(), chunks, **sizes.constants(),
-        CHUNK=CHUNK, BC=max(4, COUNTS // sizes.padded), BJ=32, PDL=pdl.on,
+        ids_RK, hist_CE, *out, load_E, num_pairs, groups.counters.numel(), chunks,
+        **sizes.constants(), CHUNK=CHUNK, BC=max(4, COUNTS // sizes.padded), BJ=32, PDL=pdl.on,
         num_warps=8, **pdl.options,
     )  # fmt: skip
     return groups
 
 
-def group_pairs(ids_RK: Tensor, w2: Matrices) -> Groups:
+def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> Groups:
     ids_RK = ids_RK.contiguous()
     num_experts, num_pairs = w2.shape[0], ids_RK.numel()
     plan = plan_for(ids_RK.device, Shape(w2.format, *w2.shape), num_pairs)
     if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
-        return sort_pairs(ids_RK, num_experts, plan.block)
+        return sort_pairs(ids_RK, num_experts, plan.block, load_E)
     sizes = _Sizes.of(num_experts, plan.block)
     groups = _room(num_pairs, num_pairs, sizes, num_pairs, ids_RK.device)
-    return replace(groups, ids_K=ids_RK.view(-1))
+    return replace(groups, ids_K=ids_RK.view(-1), load_E=load_E)
 
 
 def row_arguments(groups: Groups) -> dict[str, object]:
@@ -95,6 +97,7 @@ def row_arguments(groups: Groups) -> dict[str, object]:
     return {
         "ids": groups.ids_K,
         "counters": groups.counters if direct else None,
+        "load": groups.load_E,
         "num_counters": groups.counters.numel() if direct else 0,
         "num_pairs": groups.num_places if direct else 0,
         "E": sizes.experts if direct else 0,
@@ -103,13 +106,13 @@ def row_arguments(groups: Groups) -> dict[str, object]:
     }
 
 
-def blocks(count_E: Tensor, rows: int, block: int) -> Groups:
+def blocks(count_E: Tensor, rows: int, block: int, load_E: Tensor | None = None) -> Groups:
     sizes = _Sizes.of(count_E.numel(), block)
     groups = _room(None, sizes.experts * rows, sizes, 1, count_E.device)
     pdl = dependent_launch(count_E)
     _, *out = _arrays(groups)
     _blocks[(1,)](
-        count_E, *out, rows, groups.counters.numel(), **sizes.constants(), PDL=pdl.on,
+        count_E, *out, load_E, rows, groups.counters.numel(), **sizes.constants(), PDL=pdl.on,
         num_warps=4, **pdl.options,
     )  # fmt: skip
     return groups
@@ -171,9 +174,13 @@ def _write_tiles(
 
 @triton.jit
 def _write_summary(
-    count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
+    count_E, first_E, experts_E, total, first, count, num_tiles, counters, load, num_counters,
     E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
+    """`load`: what counts are added to, by an instruction that nobody waits for."""
+    if load is not None:
+        some = (experts_E < E) & (count_E > 0)
+        tl.atomic_add(load + experts_E, count_E.to(tl.int64), mask=some, sem="relaxed")
     tl.store(first + experts_E, first_E, mask=experts_E < E)
     tl.store(count + experts_E, count_E, mask=experts_E < E)
     tl.store(num_tiles, total)
@@ -184,7 +191,8 @@ def _write_summary(
 
 @triton.jit
 def _write_lists(
-    ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
+    ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
+    num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """All but the order, by one program that looks at all pairs."""
@@ -194,8 +202,8 @@ def _write_lists(
     first_E = tl.cumsum(count_E, 0) - count_E
     total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
     _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
-        E, EP,
+        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
+        num_counters, E, EP,
     )  # fmt: skip
 
 
@@ -217,21 +225,21 @@ def _place_pairs(
 
 @triton.jit
 def sort_row(
-    ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """All lists of one row's pairs, by one program of a kernel that needs none of them."""
     _write_lists(
-        ids, first, count, tile_expert, tile_place, num_tiles, counters, num_pairs, num_counters,
-        E, EP, BLOCK, NP,
+        ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
+        num_pairs, num_counters, E, EP, BLOCK, NP,
     )  # fmt: skip
     _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
 
 
 @triton.jit
 def _sort_few(
-    ids, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
@@ -242,7 +250,7 @@ def _sort_few(
     pid = tl.program_id(0)
     if pid == 0:
         _write_lists(
-            ids, first, count, tile_expert, tile_place, num_tiles, counters,
+            ids, first, count, tile_expert, tile_place, num_tiles, counters, load,
             num_pairs, num_counters, E, EP, BLOCK, NP,
         )  # fmt: skip
     else:
@@ -261,7 +269,7 @@ def _count_chunks(ids, hist, num_pairs, EP: tl.constexpr, CHUNK: tl.constexpr, P
 
 @triton.jit
 def _place_chunks(
-    ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters,
+    ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters, num_chunks,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, PDL: tl.constexpr,
@@ -301,14 +309,15 @@ def _place_chunks(
     )
     if pid == 0:
         _write_summary(
-            count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters,
-            E, EP,
+            count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
+            num_counters, E, EP,
         )  # fmt: skip
 
 
 @triton.jit
 def _blocks(
-    counts, first, count, tile_expert, tile_place, num_tiles, counters, rows, num_counters,
+    counts, first, count, tile_expert, tile_place, num_tiles, counters, load,
+    rows, num_counters,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
@@ -318,8 +327,9 @@ def _blocks(
     first_E = experts_E * rows
     total = _write_tiles(count_E, first_E, experts_E, tile_expert, tile_place, 0, 1, BLOCK)
     _write_summary(
-        count_E, first_E, experts_E, total, first, count, num_tiles, counters, num_counters, E, EP
-    )
+        count_E, first_E, experts_E, total, first, count, num_tiles, counters, load,
+        num_counters, E, EP,
+    )  # fmt: skip
 
 
 def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.quantise import FP8_MAX as FP8_MAX
+from moesaic.kernels.quantise import TINY as TINY
+from moesaic.kernels.quantise import absmax_scales as absmax_scales
+
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 FP8_TINY = 2.0**-9
 FP4_MAX = 6.0
 FP4_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -26,7 +29,6 @@ INT4_MAX = 15.0
 INT4_ZERO = 8
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
-TINY = torch.finfo(torch.float32).tiny
 
 
 def encode_fp8(w_NK: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -180,16 +182,6 @@ def mxfp4_scales(scales: Tensor) -> Tensor:
     """2 ** (s - 127) in float32; 255 is NaN."""
     table = _e8m0_table(scales.device)
     return table.index_select(0, scales.flatten().int()).view(scales.shape)
-
-
-def absmax_scales(amax: Tensor, largest: float) -> Tensor:
-    """Scales that bring `amax` to `largest`; see the top of the file for zeros and infinities.
-
-    Not below the smallest normal number, whose reciprocal and products are still exact enough.
-    Divided by a tensor: CUDA takes the reciprocal of a plain number, and bits would differ.
-    """
-    scales = (amax / torch.full_like(amax, largest)).clamp_(min=TINY)
-    return scales.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)
 
 
 def spread(scales: Tensor, rows: int, cols: int, size_N: int, size_K: int) -> Tensor:

@@ -130,6 +130,8 @@ class RunContext:
     core: MoeRunnerCore
     weights: ExpertWeights
     workspace: Workspace
+    load_e: Tensor | None = None
+    """Where a device adds up the rows of each slot (int64)."""
 
 
 class MoeRunner:
@@ -147,9 +149,13 @@ class MoeRunner:
                 POOL.post_permute(runner, format, device)
 
     def run(
-        self, rows: DispatchOutput, weights: ExpertWeights, workspace: Workspace
+        self,
+        rows: DispatchOutput,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        load_e: Tensor | None = None,
     ) -> CombineInput:
-        context = RunContext(self.config, self.core, weights, workspace)
+        context = RunContext(self.config, self.core, weights, workspace, load_e)
         if self.fused is not None:
             return self.fused(rows, context)
         pre = POOL.pre_permute(rows.format, self.runner, self.device)

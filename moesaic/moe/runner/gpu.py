@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
-    FP8_GROUP,
     FeedForward,
     Groups,
     Matrices,
@@ -27,11 +26,12 @@ from moesaic.kernels.experts import (
     down,
     gate_up,
     gate_up_down,
+    group_pairs,
     sort_pairs,
     sum_pairs,
 )
 from moesaic.kernels.formats import nvfp4_grid
-from moesaic.kernels.quantise import quantise_rows
+from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.tuning import Plan, Shape, plan_for, quantises_inner
 from moesaic.moe.formats import (
     CombineInput,
@@ -72,8 +72,10 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
     config, ids_RK = context.config, rows.ids_RK
     plan = plan_of(ids_RK.numel(), context, ids_RK.device)
     x = wanted_rows(rows.x, context, plan)
-    block = FIXED_BLOCK if config.deterministic else plan.block
-    groups = sort_pairs(ids_RK, config.num_experts, block)
+    if config.deterministic:
+        groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+    else:
+        groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
     weights_RK = None if config.deterministic else rows.weights_RK
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
@@ -112,7 +114,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
     plan = plan_of(len(y_NH), context, y_NH.device)
     x = wanted_rows(flat, context, plan)
     block = FIXED_BLOCK if context.config.deterministic else plan.block
-    groups = blocks(count_e, rows.y_eMH.shape[1], block)
+    groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return PlacesInput(x, groups, None, y_NH)
 
 

@@ -20,7 +20,7 @@ HOPPER = (9, 0)
 
 class TorchGroupedCore(PlacesCore):
     """Rows are copied in the order of experts, multiplied and copied back. All else than sorted
-    pairs in bfloat16 goes to our own kernels."""
+    pairs in bfloat16 goes to our own kernels, and so does a single row, which is not sorted."""
 
     provider: ClassVar[str] = "torch._grouped_mm for bf16, native for the rest"
 
@@ -29,7 +29,7 @@ class TorchGroupedCore(PlacesCore):
     ) -> RunnerOutput:
         assert isinstance(inputs, PlacesInput)
         w13, w2 = weights.w13_eJH.plain, weights.w2_eHI.plain
-        order_P = inputs.groups.order_P
+        order_P = None if inputs.groups.ids_K is not None else inputs.groups.order_P
         if w13 is None or w2 is None or order_P is None or not fits(w13, w2, len(order_P)):
             return super().run(inputs, weights, workspace)
         sorted_ = Sorted(inputs.groups, order_P)
