@@ -218,9 +218,21 @@ class EngineCore:
         except Exception as error:
             known = self.num_suspects > 0
             logger.log(logging.INFO if known else logging.ERROR, "a step failed", exc_info=True)
+            if len(self._running) < len(self._under_way):  # it has not even begun
+                self._drain()
             self.accuse(self.retreat(), repr(error), alone=True)
             return
         if result is not None:
+            self._take_in(self._running.popleft(), result)
+
+    def _drain(self) -> None:
+        """Takes in what began before a step that could not: it is as good as ever."""
+        while self._running:
+            try:
+                result = self._running[0].begun.wait()
+            except Exception:
+                logger.info("the step before it failed, too", exc_info=True)
+                return
             self._take_in(self._running.popleft(), result)
 
     def _take_in(self, step: _Running, result: StepResult) -> None:
