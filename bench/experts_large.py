@@ -11,35 +11,21 @@ kernels to be compiled, a few seconds each.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from bench import gpu
 from bench.common import print_table
+from bench.moe_layer_gpu import SHAPES, Shape
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Matrices, Rows, sort_pairs
 from moesaic.kernels.triton.experts_large import down_large, gate_up_large, large_config
 
-REPEATS = 20
 FP8 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True)
-class Shape:
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-
-
-SHAPES = {
-    "qwen3_30b": Shape(128, 8, 2048, 768),
-    "dsv3_ep8": Shape(32, 1, 7168, 2048),
-    "mixtral_8x7b": Shape(8, 2, 4096, 14336),
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "skew 0": {"skew": 0},
@@ -50,21 +36,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"specialised": False},
     "plain, 4 stages": {"specialised": False, "stages": 4},
 }
-
-
-def microseconds(work: Callable[[], object]) -> float:
-    """The median of REPEATS; weights are larger than any cache."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
 
 
 def matrices(shape: Shape, weight_format: str, parts: int, rows: int, columns: int) -> Matrices:
@@ -99,8 +70,8 @@ def measure(shape: Shape, weight_format: str, tokens: int, configs: list[str]) -
         config = replace(large_config(x, w13), **CONFIGS[name])
         groups = sort_pairs.twin(ids, shape.experts, config.block_m)  # type: ignore[attr-defined]
         spec = SwigluSpec()
-        first = microseconds(lambda: gate_up_large(x, w13, groups, spec, h, config))  # noqa: B023
-        second = microseconds(lambda: down_large(h, w2, groups, weights, y, config))  # noqa: B023
+        first = gpu.measure(lambda: gate_up_large(x, w13, groups, spec, h, config))  # noqa: B023
+        second = gpu.measure(lambda: down_large(h, w2, groups, weights, y, config))  # noqa: B023
         table.append(
             [
                 name,
@@ -119,8 +90,7 @@ def main() -> None:
     parser.add_argument("--config", nargs="+", default=["default", "plain"], choices=[*CONFIGS])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none")
+    gpu.require()
     for shape in options.shape:
         for weight_format in options.format:
             for tokens in options.tokens:

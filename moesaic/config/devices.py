@@ -22,7 +22,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def device_of(args: ServerArgs) -> str:
     """cpu or cuda: what the flag says, what MOESAIC_DEVICE says where that leaves it open, else
-    cuda where there is a GPU that torch can use."""
+    cuda where there is a GPU that torch can use, and it can do what is asked for."""
     return _chosen(args)[0]
 
 
@@ -38,8 +38,18 @@ def _chosen(args: ServerArgs) -> tuple[str, str]:
         raise ValueError(f"{VARIABLE} is {told!r}: give {', '.join(KINDS)}")
     if told != "auto":
         return told, f"{VARIABLE} says so"
-    missing = cuda_missing()
+    missing = cuda_missing() or beyond_cuda(args)
     return ("cpu", missing) if missing else ("cuda", "there is a GPU")
+
+
+def beyond_cuda(args: ServerArgs) -> str:
+    """Which flags ask for what is not built on CUDA; empty: none."""
+    ranks = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+    if ranks > 1:
+        return f"{ranks} ranks (--tp-size, --pp-size, --dp-size) are not built for CUDA yet"
+    if args.enable_deterministic_inference:
+        return "--enable-deterministic-inference is built for --device cpu only"
+    return ""
 
 
 def cuda_missing() -> str:

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from moesaic.config.args import ServerArgs
-from moesaic.config.devices import VARIABLE, cuda_missing, device_of, why_device
+from moesaic.config.devices import VARIABLE, beyond_cuda, cuda_missing, device_of, why_device
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
 
 logger = logging.getLogger(__name__)
@@ -163,14 +163,8 @@ def _device(args: ServerArgs) -> Iterator[str]:
         if args.kv_cache_dtype != "auto":
             yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
         return
-    ranks = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
-    if ranks > 1:
-        yield (
-            f"{ranks} ranks on --device cuda: several ranks on CUDA are not built yet; give one "
-            "(--tp-size 1 --pp-size 1 --dp-size 1), or --device cpu"
-        )
-    if args.enable_deterministic_inference:
-        yield "--enable-deterministic-inference is built for --device cpu only: leave out one"
+    if beyond := beyond_cuda(args):
+        yield f"--device cuda cannot do this: {beyond}; leave it out or give --device cpu"
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -40,6 +41,17 @@ def strides(x: Tensor) -> tuple[int, int]:
     """Of the row and the head of [T, N, D]; or of the slot and the head of [P, page, M, D]."""
     assert x.stride(-1) == 1, f"channels of {tuple(x.shape)} must lie side by side: {x.stride()}"
     return x.stride(-3), x.stride(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`rows`: query heads of a tile when decoding, query tokens of one in a prefill; `block`: keys
+    met at once."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
 
 
 @triton.jit

@@ -7,8 +7,6 @@ no second kernel is needed: a counter tells which one that is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from moesaic.kernels.attention import MAX_SPLITS, DecodeRows, LayerPages, Querie
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    Config,
     channels,
     finish,
     load_rows,
@@ -30,17 +29,6 @@ from moesaic.kernels.triton.attention_blocks import (
     two_parts,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """`rows`: query heads of a tile at most; `block`: tokens met at once."""
-
-    rows: int
-    block: int
-    warps: int
-    stages: int
-
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (

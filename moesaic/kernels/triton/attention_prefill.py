@@ -7,8 +7,6 @@ leaves it as it is: so the bits of a row depend on its sequence alone, not on it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +15,7 @@ from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
+    Config,
     channels,
     finish,
     load_rows,
@@ -29,17 +28,6 @@ from moesaic.kernels.triton.attention_blocks import (
     two_parts,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """`rows` of a tile, `block` of keys."""
-
-    rows: int
-    block: int
-    warps: int
-    stages: int
-
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
