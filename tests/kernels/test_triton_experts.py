@@ -405,7 +405,8 @@ def test_a_captured_layer_follows_its_inputs(
         monkeypatch.setattr(module, "plan_for", lambda *_: replace(plan, fused=fused))
     x = torch.empty(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.zeros(rows, top_k, device=DEVICE, dtype=torch.int32)
-    weights = torch.rand(rows, top_k, device=DEVICE)
+    # A layer's answers grow with the square of its rows: of eight layers none may overflow.
+    weights = torch.rand(rows, top_k, device=DEVICE) / 32
 
     def once(x_RH: Tensor) -> Tensor:
         groups = sort.group_pairs(ids, layer.w2)
@@ -432,5 +433,5 @@ def test_a_captured_layer_follows_its_inputs(
         for _ in range(8):
             expected = once(expected)
             torch.cuda.synchronize()
-        assert torch.equal(out, expected)
         assert bool(out.isfinite().all())
+        assert torch.equal(out, expected)
