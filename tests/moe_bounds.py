@@ -40,6 +40,9 @@ class Numerics:
     ep: int
     moe_tp: int
     on_grid: bool = False
+    """Whether the oracle rounds where the layer does."""
+    inner: torch.dtype | None = None
+    """On the grid: what activations are rounded to before they are quantised."""
 
     @property
     def unit(self) -> float:
@@ -222,7 +225,8 @@ def _nearly_on_grid(h: Noisy, most: Tensor, down_HI: Tensor, numerics: Numerics)
     probability d / s: the mean square of that is d * s."""
     assert numerics.activation is not None
     step = 2 * numerics.activation.error_bound(h.exact)
-    rounded = numerics.activation.encode(h.exact).dense(numerics.dtype).double()
+    finished = h.exact if numerics.inner is None else h.exact.to(numerics.inner)
+    rounded = numerics.activation.encode(finished).dense(numerics.dtype).double()
     variance = h.variance + h.variance.sqrt() * step
     rare = (step**2 * (down_HI**2).mean(0)).amax(1, keepdim=True)
     return Noisy(rounded, h.worst + most, variance, rare).rounded(numerics)

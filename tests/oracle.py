@@ -334,7 +334,16 @@ def make_model(case: Case) -> PreTrainedModel:
         config, dtype=torch.float32, attn_implementation="eager"
     )
     spread_weights(model, case.seed)
-    return model.eval()
+    return told_the_limit(model).eval()
+
+
+def told_the_limit(model: PreTrainedModel) -> PreTrainedModel:
+    """Some versions of transformers (5.17 is one) clamp gpt-oss's activations at 7 whatever the
+    config says."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = model.config.swiglu_limit
+    return model
 
 
 def spread_weights(model: PreTrainedModel, seed: int) -> None:
@@ -398,9 +407,8 @@ def write_old_config(folder: Path) -> None:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return told_the_limit(model).eval()
 
 
 def make_prompts(

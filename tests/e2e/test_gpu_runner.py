@@ -340,16 +340,21 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_give_what_launches_give(family: str):
+def test_graphs_give_what_launches_give(family: str, monkeypatch: pytest.MonkeyPatch):
     """On a GPU: captured, kernel by kernel, and with tokens that the host does not know."""
     args = arguments(family, device="cuda", dtype="float32")
     captured = GpuRunner(args)
-    assert captured.graphs.nbytes > 0
+    assert captured.graphs.sizes == (1, 2, 4, 6)
+    ran: list[int] = []
+    monkeypatch.setattr(captured.graphs, "_body", ran.append)
+    for size in captured.graphs.sizes:
+        captured.graphs.run(size)
     launched = GpuRunner(replace(args, disable_cuda_graph=True))
     expected = plainly(launched, 6)
     assert ahead(captured, 6) == expected
     assert ahead(launched, 6) == expected
     assert ahead(captured, 6) == expected
+    assert ran == [], "sizes that were not captured"
 
 
 @pytest.mark.gpu
