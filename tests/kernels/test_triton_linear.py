@@ -153,9 +153,10 @@ def test_float32_results_are_not_rounded() -> None:
 
 
 def exactly_quantised(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Rows whose groups of 128 are float8 numbers times a power of two: the interpreter rounds
-    wrongly where a number rounds up to the next power of two."""
-    x = drawn(rows, inputs).to(torch.float8_e4m3fn).float()
+    """Rows whose groups of 128 are float8 numbers times a power of two, which no scale that is off
+    by its last bit changes: the interpreter rounds wrongly where a number rounds up to the next
+    power of two, and kernels that quantise for themselves take such scales."""
+    x = (drawn(rows, inputs) * 128).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     x[:, ::128] = -448
     return (x * 2.0**-7).to(dtype)
 
@@ -255,9 +256,14 @@ def test_real_shapes(name: str) -> None:
         wanted = x.float() @ weight.float().T
         assert relative_error(kernels.linear(x, weight), wanted) < 6e-3
         assert relative_error(kernels.logits(x, weight), wanted) < 1e-4
-        y = fp8_kernels.linear_fp8(Rows(x), matrix, None, torch.bfloat16)
-        exact = twins.linear_fp8.twin(Rows(x), matrix, None, torch.float32)
-        assert relative_error(y, exact) < 6e-3
+        # A scale of another last bit breaks ties of bfloat16 rows otherwise: up to 8 in 1000
+        # numbers become the next float8, which makes 1.1 %.
+        own = rows <= fp8_kernels.OWN_QUANTISED_ROWS
+        on_grid = exactly_quantised(rows, inputs, torch.bfloat16)
+        for given, bound in ((on_grid, 6e-3), (x, 2e-2 if own else 6e-3)):
+            y = fp8_kernels.linear_fp8(Rows(given), matrix, None, torch.bfloat16)
+            exact = twins.linear_fp8.twin(Rows(given), matrix, None, torch.float32)
+            assert relative_error(y, exact) < bound, rows
         if name != "kv_a":
             gate, up = wanted.chunk(2, dim=-1)
             assert relative_error(kernels.gate_up_silu(x, weight), F.silu(gate) * up) < 6e-3
