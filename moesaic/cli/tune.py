@@ -1,5 +1,6 @@
 """`moesaic tune`: measures which configurations of the experts' kernels are fastest on this GPU."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Measure which configurations of the experts' kernels are fastest on this GPU, and write them down.
 SHAPE is E,K,H,I: experts, experts of a token, hidden size, intermediate size; several are allowed.
+All candidates of all sizes are compiled first, on all cores. Each is measured in a glance, the best
+ones closely, then whole layers.
 What was found already is skipped, so a run that was stopped goes on where it was.
 The engine reads the files of the package and, before them, of the folder MOESAIC_TUNED."""
+MAX_JOBS = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -32,8 +36,13 @@ class TuneArgs:
     ] = ",".join(map(str, TOKENS))
     out: Annotated[str | None, Flag("Folder to write to; unset: the package's own.")] = None
     jobs: Annotated[
-        int, Flag("Processes that compile candidates before they are measured.", at_least=1)
-    ] = 8
+        int | None,
+        Flag(
+            "Processes that compile all candidates before any is measured; unset: one for each "
+            f"core, at most {MAX_JOBS}.",
+            at_least=1,
+        ),
+    ] = None
     again: Annotated[bool, Flag("Measure what is there already, too.")] = False
     share: Annotated[
         str | None, Flag("I/N: compile every N-th candidate from I on, and measure nothing.")
@@ -56,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if args.share is not None:
         _compile(cases, args.share)
     elif cases:
-        _compile_apart([*argv], args.jobs)
+        _compile_apart([*argv], args.jobs or min(MAX_JOBS, os.cpu_count() or 1))
         _measure(cases, args)
     else:
         print("everything that was asked for is there already: --again measures it anew")
@@ -125,8 +134,7 @@ def _compile(cases: "Sequence[Case]", share: str) -> None:
     part = int(words[0]), int(words[1])
     if part[0] >= part[1]:
         raise ValueError(f"--share {share!r}: I must be less than N")
-    for case in cases:
-        compile_all(case, torch.device("cuda", torch.cuda.current_device()), part)
+    compile_all(cases, torch.device("cuda", torch.cuda.current_device()), part)
 
 
 def _compile_apart(argv: list[str], jobs: int) -> None:

@@ -19,21 +19,32 @@ ROUNDS = 7
 MAX_REPEATS = 20
 # A graph holds about so much work; longer ones only cost time.
 GRAPH_MICROSECONDS = 20_000.0
+# The same of a first impression.
+QUICK_ROUNDS = 3
+QUICK_REPEATS = 5
+QUICK_MICROSECONDS = 2_000.0
 # Times the size of the L2 cache that are read to empty it.
 FLUSHED = 3
 
 
-def measure(work: Work | Sequence[Work], *, flush: bool = True) -> float:
+def measure(work: Work | Sequence[Work], *, flush: bool = True, quick: bool = False) -> float:
     """Microseconds of one call. Of several they take turns (the same on other buffers, say), and
-    the result is their mean. Without `flush` the cache keeps what the call before left in it."""
+    the result is their mean. Without `flush` the cache keeps what the call before left in it.
+    `quick`: a tenth of the calls, for a first impression."""
     works = [work] if callable(work) else list(work)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
     once = _warm_up(works)
-    repeats = max(len(works), min(MAX_REPEATS, int(GRAPH_MICROSECONDS / max(once, 1.0))))
+    repeats = max(len(works), _repeats(once, quick))
     empty = _flusher() if flush else _nothing
     both = _capture([call for one in islice(cycle(works), repeats) for call in (empty, one)])
-    if not flush:
-        return _median([both]) / repeats
-    return _median([both, _capture([empty] * repeats)]) / repeats
+    graphs = [both, _capture([empty] * repeats)] if flush else [both]
+    return _median(graphs, rounds) / repeats
+
+
+def _repeats(microseconds: float, quick: bool) -> int:
+    """As many calls as a graph is to hold."""
+    most, room = (QUICK_REPEATS, QUICK_MICROSECONDS) if quick else (MAX_REPEATS, GRAPH_MICROSECONDS)
+    return min(most, int(room / max(microseconds, 1.0)))
 
 
 def _nothing() -> None:
@@ -67,13 +78,13 @@ def _capture(calls: Sequence[Work]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _median(graphs: Sequence[torch.cuda.CUDAGraph]) -> float:
+def _median(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> float:
     """Microseconds of the first graph less those of the second."""
-    rounds = []
-    for _ in range(ROUNDS):
+    found = []
+    for _ in range(rounds):
         times = [_replay(graph) for graph in graphs]
-        rounds.append(times[0] - sum(times[1:]))
-    return statistics.median(rounds)
+        found.append(times[0] - sum(times[1:]))
+    return statistics.median(found)
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:

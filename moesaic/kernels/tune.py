@@ -1,13 +1,15 @@
 """Finds the fastest configuration of the experts' kernels on the GPU that is there.
 
 The two products are independent but for the block of places that both share: for every block the
-best configuration of each is found by itself, then whole layers compete, with the products apart
-and, where that exists, in one kernel.
+best configurations of each are found by themselves, by a glance at all and a closer look at the
+best. Then whole layers compete: with and without fetching ahead and, where that may matter, with
+both products in one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +29,6 @@ from moesaic.kernels.experts import (
     Rows,
     gate_up_down,
     group_pairs,
-    sort_pairs,
     sum_pairs,
 )
 from moesaic.kernels.quantise import FP8_GROUP
@@ -39,10 +40,17 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 SMALL_BLOCKS = (16, 32, 64)
 LARGE_BLOCKS = (64, 128)
+# Of a product in a block, that are looked at again; and by how much a block may be slower than the
+# best one at first sight.
+FINALISTS = 3
+MARGIN = 1.1
+# Longer layers do not notice a launch more or less.
+FUSED_MICROSECONDS = 100.0
 # What Triton raises for a configuration that the device has no room for, or cannot compile.
 UNFIT = (TritonError, RuntimeError, ValueError, AssertionError)
 
 Clock = Callable[[Callable[[], object]], float]
+GLANCE: Clock = partial(measure, quick=True)
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,10 @@ class Case:
         """Those that neither cut a typical expert into many tiles nor leave most of one empty."""
         mean = self.pairs / self.shape.experts
         if implementation == "large":
-            return [block for block in LARGE_BLOCKS if mean >= block / 8]
-        return [block for block in SMALL_BLOCKS if block / 4 <= max(4.0, mean) <= 4 * block]
+            most = (2 * LARGE_BLOCKS[0], math.inf)
+            sizes = zip(LARGE_BLOCKS, most, strict=True)
+            return [block for block, limit in sizes if block / 8 <= mean <= limit]
+        return [block for block in SMALL_BLOCKS if block / 4 <= max(4.0, mean) <= 2 * block]
 
 
 @dataclass(frozen=True)
@@ -107,24 +117,28 @@ def candidates(case: Case, device: tuning.Device) -> Iterator[Candidate]:
 
 
 def _large(shape: Shape, block: int) -> Iterator[Any]:
+    """Only whole tiles have a kernel with warps that load; others, and other GPUs, have a plain
+    one."""
     kind = tuning.config_class("large")
-    step = tuning.LINE // tuning.ITEM_BYTES[shape.format]
-    base = kind(block_m=block, block_k=step)
-    for group, ring in product((4, 16), (3, 4, 5)):
-        yield replace(base, specialised=True, group=group, ring=ring)
-    for group, stages, direct in product((4, 16), (3, 4), (True, False)):
-        yield replace(base, specialised=False, group=group, stages=stages, tensor_memory=direct)
+    base = kind(block_m=block, block_k=tuning.LINE // tuning.ITEM_BYTES[shape.format])
+    if block == tuning.LARGE_BLOCK:
+        for group, ring in product((4, 16), (3, 4, 5)):
+            yield replace(base, specialised=True, group=group, ring=ring)
+    for group, stages in product((4, 16), (3,) if block == tuning.LARGE_BLOCK else (3, 4)):
+        yield replace(base, specialised=False, group=group, stages=stages)
 
 
-def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Tensors:
+def make_tensors(case: Case, device: torch.device, few: bool = False) -> Tensors:
+    """`few`: only as many experts as a row needs have weights, and only those are chosen."""
     shape, pairs, tokens = case.shape, case.pairs, case.tokens
-    generator = torch.Generator(device=device).manual_seed(seed)
-    noise = torch.rand(tokens, shape.experts, generator=generator, device=device)
+    held = case.top_k if few else shape.experts
+    generator = torch.Generator(device=device).manual_seed(0)
+    noise = torch.rand(tokens, held, generator=generator, device=device)
     dtype = FLOATS.get(shape.format, torch.bfloat16)
     x_TH = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(dtype)
     h_PI = torch.randn(pairs, shape.inner, generator=generator, device=device).to(dtype)
-    w13 = _matrices(shape, 2, shape.inner, shape.hidden, generator)
-    w2 = _matrices(shape, 1, shape.hidden, shape.inner, generator)
+    w13 = _matrices(shape, held, (2, shape.inner, shape.hidden), generator)
+    w2 = _matrices(shape, held, (1, shape.hidden, shape.inner), generator)
     fp8 = shape.format in FP8_FORMATS and shape.inner % FP8_GROUP == 0
     return Tensors(
         x=Rows(x_TH),
@@ -144,17 +158,18 @@ def _quantised(x_TH: Tensor) -> Rows:
 
 
 def _matrices(
-    shape: Shape, parts: int, rows: int, columns: int, generator: torch.Generator
+    shape: Shape, held: int, size: tuple[int, int, int], generator: torch.Generator
 ) -> Matrices:
     """Random values and, where the format has them, equal scales."""
-    device, sizes = generator.device, (shape.experts, parts, rows, columns)
+    parts, rows, columns = size
+    device, sizes = generator.device, (held, *size)
     planes = {}
     if shape.format in FP8_FORMATS:
         byte = torch.randint(0, 120, sizes, generator=generator, device=device, dtype=torch.uint8)
         planes["values"] = byte.view(torch.float8_e4m3fn)
         block = FP8_GROUP if shape.format == "fp8_block" else 1
         across = -(-columns // FP8_GROUP) if shape.format == "fp8_block" else 1
-        blocks = (shape.experts, parts, -(-rows // block), across)
+        blocks = (held, parts, -(-rows // block), across)
         planes["scales"] = torch.full(blocks, 1e-3, device=device)
     else:
         values = torch.empty(sizes, dtype=FLOATS[shape.format], device=device)
@@ -173,14 +188,41 @@ def runs(tensors: Tensors, candidate: Candidate, groups: Groups) -> Callable[[],
     return partial(function, h, experts.w2, groups, tensors.weights, tensors.y, config)
 
 
-def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> int:
-    """Runs every `share[1]`-th candidate once, so that it lies compiled in Triton's cache; how many
+def grouped(tensors: Tensors, case: Case, candidate: Candidate) -> Groups:
+    """As the engine has them before such a product."""
+    config = candidate.config
+    plan = Plan(candidate.implementation, config.block_m, config, config)
+    with tuning.trying(case.shape, plan):
+        return group_pairs(tensors.ids, tensors.experts.w2)
+
+
+def kernels(cases: Sequence[Case], device: tuning.Device) -> list[tuple[Case, Candidate]]:
+    """What is to be compiled for all cases: each kernel once, with a case that uses it. Triton
+    makes another one where the pairs are not a multiple of 16, and a single row has its own."""
+    found: dict[tuple[object, ...], tuple[Case, Candidate]] = {}
+    for case in cases:
+        sizes = case.shape, case.top_k, case.pairs % 16 == 0, case.tokens == 1
+        for candidate in candidates(case, device):
+            for variant in (candidate, *_without_prefetch(candidate)):
+                found.setdefault((*sizes, variant), (case, variant))
+    # Those that take longest are dealt out first.
+    return sorted(found.values(), key=lambda kernel: kernel[1].implementation)
+
+
+def _without_prefetch(candidate: Candidate) -> Iterator[Candidate]:
+    if getattr(candidate.config, "prefetch", 0):
+        yield replace(candidate, config=replace(candidate.config, prefetch=0))
+
+
+def compile_all(cases: Sequence[Case], device: torch.device, share: tuple[int, int]) -> int:
+    """Runs every `share[1]`-th kernel once, so that it lies compiled in Triton's cache; how many
     can run."""
-    tensors = make_tensors(case, device)
-    wanted = list(candidates(case, tuning.device_facts(device)))[share[0] :: share[1]]
-    able = 0
-    for candidate in wanted:
-        groups = sort_pairs(tensors.ids, case.shape.experts, candidate.config.block_m)
+    wanted = kernels(cases, tuning.device_facts(device))[share[0] :: share[1]]
+    made, able = None, 0
+    for case, candidate in wanted:
+        if made != case:  # many processes do this at once, in one GPU's memory
+            made, tensors = case, make_tensors(case, device, few=True)
+        groups = grouped(tensors, case, candidate)
         if device.type == "cuda":
             # Right behind the sorting, `down` would read its tiles before they are there.
             torch.cuda.synchronize(device)
@@ -190,40 +232,73 @@ def compile_all(case: Case, device: torch.device, share: tuple[int, int]) -> int
     return able
 
 
+Key = tuple[str, int]
+"""Implementation and block."""
+Times = dict[Key, dict[str, list[tuple[float, Any]]]]
+"""By product: microseconds and configurations, ascending."""
+
+
 def search(
-    case: Case, device: torch.device, tick: Callable, clock: Clock = measure
+    case: Case, device: torch.device, tick: Callable, clock: Clock = measure, glance: Clock = GLANCE
 ) -> tuple[Plan, float]:
-    """The fastest plan and its microseconds by the `clock`; `tick` is called after each
-    candidate."""
-    tensors = make_tensors(case, device)
-    best: dict[tuple[str, int, str], tuple[float, Any]] = {}
-    for candidate in candidates(case, tuning.device_facts(device)):
-        block = candidate.config.block_m
-        groups = sort_pairs(tensors.ids, case.shape.experts, block)
-        us = _time(runs(tensors, candidate, groups), clock)
-        key = (candidate.implementation, block, candidate.product)
-        if us is not None and us < best.get(key, (us + 1, None))[0]:
-            best[key] = us, candidate.config
+    """The fastest plan and its microseconds by the `clock`; `glance`: a quicker one for all
+    candidates, `tick` is called after each of them."""
+    tensors, facts = make_tensors(case, device), tuning.device_facts(device)
+
+    def timed(candidate: Candidate, by: Clock) -> float | None:
+        return _time(runs(tensors, candidate, grouped(tensors, case, candidate)), by)
+
+    first: list[tuple[float, Candidate]] = []
+    for candidate in candidates(case, facts):
+        us = timed(candidate, glance)
+        first += [] if us is None else [(us, candidate)]
         tick()
-    guessed = tuning.guess(tuning.device_facts(device), case.shape, case.pairs)
+    chosen = [(timed(candidate, clock), candidate) for candidate in _finalists(first)]
+    best = _sorted([(us, candidate) for us, candidate in chosen if us is not None])
+    guessed = tuning.guess(facts, case.shape, case.pairs)
     plans = [*_plans(best), *([guessed] if guessed.gate_up is not None else [])]
     layers = ((layer_time(tensors, case, plan, clock), plan) for plan in plans)
-    timed = [(us, plan) for us, plan in layers if us is not None]
-    if not timed:
+    found = [(us, plan) for us, plan in layers if us is not None]
+    if not found:
         raise RuntimeError(f"no configuration runs for {case.shape} with {case.tokens} tokens")
-    us, plan = min(timed, key=lambda pair: pair[0])
+    us, plan = min(found, key=lambda pair: pair[0])
     return plan, us
 
 
-def _plans(best: dict[tuple[str, int, str], tuple[float, Any]]) -> Iterator[Plan]:
-    for implementation, block, which in list(best):
-        if which != "gate_up" or (implementation, block, "down") not in best:
-            continue
-        gate_up = best[implementation, block, "gate_up"][1]
-        down = best[implementation, block, "down"][1]
-        yield Plan(implementation, block, gate_up, down)
+def _sorted(times: list[tuple[float, Candidate]]) -> Times:
+    """Of blocks in which both products can run."""
+    found: Times = {}
+    for us, candidate in sorted(times, key=lambda pair: pair[0]):
+        products = found.setdefault((candidate.implementation, candidate.config.block_m), {})
+        products.setdefault(candidate.product, []).append((us, candidate.config))
+    return {key: products for key, products in found.items() if len(products) == 2}
+
+
+def _both(products: dict[str, list[tuple[float, Any]]]) -> float:
+    """Microseconds of the best of each."""
+    return sum(times[0][0] for times in products.values())
+
+
+def _finalists(first: list[tuple[float, Candidate]]) -> list[Candidate]:
+    found = _sorted(first)
+    limit = MARGIN * min(map(_both, found.values()), default=0.0)
+    return [
+        Candidate(implementation, which, config)
+        for (implementation, _), products in found.items()
+        if _both(products) <= limit
+        for which, times in products.items()
+        for _, config in times[:FINALISTS]
+    ]
+
+
+def _plans(best: Times) -> Iterator[Plan]:
+    for (implementation, block), products in best.items():
+        plan = Plan(implementation, block, products["gate_up"][0][1], products["down"][0][1])
+        yield plan
         if implementation == "small":
-            yield Plan(implementation, block, gate_up, down, fused=True)
+            yield replace(plan, down=replace(plan.down, prefetch=0))
+            if _both(products) <= FUSED_MICROSECONDS:
+                yield replace(plan, fused=True)
 
 
 def layer_time(tensors: Tensors, case: Case, plan: Plan, clock: Clock) -> float | None:

@@ -239,7 +239,8 @@ def _is_wide(lines: int, rows: int) -> bool:
 
 def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], list[Config]]:
     """Configurations of gate_up and of down that are worth being measured; each product's by
-    itself, as neither depends on the other's."""
+    itself, as neither depends on the other's. None is too narrow for Hopper's products of 64 lines.
+    What `prefetch` gives only shows behind the other product: it is as `guess` has it."""
     item, quantised = ITEM_BYTES[shape.format], shape.format in FP8_FORMATS
     steps = (LINE,) if quantised else (LINE // item, 2 * LINE // item)
 
@@ -254,14 +255,13 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
 
     gates = [
         Config(block, width, step, warps, stages)
-        for width, step in product((128, 64, 32) if quantised else (128, 64, 32, 16), steps)
+        for width, step in product((128, 64, 32), steps)
         for warps, stages in fitting(2 * width, step)
     ]
     downs = [
-        Config(block, width, step, warps, stages, prefetch)
-        for width, step in product((128, 64, 32), steps)
+        Config(block, width, step, warps, stages, _prefetch(shape, width))
+        for width, step in product((128, 64), steps)
         for warps, stages in fitting(width, step)
-        for prefetch in (0, _prefetch(shape, width))
     ]
     return gates, downs
 
