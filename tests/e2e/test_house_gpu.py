@@ -22,6 +22,7 @@ from moesaic.engine.sampler import SampleRow
 from moesaic.kernels.routing import RouterWeights
 from moesaic.models.blocks import SparseBlock
 from moesaic.moe.formats import TopKOutput
+from tests.kernels.triton_cases import GPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = [
@@ -98,6 +99,15 @@ def test_twins_give_the_answers_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answers(on_cpu_tensors(args, monkeypatch)) == answers(ModelRunner(args))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+def test_a_gpu_gives_the_answers_of_a_cpu() -> None:
+    args = arguments("float32")
+    there = GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
+    assert answers(there) == answers(ModelRunner(args))
+
+
+@pytest.mark.skipif(GPU, reason="kernels take CPU tensors in the interpreter alone")
 def test_kernels_give_what_their_twins_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, in float16: tensor cores' kernels are not for float32."""
     args = arguments("float16")
