@@ -99,11 +99,16 @@ class Tensors:
     out: Tensor
 
     def rows(self, implementation: str, gate_up: Any) -> tuple[Rows, Rows]:
-        """As `quantises_inner` has it: narrow tiles cannot quantise h."""
-        narrow = implementation == "small" and gate_up.block_n != FP8_GROUP
-        if self.quantised is None or narrow:
+        """What that gate_up reads and writes; h as `quantises_inner` has it."""
+        if self.quantised is None:
             return self.x, self.h
-        return self.quantised
+        x, h = self.quantised
+        return x, h if _quantises(implementation, gate_up) else self.h
+
+
+def _quantises(implementation: str, gate_up: Any) -> bool:
+    """Narrow tiles cannot quantise h."""
+    return implementation != "small" or gate_up.block_n == FP8_GROUP
 
 
 def candidates(case: Case, device: tuning.Device) -> Iterator[Candidate]:
@@ -256,7 +261,7 @@ def search(
     chosen = [(timed(candidate, clock), candidate) for candidate in _finalists(first)]
     best = _sorted([(us, candidate) for us, candidate in chosen if us is not None])
     guessed = tuning.guess(facts, case.shape, case.pairs)
-    plans = [*_plans(best), *([guessed] if guessed.gate_up is not None else [])]
+    plans = [*_plans(case.shape, best), *([guessed] if guessed.gate_up is not None else [])]
     layers = ((layer_time(tensors, case, plan, clock), plan) for plan in plans)
     found = [(us, plan) for us, plan in layers if us is not None]
     if not found:
@@ -291,20 +296,23 @@ def _finalists(first: list[tuple[float, Candidate]]) -> list[Candidate]:
     ]
 
 
-def _plans(best: Times) -> Iterator[Plan]:
+def _plans(shape: Shape, best: Times) -> Iterator[Plan]:
     for (implementation, block), products in best.items():
         plan = Plan(implementation, block, products["gate_up"][0][1], products["down"][0][1])
         yield plan
-        if implementation == "small":
-            yield replace(plan, down=replace(plan.down, prefetch=0))
-            if _both(products) <= FUSED_MICROSECONDS:
-                yield replace(plan, fused=True)
+        if implementation != "small":
+            continue
+        yield replace(plan, down=replace(plan.down, prefetch=0))
+        finished = shape.format not in FP8_FORMATS or _quantises(implementation, plan.gate_up)
+        if finished and _both(products) <= FUSED_MICROSECONDS:
+            yield replace(plan, fused=True)
 
 
 def layer_time(tensors: Tensors, case: Case, plan: Plan, clock: Clock) -> float | None:
-    """Microseconds of everything after routing, as the engine would do it by that plan."""
-    experts, y = tensors.experts, tensors.y
-    x, h = tensors.rows(plan.implementation, plan.gate_up)
+    """Microseconds of everything after routing, as the engine would do it by that plan: rows come
+    in a float type."""
+    experts, x, y = tensors.experts, tensors.x, tensors.y
+    _, h = tensors.rows(plan.implementation, plan.gate_up)
 
     def run() -> Tensor:
         groups = group_pairs(tensors.ids, experts.w2)
