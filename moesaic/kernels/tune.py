@@ -89,11 +89,16 @@ class Tensors:
     out: Tensor
 
     def rows(self, implementation: str, gate_up: Any) -> tuple[Rows, Rows]:
-        """As `quantises_inner` has it: narrow tiles cannot quantise h."""
-        narrow = implementation == "small" and gate_up.block_n != FP8_GROUP
-        if self.quantised is None or narrow:
+        """What that gate_up reads and writes; h as `quantises_inner` has it."""
+        if self.quantised is None:
             return self.x, self.h
-        return self.quantised
+        x, h = self.quantised
+        return x, h if _quantises(implementation, gate_up) else self.h
+
+
+def _quantises(implementation: str, gate_up: Any) -> bool:
+    """Narrow tiles cannot quantise h."""
+    return implementation != "small" or gate_up.block_n == FP8_GROUP
 
 
 def candidates(case: Case, device: tuning.Device) -> Iterator[Candidate]:
@@ -206,7 +211,7 @@ def search(
             best[key] = us, candidate.config
         tick()
     guessed = tuning.guess(tuning.device_facts(device), case.shape, case.pairs)
-    plans = [*_plans(best), *([guessed] if guessed.gate_up is not None else [])]
+    plans = [*_plans(case.shape, best), *([guessed] if guessed.gate_up is not None else [])]
     layers = ((layer_time(tensors, case, plan, clock), plan) for plan in plans)
     timed = [(us, plan) for us, plan in layers if us is not None]
     if not timed:
@@ -215,21 +220,23 @@ def search(
     return plan, us
 
 
-def _plans(best: dict[tuple[str, int, str], tuple[float, Any]]) -> Iterator[Plan]:
+def _plans(shape: Shape, best: dict[tuple[str, int, str], tuple[float, Any]]) -> Iterator[Plan]:
     for implementation, block, which in list(best):
         if which != "gate_up" or (implementation, block, "down") not in best:
             continue
         gate_up = best[implementation, block, "gate_up"][1]
         down = best[implementation, block, "down"][1]
         yield Plan(implementation, block, gate_up, down)
-        if implementation == "small":
+        finished = shape.format not in FP8_FORMATS or _quantises(implementation, gate_up)
+        if implementation == "small" and finished:
             yield Plan(implementation, block, gate_up, down, fused=True)
 
 
 def layer_time(tensors: Tensors, case: Case, plan: Plan, clock: Clock) -> float | None:
-    """Microseconds of everything after routing, as the engine would do it by that plan."""
-    experts, y = tensors.experts, tensors.y
-    x, h = tensors.rows(plan.implementation, plan.gate_up)
+    """Microseconds of everything after routing, as the engine would do it by that plan: rows come
+    in a float type."""
+    experts, x, y = tensors.experts, tensors.x, tensors.y
+    _, h = tensors.rows(plan.implementation, plan.gate_up)
 
     def run() -> Tensor:
         groups = group_pairs(tensors.ids, experts.w2)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
@@ -31,7 +31,7 @@ PROGRAMS = 3
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
-    config = _fitting(config, h)
+    config, x = _fitting(config, h), operand(x, w13)
     _, double, hidden = w13.shape
     inner = double // 2
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
@@ -60,6 +60,8 @@ def gate_up_down_small(
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
     assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert h.scales is not None or "scales" not in w2.planes, "nobody quantises h in between"
+    x = operand(x, w13)
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
     programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
@@ -84,6 +86,7 @@ def down_small(
     start early this one reads the tiles before the kernel in front has ended, but not before that
     one has seen the sorting end."""
     _, hidden, inner = w2.shape
+    h = operand(h, w2)
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
     pdl = dependent_launch(y)

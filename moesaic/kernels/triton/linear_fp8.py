@@ -1,8 +1,8 @@
 """Products with matrices of float8 numbers; rows are float8 too, with a scale per 128 channels.
 
-T rows · I inputs · O outputs · G groups of 128 inputs. One row and few rows come in their own type
-and are quantised where they are loaded: that costs less than a kernel of its own. More rows are
-quantised once, before. Sums are float32; every 128 inputs are scaled as they are added.
+T rows · I inputs · O outputs · G groups of 128 inputs. Rows in another type are quantised once,
+before: every program would do it again, and take longer for it than for its weights. Sums are
+float32; every 128 inputs are scaled as they are added.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ from moesaic.kernels.triton.linear import (
     split_buffers,
     store_tile,
 )
-from moesaic.kernels.triton.quantise import TINY, as_fp8
 
 logger = logging.getLogger(__name__)
 
 GROUP = tl.constexpr(128)
-# Up to so many rows a matrix is read once, by tiles of these; up to so many, rows are quantised by
-# every program for itself. Beyond the first number torch's own product is tried.
+# Up to so many rows a matrix is read once, by tiles of these; beyond, torch's own product is tried.
 FEW_ROWS = 128
-OWN_QUANTISED_ROWS = 16
 ONE_ROW = (
     (1024, Tile(1, 2, 1024, 4)),
     (16_384, Tile(1, 4, 1024, 4)),
@@ -59,32 +56,33 @@ PROBE_ERROR = 1e-2
 
 
 @triton.jit
-def group_scales(amax):
-    """`fp8_scales` but for the last bit: an exact division would take half as many registers
-    again."""
-    scales = tl.maximum(amax / 448.0, TINY)
-    scales = tl.where(amax == 0, 1.0, scales)
-    return tl.where(amax < float("inf"), scales, float("nan"))
-
-
-@triton.jit
-def scaled(
-    product_TO, scale_T, scales, tile, group, num_groups, num_outputs,
+def tile_scales(
+    scales, tile, group, num_groups, num_outputs,
     BLOCK_O: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A product over one group of inputs, by the scales of the rows and, with blocks, of the tile's
-    block: tiles are parts of blocks. A gated tile lies in a block of gate and one of up."""
+    """Of a tile's block, for one group of inputs: tiles are parts of blocks. A gated tile lies in a
+    block of gate and one of up; of others both are the same."""
     if not BLOCKED:
-        product_TO *= scale_T[:, None]
+        gate = tl.full((), 1.0, tl.float32)
+        up = gate
     elif GATED:
         block = tile * BLOCK_O // (2 * GROUP)
         gate = tl.load(scales + block * num_groups + group)
         up = tl.load(scales + (block + num_outputs // (2 * GROUP)) * num_groups + group)
+    else:
+        gate = tl.load(scales + (tile * BLOCK_O // GROUP) * num_groups + group)
+        up = gate
+    return gate, up
+
+
+@triton.jit
+def scaled(product_TO, scale_T, gate, up, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+    """A product over one group of inputs, by the scales of the rows and of the tile."""
+    if GATED:
         scale_O = tl.where(tl.arange(0, BLOCK_O) % 2 == 0, gate, up)
         product_TO *= scale_T[:, None] * scale_O[None, :]
     else:
-        scale = tl.load(scales + (tile * BLOCK_O // GROUP) * num_groups + group)
-        product_TO *= (scale_T * scale)[:, None]
+        product_TO *= (scale_T * gate)[:, None]
     return product_TO
 
 
@@ -95,7 +93,8 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, BLOCKED: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without `x_scales` the rows are quantised here. `EVEN`: inputs are a multiple of 128."""
+    """`EVEN`: inputs are a multiple of 128. Scales are fetched one turn ahead: nothing else hides
+    their latency."""
     tile, split = tl.program_id(0), tl.program_id(1)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
@@ -111,9 +110,17 @@ def _few_rows(
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
     w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
     here = t < num_rows
+    scales_at = x_scales + tl.where(here, t, 0) * num_groups
+    scale_T = tl.load(scales_at + start)
+    gate, up = tile_scales(w_scales, tile, start, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED)
     acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
     for group in range(start, stop):
         at = group * GROUP
+        ahead = tl.minimum(group + 1, num_groups - 1)
+        next_T = tl.load(scales_at + ahead)
+        next_gate, next_up = tile_scales(
+            w_scales, tile, ahead, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED
+        )
         if EVEN:
             x_TI = tl.load(x_at + at, mask=here[:, None], other=0.0)
             w_OI = tl.load(w_at + at)
@@ -121,16 +128,8 @@ def _few_rows(
             inside = (i < num_inputs - at)[None, :]
             x_TI = tl.load(x_at + at, mask=here[:, None] & inside, other=0.0)
             w_OI = tl.load(w_at + at, mask=inside, other=0.0)
-        if x_scales is None:
-            x_TI = x_TI.to(tl.float32)
-            scale_T = group_scales(tl.max(tl.abs(x_TI), 1))
-            x_TI = as_fp8(x_TI / scale_T[:, None])
-        else:
-            scale_T = tl.load(x_scales + t * num_groups + group, mask=here, other=0.0)
-        acc_TO += scaled(
-            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
-            BLOCK_O, BLOCKED, GATED,
-        )  # fmt: skip
+        acc_TO += scaled(tl.dot(x_TI, w_OI.T), scale_T, gate, up, BLOCK_O, GATED)
+        scale_T, gate, up = next_T, next_gate, next_up
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
     if SPLITS > 1:
@@ -174,11 +173,7 @@ def _one_row(
             x_GC = tl.load(x + at + i_GC, mask=inside, other=0.0).to(tl.float32)
             w_OGC = tl.where(inside[None, :, :], w_OGC, 0.0)
         valid = group + g < num_groups
-        if x_scales is None:
-            scale_G = group_scales(tl.max(tl.abs(x_GC), 1))
-            x_GC = as_fp8(x_GC / scale_G[:, None]).to(tl.float32)
-        else:
-            scale_G = tl.load(x_scales + group + g, mask=valid, other=0.0)
+        scale_G = tl.load(x_scales + group + g, mask=valid, other=0.0)
         product_OG = tl.sum(w_OGC * x_GC[None, :, :], 2) * scale_G[None, :]
         if BLOCKED:
             scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + (group + g)[None, :]
@@ -223,10 +218,10 @@ def _many_rows(
             x_TI = tl.load(x_at + at, mask=inside, other=0.0)
             w_OI = tl.load(w_at + at, mask=inside, other=0.0)
         scale_T = tl.load(x_scales + group)
-        acc_TO += scaled(
-            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
-            BLOCK_O, BLOCKED, GATED,
-        )  # fmt: skip
+        gate, up = tile_scales(
+            w_scales, tile, group, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED
+        )
+        acc_TO += scaled(tl.dot(x_TI, w_OI.T), scale_T, gate, up, BLOCK_O, GATED)
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
     width = num_outputs // 2 if GATED else num_outputs
@@ -248,7 +243,7 @@ def _product(
     x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype, gated: bool
 ) -> Tensor:
     rows = len(x.values)
-    if x.scales is None and rows > OWN_QUANTISED_ROWS:
+    if x.scales is None:
         x = quantise_groups(x.values)
     if rows > FEW_ROWS and _torch_fits(x.values, weight, bias_O, dtype):
         y_TO = _by_torch(x, weight, dtype)
@@ -267,7 +262,7 @@ def multiply_few(
     gated: bool,
     plan: Plan | None = None,
 ) -> Tensor:
-    """Into `y_TO`; `plan`: another than the usual one."""
+    """Into `y_TO`; the rows must be quantised. `plan`: another than the usual one."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
     if rows == 0 or outputs == 0:
@@ -315,7 +310,7 @@ def multiply_many(
     """Into `y_TO`; the rows must be quantised and there must be some."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
-    assert x.scales is not None and x.values.is_contiguous()
+    assert x.values.is_contiguous()
     row_tiles, output_tiles = -(-rows // tile.rows), -(-outputs // tile.outputs)
     pdl = dependent_launch(x.values)
     _many_rows[(row_tiles * output_tiles,)](
@@ -332,7 +327,7 @@ def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
     outputs, inputs = weight.values.shape
     assert x.values.shape[1] == inputs and y_TO.is_contiguous(), (x.values.shape, inputs)
     assert weight.values.is_contiguous() and weight.scales.is_contiguous()
-    assert x.scales is None or (x.scales.is_contiguous() and x.scale == 1.0)
+    assert x.scales is not None and x.scales.is_contiguous() and x.scale == 1.0
     groups = -(-inputs // GROUP.value) if weight.rows > 1 else 1
     assert weight.scales.shape == (-(-outputs // weight.rows), groups), weight.scales.shape
     halves = outputs // 2 % weight.rows == 0 or y_TO.shape[1] == outputs
