@@ -39,7 +39,7 @@ def fp8(tile: Tile, gated: bool = False, blocked: bool = True) -> Usage:
     options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
     if tile.rows == 1:
         del types["x_stride"]
-        constants["BLOCK_G"] = tile.inputs // 128
+        constants["BLOCK_I"] = tile.inputs
         return build(linear_fp8._one_row, types, constants, **options)
     constants |= {"BLOCK_T": tile.rows, "SPLITS": 4}
     options["num_stages"] = tile.stages

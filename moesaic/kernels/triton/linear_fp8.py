@@ -39,9 +39,10 @@ GROUP = tl.constexpr(128)
 # Up to so many rows a matrix is read once, by tiles of these; beyond, torch's own product is tried.
 FEW_ROWS = 128
 ONE_ROW = (
-    (1024, Tile(1, 2, 1024, 4)),
-    (16_384, Tile(1, 4, 1024, 4)),
-    (1 << 62, Tile(1, 8, 2048, 8)),
+    # Threads times 16 inputs are a tile's: so each has a piece of all outputs.
+    (1024, Tile(1, 2, 1024, 2)),
+    (16_384, Tile(1, 4, 1024, 2)),
+    (1 << 62, Tile(1, 8, 2048, 4)),
 )
 TILES = (
     Tile(16, 32, 128, 4, 6),
@@ -143,43 +144,60 @@ def _few_rows(
 
 
 @triton.jit
+def _piece_sums(
+    w_OI, x, x_scales, w_scales, row_O, at, num_inputs, num_groups,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of the inputs from `at` on, scaled: [O, P], P pieces of 16 inputs. A piece is what a thread
+    loads at once: it sums it by itself, and its part of x serves all outputs of the tile."""
+    PIECES: tl.constexpr = BLOCK_I // 16
+    i = tl.arange(0, BLOCK_I)
+    if EVEN:
+        x_I = tl.load(x + at + i).to(tl.float32)
+        w_OI = w_OI.to(tl.float32)
+    else:
+        inside = i < num_inputs - at
+        x_I = tl.load(x + at + i, mask=inside, other=0.0).to(tl.float32)
+        w_OI = tl.where(inside[None, :], w_OI.to(tl.float32), 0.0)
+    group_P = (at + tl.arange(0, PIECES) * 16) // GROUP
+    valid_P = group_P < num_groups
+    sum_OP = tl.sum(tl.reshape(w_OI * x_I[None, :], [BLOCK_O, PIECES, 16]), 2)
+    sum_OP *= tl.load(x_scales + group_P, mask=valid_P, other=0.0)[None, :]
+    if BLOCKED:
+        scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + group_P[None, :]
+        sum_OP *= tl.load(scales_at, mask=valid_P[None, :], other=0.0)
+    return sum_OP
+
+
+@triton.jit
 def _one_row(
     x, x_scales, w, w_scales, bias, y, num_outputs, num_inputs,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: inputs are a multiple of BLOCK_G groups. No tensor cores, as in linear.py."""
+    """`EVEN`: inputs are a multiple of BLOCK_I. No tensor cores, as in linear.py. Weights are not
+    carried from turn to turn: bytes would be taken apart and put together again for that."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
-    g, c = tl.arange(0, BLOCK_G), tl.arange(0, GROUP)
-    i_GC = g[:, None] * GROUP + c[None, :]
-    w_at = w + row_O.to(tl.int64)[:, None, None] * num_inputs + i_GC[None, :, :]
+    i = tl.arange(0, BLOCK_I)
+    w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
     release_next(PDL)
-    next_OGC = tl.load(w_at, mask=None if EVEN else (i_GC < num_inputs)[None, :, :])
+    w_OI = tl.load(w_at, mask=None if EVEN else (i < num_inputs)[None, :])
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_G * GROUP, num_inputs, num_inputs, 16)
+        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs, 16)
     await_inputs(PDL)
-    acc_OG = tl.zeros([BLOCK_O, BLOCK_G], tl.float32)
-    for group in range(0, num_groups, BLOCK_G):
-        w_OGC = next_OGC.to(tl.float32)
-        at, ahead = group * GROUP, (group + BLOCK_G) * GROUP
-        if EVEN:
-            next_OGC = tl.load(w_at + ahead, mask=ahead < num_inputs)
-            x_GC = tl.load(x + at + i_GC).to(tl.float32)
-        else:
-            inside = i_GC < num_inputs - at
-            next_OGC = tl.load(w_at + ahead, mask=(i_GC < num_inputs - ahead)[None, :, :])
-            x_GC = tl.load(x + at + i_GC, mask=inside, other=0.0).to(tl.float32)
-            w_OGC = tl.where(inside[None, :, :], w_OGC, 0.0)
-        valid = group + g < num_groups
-        scale_G = tl.load(x_scales + group + g, mask=valid, other=0.0)
-        product_OG = tl.sum(w_OGC * x_GC[None, :, :], 2) * scale_G[None, :]
-        if BLOCKED:
-            scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + (group + g)[None, :]
-            product_OG *= tl.load(scales_at, mask=valid[None, :], other=0.0)
-        acc_OG += product_OG
-    acc_1O = tl.sum(acc_OG, 1)[None, :]
+    acc_OP = _piece_sums(
+        w_OI, x, x_scales, w_scales, row_O, 0, num_inputs, num_groups,
+        BLOCK_O, BLOCK_I, BLOCKED, EVEN,
+    )  # fmt: skip
+    for at in range(BLOCK_I, num_inputs, BLOCK_I):
+        w_OI = tl.load(w_at + at, mask=None if EVEN else (i < num_inputs - at)[None, :])
+        acc_OP += _piece_sums(
+            w_OI, x, x_scales, w_scales, row_O, at, num_inputs, num_groups,
+            BLOCK_O, BLOCK_I, BLOCKED, EVEN,
+        )  # fmt: skip
+    acc_1O = tl.sum(acc_OP, 1)[None, :]
     if not BLOCKED:
         acc_1O *= tl.load(w_scales + row_O)[None, :]
     store_tile(y, bias, acc_1O, tile, 1, num_outputs, 1, BLOCK_O, GATED)
@@ -283,8 +301,7 @@ def multiply_few(
     }
     tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
     if tile.rows == 1:
-        groups = tile.inputs // GROUP.value
-        _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_G=groups, **constants)
+        _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_I=tile.inputs, **constants)
         return y_TO
     partial, arrived = split_buffers(plan, values)
     _few_rows[(plan.tiles, plan.splits)](
