@@ -54,7 +54,7 @@ DOWN_WIDTHS = ((128, 2), (64, 2))
 class Config:
     """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
     and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
-    fetched before the product before it has ended."""
+    fetched before the kernel before has ended: of gate_up where that one quantises its rows."""
 
     block_m: int
     block_n: int
@@ -201,10 +201,11 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     widths = FP8_GATE_WIDTHS if shape.format in FP8_FORMATS else GATE_WIDTHS
     gate_n, gates = _widest(device, tiles, shape.inner, widths)
     down_n, downs = _widest(device, tiles, shape.hidden, DOWN_WIDTHS)
-    prefetch = _prefetch(shape, down_n)
+    gate = Config(block, gate_n, step, prefetch=_prefetch_gate(shape, gate_n))
+    down = Config(block, down_n, step, prefetch=_prefetch(shape.inner * item, down_n))
     return (
-        _staged(device, Config(block, gate_n, step), item, 2 * gate_n, gates),
-        _staged(device, Config(block, down_n, step, prefetch=prefetch), item, down_n, downs),
+        _staged(device, gate, item, 2 * gate_n, gates),
+        _staged(device, down, item, down_n, downs),
     )
 
 
@@ -230,10 +231,15 @@ def _staged(device: Device, config: Config, item: int, lines: int, programs: flo
     return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
 
 
-def _prefetch(shape: Shape, width: int) -> int:
-    """Lines of a row: 32 KiB a program, of all that run a quarter of Hopper's L2 cache."""
-    lines = -(-shape.inner * ITEM_BYTES[shape.format] // LINE)
+def _prefetch(row: int, width: int) -> int:
+    """Lines of a row of so many bytes: 32 KiB a program, of all that run a quarter of Hopper's L2
+    cache."""
+    lines = -(-row // LINE)
     return min(256 // width, 1 << (lines.bit_length() - 1))
+
+
+def _prefetch_gate(shape: Shape, width: int) -> int:
+    return _prefetch(shape.hidden, 2 * width) if shape.format in FP8_FORMATS else 0
 
 
 def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
@@ -262,7 +268,7 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
         return ((warps, count) for count in sorted(counts) if count >= 2)
 
     gates = [
-        Config(block, width, step, warps, stages)
+        Config(block, width, step, warps, stages, _prefetch_gate(shape, width))
         for width, step in product((128, 64, 32, 16), steps)
         for warps, stages in fitting(2 * width, step)
     ]
@@ -270,7 +276,7 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
         Config(block, width, step, warps, stages, prefetch)
         for width, step in product((128, 64, 32), steps)
         for warps, stages in fitting(width, step)
-        for prefetch in (0, _prefetch(shape, width))
+        for prefetch in (0, _prefetch(shape.inner * item, width))
     ]
     return gates, downs
 

@@ -34,6 +34,7 @@ def gate_up_usage(
     types |= dict.fromkeys(("x_scale", "alpha", "limit"), "fp32")
     scales = {"x_scales": quantised, "w_scales": quantised, "h_scales": h_scales}
     constants = {"bias": None, "LIMITED": False, **_constants(shape, config)}
+    constants["PREFETCH"] = config.prefetch
     types |= {"num_pairs": "i32", "num_counters": "i32"}
     if direct:
         types |= {"ids": INTEGERS, "counters": INTEGERS, "load": "*i64"}

@@ -18,7 +18,12 @@ from torch import Tensor
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
-from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
+from moesaic.kernels.triton.experts_tiles import (
+    down_tile,
+    gate_up_tile,
+    prefetch_down,
+    prefetch_gate_up,
+)
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row
 from moesaic.kernels.tuning import Config, Plan, device_facts
@@ -31,6 +36,8 @@ PROGRAMS = 3
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
+    # Weights may come early if another kernel is between what chose the experts and this one.
+    prefetch = config.prefetch if x.scales is None and len(x.values) else 0
     config, x = _fitting(config, h), operand(x, w13)
     _, double, hidden = w13.shape
     inner = double // 2
@@ -40,7 +47,7 @@ def gate_up_small(
         _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_lists(groups),
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **_constants(config, groups, w13), **row_arguments(groups), PDL=pdl.on,
+        **_constants(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -165,11 +172,26 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `ids` of one row its pairs are the tiles, and one more program writes the lists."""
+    """With `ids` of one row its pairs are the tiles, and one more program writes the lists.
+
+    PREFETCH only behind a kernel that has itself waited before it let this one begin: the lists
+    are there then, and weights come into the cache while it still runs.
+    """
     columns: tl.constexpr = (INNER + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    if PDL and PREFETCH:
+        if ids is None:
+            chosen = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
+            there = tile < tl.load(num_tiles, cache_modifier=".cg")
+        else:
+            chosen = tl.load(ids + tile, mask=tile < num_pairs, other=-1, cache_modifier=".cg")
+            chosen = chosen.to(tl.int64)
+            there = chosen >= 0
+        if there:
+            prefetch_gate_up(chosen, column, w, HIDDEN, INNER, BN, PREFETCH)
     # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
     await_inputs(PDL)
     release_next(PDL)

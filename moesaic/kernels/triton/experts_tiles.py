@@ -194,6 +194,20 @@ def down_tile(
 
 
 @triton.jit
+def prefetch_gate_up(
+    expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    BN: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
+    index_L = tl.arange(0, 2 * BN)
+    inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
+    line_L = expert * (2 * INNER) + index_L // BN * INNER + inner_L
+    step: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+    column_X = tl.arange(0, PREFETCH) * step
+    prefetch_lines(w + line_L[:, None] * HIDDEN + column_X[None, :])
+
+
+@triton.jit
 def prefetch_down(
     expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, PREFETCH: tl.constexpr, ON: tl.constexpr,

@@ -134,11 +134,13 @@ def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> Shape:
 
 
 def wanted_rows(x: Payload, context: RunContext) -> Rows:
-    """Rows as the weights take them: as they came, if that is what was sent."""
+    """Rows as the weights take them: as they came, if that is what was sent. The products quantise
+    to fp8 themselves."""
     weights, config = context.weights, context.config
     wanted = weights.w13_eJH.format.activation
     if x.format.name != wanted:
-        return on_grid(x.dense(config.dtype), wanted, weights.input_scale)
+        x_RH = x.dense(config.dtype)
+        return Rows(x_RH) if wanted == "fp8" else on_grid(x_RH, wanted, weights.input_scale)
     if not x.format.has_global_scale:
         return Rows(x.values, x.scales)
     assert x.scales is not None
@@ -195,14 +197,14 @@ class PlacesCore(MoeRunnerCore):
         self, places: int, weights: ExpertWeights, device: torch.device
     ) -> tuple[Rows, bool]:
         """What stands between the products, and whether the second takes it as the first leaves
-        it: in fp8 where a tile is a whole group. Else fp8, as int8 and nvfp4, is made of finished
-        rows; always in deterministic mode, where the width of a tile must not show."""
+        it: int8 and nvfp4 are made of finished rows. fp8 already by the first where a tile is a
+        whole group; never in deterministic mode, where the width of a tile must not show."""
         config, wanted = self.config, weights.w2_eHI.format.activation
         shape, inner = _shape(config, weights), config.intermediate_size
         sizes = (shape.format, shape.experts, shape.hidden, shape.inner, places, device)
         if wanted != "fp8" or config.deterministic or not quantises_inner(*sizes):
             h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
-            return h, wanted is None
+            return h, wanted in (None, "fp8")
         return Rows(
             torch.empty(places, inner, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(places, inner // FP8_GROUP, dtype=torch.float32, device=device),
