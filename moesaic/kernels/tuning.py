@@ -269,7 +269,7 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
 
     gates = [
         Config(block, width, step, warps, stages, _prefetch_gate(shape, width))
-        for width, step in product((128, 64, 32, 16), steps)
+        for width, step in product((128, 64, 32) if quantised else (128, 64, 32, 16), steps)
         for warps, stages in fitting(2 * width, step)
     ]
     downs = [

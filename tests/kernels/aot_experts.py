@@ -149,10 +149,22 @@ def check_sort() -> None:
     assert summed.local == 0 and summed.count("ld.global.v4") == 9
 
 
+def check_one_row_of_fp8() -> None:
+    """Weights are asked for while the row is quantised, and `down` may begin only after that."""
+    shape = Shape("fp8_block", *SHAPES["qwen3_30b"])
+    gate = tuning.guess(H200, shape, 8).gate_up
+    usage = gate_up_usage(shape, gate, h_scales=False, direct=True)
+    check("gate_up of one row in fp8", gate, usage, 2 * gate.block_n)
+    wanted = ("prefetch.global.L2", "griddepcontrol.wait", "griddepcontrol.launch_dependents")
+    places = [usage.ptx.index(instruction) for instruction in wanted]
+    assert places == sorted(places), places
+
+
 def main() -> None:
     qwen = Shape("bf16", *SHAPES["qwen3_30b"])
     plan = tuning.guess(H200, qwen, 64)
     check("gate_up", plan.gate_up, gate_up_usage(qwen, plan.gate_up), 2 * plan.gate_up.block_n)
+    check_one_row_of_fp8()
     if "--all" not in sys.argv:
         return
     check_sort()
