@@ -36,9 +36,9 @@ PROGRAMS = 3
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
-    # Weights may come early if another kernel is between what chose the experts and this one.
-    prefetch = config.prefetch if x.scales is None and len(x.values) else 0
-    config, x = _fitting(config, h), operand(x, w13)
+    config, given, x = _fitting(config, h), x, operand(x, w13)
+    # Weights may come early if quantising is between what chose the experts and this kernel.
+    prefetch = config.prefetch if x is not given and len(x.values) else 0
     _, double, hidden = w13.shape
     inner = double // 2
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
