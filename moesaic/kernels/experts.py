@@ -244,7 +244,7 @@ def operand(x: Rows, matrices: Matrices) -> Rows:
     """Rows as they are multiplied with the matrices."""
     if x.scales is not None or not matrices.format.startswith("fp8"):
         return x
-    return Rows(*quantise_rows.twin(x.values, "fp8"), x.scale)
+    return Rows(*quantise_rows(x.values, "fp8"), x.scale)
 
 
 def dense(x: Rows) -> Tensor:

@@ -40,14 +40,21 @@ SCRATCH = 2 * KIB
 LARGE_FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 LARGE_BLOCK = 128
 MANY_ROWS = 40
-"""Rows of an expert, on average, from which the matrix units are worth being filled."""
+MANY_FP8_ROWS = 24
+"""Rows of an expert, on average, from which the matrix units are worth being filled; of fp8 sooner,
+as partial sums take the registers of a second program."""
+GATE_WIDTHS = ((64, 2), (32, 2))
+FP8_GATE_WIDTHS = ((LINE, 3), *GATE_WIDTHS)
+"""Widths of tiles, and the programs of each processor from which on they are taken. A tile of 128
+can quantise h; where those are few, a last round of them costs more than a small kernel behind."""
+DOWN_WIDTHS = ((128, 2), (64, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
     and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
-    fetched before the product before it has ended."""
+    fetched before the kernel before has ended: of gate_up where that one quantises its rows."""
 
     block_m: int
     block_n: int
@@ -117,7 +124,7 @@ def block_for(
 def quantises_inner(
     format: str, experts: int, hidden: int, inner: int, num_pairs: int, device: torch.device
 ) -> bool:
-    """Whether `gate_up` should be given h with scales; else `down` quantises float rows itself,
+    """Whether `gate_up` should be given h with scales; else h is quantised between the products,
     which lets the tiles of `gate_up` be narrow where there are few."""
     if format not in FP8_FORMATS or inner % LINE:
         return False
@@ -169,7 +176,8 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
     if block is None:
         # Most experts then are one tile: weights are read once.
         enough = (size for size in (16, 32, 64) if size >= 1.5 * mean)
-        block = LARGE_BLOCK if mean > MANY_ROWS else next(enough)
+        many = MANY_FP8_ROWS if shape.format in FP8_FORMATS else MANY_ROWS
+        block = LARGE_BLOCK if mean > many else next(enough)
     if shape.format not in ITEM_BYTES:
         return Plan("formats", block)
     if block >= LARGE_BLOCK and shape.format in LARGE_FORMATS:
@@ -182,7 +190,7 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
 def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple[Config, Config]:
     """Of gate_up and down.
 
-    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor two
+    A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor some
     programs, but never so narrow that Hopper's products of 64 lines do not fit: of one kind of
     product, rows get the same bits whatever comes with them. Programs of a processor share its
     memory for what is on its way to them: 40 KiB would do while all of them run, more keeps the
@@ -190,22 +198,24 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     """
     item = ITEM_BYTES[shape.format]
     step = LINE // item
-    # A tile of 128 can quantise h; where those are too few, h stays as it is and `down` does it.
-    gate_widths = (LINE, 64, 32) if shape.format in FP8_FORMATS else (64, 32)
-    gate_n, gates = _widest(device, tiles, shape.inner, gate_widths)
-    down_n, downs = _widest(device, tiles, shape.hidden, (128, 64))
-    prefetch = _prefetch(shape, down_n)
+    widths = FP8_GATE_WIDTHS if shape.format in FP8_FORMATS else GATE_WIDTHS
+    gate_n, gates = _widest(device, tiles, shape.inner, widths)
+    down_n, downs = _widest(device, tiles, shape.hidden, DOWN_WIDTHS)
+    gate = Config(block, gate_n, step, prefetch=_prefetch_gate(shape, gate_n))
+    down = Config(block, down_n, step, prefetch=_prefetch(shape.inner * item, down_n))
     return (
-        _staged(device, Config(block, gate_n, step), item, 2 * gate_n, gates),
-        _staged(device, Config(block, down_n, step, prefetch=prefetch), item, down_n, downs),
+        _staged(device, gate, item, 2 * gate_n, gates),
+        _staged(device, down, item, down_n, downs),
     )
 
 
-def _widest(device: Device, tiles: float, total: int, widths: tuple[int, ...]) -> tuple[int, float]:
-    """The first width that gives every processor two programs, and how many it gives."""
-    for width in widths:
+def _widest(
+    device: Device, tiles: float, total: int, widths: tuple[tuple[int, int], ...]
+) -> tuple[int, float]:
+    """The first width that gives every processor enough programs, and how many it gives."""
+    for width, enough in widths:
         programs = tiles * -(-total // width) / device.processors
-        if programs >= 2:
+        if programs >= enough:
             break
     return width, programs
 
@@ -221,15 +231,20 @@ def _staged(device: Device, config: Config, item: int, lines: int, programs: flo
     return replace(config, num_stages=max(2, min(10, stages)), num_warps=8 if wide else 4)
 
 
-def _prefetch(shape: Shape, width: int) -> int:
-    """Lines of a row: 32 KiB a program, of all that run a quarter of Hopper's L2 cache."""
-    lines = -(-shape.inner * ITEM_BYTES[shape.format] // LINE)
+def _prefetch(row: int, width: int) -> int:
+    """Lines of a row of so many bytes: 32 KiB a program, of all that run a quarter of Hopper's L2
+    cache."""
+    lines = -(-row // LINE)
     return min(256 // width, 1 << (lines.bit_length() - 1))
 
 
+def _prefetch_gate(shape: Shape, width: int) -> int:
+    return _prefetch(shape.hidden, 2 * width) if shape.format in FP8_FORMATS else 0
+
+
 def _stage_bytes(item: int, lines: int, rows: int, step: int) -> int:
-    """Rows for weights of one byte may be quantised only here."""
-    return (lines * item + rows * max(2, item)) * step
+    """Of weights and of rows."""
+    return (lines + rows) * item * step
 
 
 def _is_wide(lines: int, rows: int) -> bool:
@@ -254,12 +269,12 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
         return ((warps, count) for count in sorted(counts) if count >= 2)
 
     gates = [
-        Config(block, width, step, warps, stages)
+        Config(block, width, step, warps, stages, _prefetch_gate(shape, width))
         for width, step in product((128, 64, 32), steps)
         for warps, stages in fitting(2 * width, step)
     ]
     downs = [
-        Config(block, width, step, warps, stages, _prefetch(shape, width))
+        Config(block, width, step, warps, stages, _prefetch(shape.inner * item, width))
         for width, step in product((128, 64), steps)
         for warps, stages in fitting(width, step)
     ]

@@ -32,16 +32,14 @@ def bf16(tile: Tile, gated: bool = False, splits: int = 4) -> Usage:
     return build(linear._few_rows, types | SPLIT, constants, **options)
 
 
-def fp8(tile: Tile, gated: bool = False, own: bool = False, blocked: bool = True) -> Usage:
-    """`own`: rows are quantised by the kernel."""
-    types = {"x": "*bf16" if own else "*fp8e4nv", "w": "*fp8e4nv", "w_scales": "*fp32"}
-    types |= {"y": "*bf16", **SIZES} | ({} if own else {"x_scales": "*fp32"})
+def fp8(tile: Tile, gated: bool = False, blocked: bool = True) -> Usage:
+    types = {"x": "*fp8e4nv", "x_scales": "*fp32", "w": "*fp8e4nv", "w_scales": "*fp32"}
+    types |= {"y": "*bf16", **SIZES}
     constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCKED": blocked, "GATED": gated}
-    constants |= {"x_scales": None} if own else {}
     options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
     if tile.rows == 1:
         del types["x_stride"]
-        constants["BLOCK_G"] = tile.inputs // 128
+        constants["BLOCK_I"] = tile.inputs
         return build(linear_fp8._one_row, types, constants, **options)
     constants |= {"BLOCK_T": tile.rows, "SPLITS": 4}
     options["num_stages"] = tile.stages
@@ -80,11 +78,11 @@ def main(everything: bool) -> None:
     tiles_fp8 = {tile.rows: tile for tile in linear_fp8.TILES}
     check_one_row("one row", bf16(linear.ONE_ROW[1][1]))
     check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
-    check("16 rows fp8", fp8(tiles_fp8[16], own=True), 4, "mma.sync")
+    check("16 rows fp8", fp8(tiles_fp8[16]), 4, "mma.sync")
     if not everything:
         return
     check("16 rows", bf16(tiles[16]), 4, "mma.sync")
-    check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[1][1], own=True))
+    check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[1][1]))
     check("many rows fp8", fp8_many(), 1, "wgmma.mma_async")
     for gated in (False, True):
         for _, tile in linear.ONE_ROW:
@@ -93,13 +91,10 @@ def main(everything: bool) -> None:
             for splits in (1, 4):
                 check(f"{tile} {gated} {splits}", bf16(tile, gated, splits))
         for blocked in (True, False):
-            for own in (True, False):
-                for _, tile in linear_fp8.ONE_ROW:
-                    check_one_row(f"fp8 {tile} {gated}", fp8(tile, gated, own, blocked))
+            for _, tile in linear_fp8.ONE_ROW:
+                check_one_row(f"fp8 {tile} {gated}", fp8(tile, gated, blocked))
             for tile in linear_fp8.TILES:
-                own = tile.rows <= linear_fp8.OWN_QUANTISED_ROWS
-                check(f"fp8 {tile} {gated} {own}", fp8(tile, gated, own, blocked))
-                check(f"fp8 {tile} {gated}", fp8(tile, gated, False, blocked))
+                check(f"fp8 {tile} {gated}", fp8(tile, gated, blocked))
             check(f"fp8 many {gated} {blocked}", fp8_many(gated, blocked), 1, "wgmma.mma_async")
 
 

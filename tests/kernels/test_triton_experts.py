@@ -184,17 +184,40 @@ def test_groups_that_are_not_whole_get_no_scales() -> None:
         check(layer, layer.rows(5), groups, None, True, (Config(16, 32, 128),) * 2)
 
 
-def test_rows_are_quantised_on_the_way_as_before_it() -> None:
+def test_rows_in_a_float_type_are_quantised_first() -> None:
     """The same bits, whoever quantises."""
-    layer = Layer.random(2, 256, 64, "fp8_block", torch.float16)
+    layer = Layer.random(2, 256, 128, "fp8_block", torch.float16)
     groups = sort.sort_pairs(draw_ids(6, 2, 2), 2, 16)
     x = Rows(torch.randn(6, 256, device=DEVICE).half())
     outs = []
     for rows in (x, contract.operand(x, layer.w13)):
         h = poisoned(layer, groups.num_places, False)
         args = (rows, layer.w13, groups, layer.activation, h, Config(16, 32, 128))
-        outs.append(experts_small.gate_up_small(*args).values)
+        h = experts_small.gate_up_small(*args)
+        y = torch.full((12, 256), torch.nan, device=DEVICE, dtype=torch.float16)
+        h = contract.operand(h, layer.w2) if rows is not x else h
+        y = experts_small.down_small(h, layer.w2, groups, None, y, Config(16, 64, 128))
+        outs.append(y.nan_to_num(7.0))
+    assert torch.equal(*outs)
+
+
+def test_a_layer_in_one_kernel_needs_h_finished() -> None:
+    """Where h is still to be quantised, the products are kernels of their own."""
+    layer = Layer.random(2, 128, 128, "fp8_block", torch.float16)
+    groups = sort.sort_pairs(draw_ids(6, 2, 2), 2, 16)
+    configs, shape = (Config(16, 64, 128), Config(16, 64, 128)), Shape("fp8_block", *layer.shape)
+    x, weights = layer.rows(6), torch.rand(6, 2, device=DEVICE)
+    outs = []
+    for fused in (False, True):
+        h = poisoned(layer, groups.num_places, False)
+        y = torch.full((12, 128), torch.nan, device=DEVICE, dtype=torch.float16)
+        with tuning.trying(shape, Plan("small", 16, *configs, fused=fused)):
+            experts.gate_up_down(x, layer.feed_forward, groups, weights, h, y)
+        outs.append(y)
     assert torch.equal(outs[0].nan_to_num(7.0), outs[1].nan_to_num(7.0))
+    with pytest.raises(AssertionError, match="nobody quantises h in between"):
+        plan = Plan("small", 16, *configs, fused=True)
+        experts_small.gate_up_down_small(x, layer.feed_forward, groups, weights, h, y, plan)
 
 
 def test_blocks_of_rows() -> None:

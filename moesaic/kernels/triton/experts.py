@@ -42,7 +42,8 @@ def gate_up_down(
     w13, w2 = experts.w13, experts.w2
     _, hidden, inner = w2.shape
     plan = plan_of(w2, groups, x.values.device, hidden=hidden, inner=inner)
-    if plan.fused and w13.format == w2.format:
+    finished = h.scales is not None or w2.format not in tuning.FP8_FORMATS
+    if plan.fused and w13.format == w2.format and finished:
         fused = function_of(plan.implementation, "gate_up_down")
         return fused(x, experts, groups, weights_RK, h, y, plan)
     gate_up(x, w13, groups, experts.activation, h)

@@ -16,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
+from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
-from moesaic.kernels.triton.experts_tiles import down_tile, gate_up_tile, prefetch_down
+from moesaic.kernels.triton.experts_tiles import (
+    down_tile,
+    gate_up_tile,
+    prefetch_down,
+    prefetch_gate_up,
+)
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row
 from moesaic.kernels.tuning import Config, Plan, device_facts
@@ -31,7 +36,9 @@ PROGRAMS = 3
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
-    config = _fitting(config, h)
+    config, given, x = _fitting(config, h), x, operand(x, w13)
+    # Weights may come early if quantising is between what chose the experts and this kernel.
+    prefetch = config.prefetch if x is not given and len(x.values) else 0
     _, double, hidden = w13.shape
     inner = double // 2
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
@@ -40,7 +47,7 @@ def gate_up_small(
         _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_lists(groups),
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **_constants(config, groups, w13), **row_arguments(groups), PDL=pdl.on,
+        **_constants(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -60,6 +67,8 @@ def gate_up_down_small(
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
     assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert h.scales is not None or "scales" not in w2.planes, "nobody quantises h in between"
+    x = operand(x, w13)
     columns = triton.cdiv(inner, gate_up.block_n) + triton.cdiv(hidden, down.block_n)
     slots = groups.tile_expert_X.numel()
     programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
@@ -84,6 +93,7 @@ def down_small(
     start early this one reads the tiles before the kernel in front has ended, but not before that
     one has seen the sorting end."""
     _, hidden, inner = w2.shape
+    h = operand(h, w2)
     assert y.is_contiguous() and (weights_RK is None or weights_RK.is_contiguous())
     tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
     pdl = dependent_launch(y)
@@ -162,11 +172,26 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `ids` of one row its pairs are the tiles, and one more program writes the lists."""
+    """With `ids` of one row its pairs are the tiles, and one more program writes the lists.
+
+    PREFETCH only behind a kernel that has itself waited before it let this one begin: the lists
+    are there then, and weights come into the cache while it still runs.
+    """
     columns: tl.constexpr = (INNER + BN - 1) // BN
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    if PDL and PREFETCH:
+        if ids is None:
+            chosen = tl.load(tile_expert + tile, cache_modifier=".cg").to(tl.int64)
+            there = tile < tl.load(num_tiles, cache_modifier=".cg")
+        else:
+            chosen = tl.load(ids + tile, mask=tile < num_pairs, other=-1, cache_modifier=".cg")
+            chosen = chosen.to(tl.int64)
+            there = chosen >= 0
+        if there:
+            prefetch_gate_up(chosen, column, w, HIDDEN, INNER, BN, PREFETCH)
     # Waiting comes first: `_down_kernel` reads the tiles as soon as this kernel lets it begin.
     await_inputs(PDL)
     release_next(PDL)

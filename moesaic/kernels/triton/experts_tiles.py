@@ -67,8 +67,9 @@ def _product(
     K: tl.constexpr, BL: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """w · xᵀ [L, M] in float32. With fp8 weights each group of 128 columns has a scale of its own;
-    rows that are not quantised are, here, before they are multiplied."""
+    """w · xᵀ [L, M] in float32. With fp8 weights each group of 128 columns has a scale of its own.
+    Both sides go from memory to the matrix units as they are: one that were computed on the way
+    would hold up the copies behind it."""
     acc_LM = tl.zeros([BL, BM], dtype=tl.float32)
     groups: tl.constexpr = (K + BK - 1) // BK
     if w_scales is None:
@@ -80,18 +81,14 @@ def _product(
         # Scales are fetched one turn ahead: nothing else hides their latency. Nobody's rows
         # are zeros, any scale will do for them: no mask, and 32 bits, save many registers.
         at_M = tl.where(valid_M, row_M, tl.min(row_M, 0)) * groups
-        if x_scales is not None:
-            x_scale_M = tl.load(x_scales + at_M)
+        x_scale_M = tl.load(x_scales + at_M)
         if BLOCK_SCALES:
             w_scale_L = tl.load(w_scales + scale_line_L * groups)
         for group in range(groups):
             w_LK = _lines_of_w(w, line_L, group, K, BK)
             x_KM = _rows_of_x(x, row_M, valid_M, group, K, BK)
             ahead = tl.minimum(group + 1, groups - 1)
-            if x_scales is None:
-                x_KM, x_scale_M = _quantised(x_KM.to(tl.float32))
-            else:
-                next_x_M = tl.load(x_scales + (at_M + ahead))
+            next_x_M = tl.load(x_scales + (at_M + ahead))
             part_LM = tl.dot(w_LK, x_KM)
             if BLOCK_SCALES:
                 next_w_L = tl.load(w_scales + scale_line_L * groups + ahead)
@@ -99,8 +96,7 @@ def _product(
                 w_scale_L = next_w_L
             else:
                 acc_LM += part_LM * x_scale_M[None, :]
-            if x_scales is not None:
-                x_scale_M = next_x_M
+            x_scale_M = next_x_M
         if not BLOCK_SCALES:
             acc_LM *= tl.load(w_scales + scale_line_L)[:, None]
     return acc_LM
@@ -195,6 +191,20 @@ def down_tile(
     at = pair_M[None, :].to(tl.int64) * HIDDEN + column_N[:, None]
     mask = valid_M[None, :] & (column_N[:, None] < HIDDEN)
     tl.store(y + at, acc_NM.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def prefetch_gate_up(
+    expert, column, w, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    BN: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """PREFETCH lines of 128 bytes from each of a tile's rows of weights."""
+    index_L = tl.arange(0, 2 * BN)
+    inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
+    line_L = expert * (2 * INNER) + index_L // BN * INNER + inner_L
+    step: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+    column_X = tl.arange(0, PREFETCH) * step
+    prefetch_lines(w + line_L[:, None] * HIDDEN + column_X[None, :])
 
 
 @triton.jit

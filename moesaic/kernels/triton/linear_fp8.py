@@ -1,8 +1,8 @@
 """Products with matrices of float8 numbers; rows are float8 too, with a scale per 128 channels.
 
-T rows · I inputs · O outputs · G groups of 128 inputs. One row and few rows come in their own type
-and are quantised where they are loaded: that costs less than a kernel of its own. More rows are
-quantised once, before. Sums are float32; every 128 inputs are scaled as they are added.
+T rows · I inputs · O outputs · G groups of 128 inputs. Rows in another type are quantised once,
+before: every program would do it again, and take longer for it than for its weights. Sums are
+float32; every 128 inputs are scaled as they are added.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from moesaic.kernels.triton.linear import (
     split_buffers,
     store_tile,
 )
-from moesaic.kernels.triton.quantise import TINY, as_fp8
 
 logger = logging.getLogger(__name__)
 
 GROUP = tl.constexpr(128)
-# Up to so many rows a matrix is read once, by tiles of these; up to so many, rows are quantised by
-# every program for itself. Beyond the first number torch's own product is tried.
+# Up to so many rows a matrix is read once, by tiles of these; beyond, torch's own product is tried.
 FEW_ROWS = 128
-OWN_QUANTISED_ROWS = 16
 ONE_ROW = (
-    (1024, Tile(1, 2, 1024, 4)),
-    (16_384, Tile(1, 4, 1024, 4)),
-    (1 << 62, Tile(1, 8, 2048, 8)),
+    # Threads times 16 inputs are a tile's: so each has a piece of all outputs.
+    (1024, Tile(1, 2, 1024, 2)),
+    (16_384, Tile(1, 4, 1024, 2)),
+    (1 << 62, Tile(1, 8, 2048, 4)),
 )
 TILES = (
     Tile(16, 32, 128, 4, 6),
@@ -59,32 +57,33 @@ PROBE_ERROR = 1e-2
 
 
 @triton.jit
-def group_scales(amax):
-    """`fp8_scales` but for the last bit: an exact division would take half as many registers
-    again."""
-    scales = tl.maximum(amax / 448.0, TINY)
-    scales = tl.where(amax == 0, 1.0, scales)
-    return tl.where(amax < float("inf"), scales, float("nan"))
-
-
-@triton.jit
-def scaled(
-    product_TO, scale_T, scales, tile, group, num_groups, num_outputs,
+def tile_scales(
+    scales, tile, group, num_groups, num_outputs,
     BLOCK_O: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A product over one group of inputs, by the scales of the rows and, with blocks, of the tile's
-    block: tiles are parts of blocks. A gated tile lies in a block of gate and one of up."""
+    """Of a tile's block, for one group of inputs: tiles are parts of blocks. A gated tile lies in a
+    block of gate and one of up; of others both are the same."""
     if not BLOCKED:
-        product_TO *= scale_T[:, None]
+        gate = tl.full((), 1.0, tl.float32)
+        up = gate
     elif GATED:
         block = tile * BLOCK_O // (2 * GROUP)
         gate = tl.load(scales + block * num_groups + group)
         up = tl.load(scales + (block + num_outputs // (2 * GROUP)) * num_groups + group)
+    else:
+        gate = tl.load(scales + (tile * BLOCK_O // GROUP) * num_groups + group)
+        up = gate
+    return gate, up
+
+
+@triton.jit
+def scaled(product_TO, scale_T, gate, up, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+    """A product over one group of inputs, by the scales of the rows and of the tile."""
+    if GATED:
         scale_O = tl.where(tl.arange(0, BLOCK_O) % 2 == 0, gate, up)
         product_TO *= scale_T[:, None] * scale_O[None, :]
     else:
-        scale = tl.load(scales + (tile * BLOCK_O // GROUP) * num_groups + group)
-        product_TO *= (scale_T * scale)[:, None]
+        product_TO *= (scale_T * gate)[:, None]
     return product_TO
 
 
@@ -95,7 +94,8 @@ def _few_rows(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, BLOCKED: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without `x_scales` the rows are quantised here. `EVEN`: inputs are a multiple of 128."""
+    """`EVEN`: inputs are a multiple of 128. Scales are fetched one turn ahead: nothing else hides
+    their latency."""
     tile, split = tl.program_id(0), tl.program_id(1)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
@@ -111,9 +111,17 @@ def _few_rows(
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
     w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
     here = t < num_rows
+    scales_at = x_scales + tl.where(here, t, 0) * num_groups
+    scale_T = tl.load(scales_at + start)
+    gate, up = tile_scales(w_scales, tile, start, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED)
     acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
     for group in range(start, stop):
         at = group * GROUP
+        ahead = tl.minimum(group + 1, num_groups - 1)
+        next_T = tl.load(scales_at + ahead)
+        next_gate, next_up = tile_scales(
+            w_scales, tile, ahead, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED
+        )
         if EVEN:
             x_TI = tl.load(x_at + at, mask=here[:, None], other=0.0)
             w_OI = tl.load(w_at + at)
@@ -121,16 +129,8 @@ def _few_rows(
             inside = (i < num_inputs - at)[None, :]
             x_TI = tl.load(x_at + at, mask=here[:, None] & inside, other=0.0)
             w_OI = tl.load(w_at + at, mask=inside, other=0.0)
-        if x_scales is None:
-            x_TI = x_TI.to(tl.float32)
-            scale_T = group_scales(tl.max(tl.abs(x_TI), 1))
-            x_TI = as_fp8(x_TI / scale_T[:, None])
-        else:
-            scale_T = tl.load(x_scales + t * num_groups + group, mask=here, other=0.0)
-        acc_TO += scaled(
-            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
-            BLOCK_O, BLOCKED, GATED,
-        )  # fmt: skip
+        acc_TO += scaled(tl.dot(x_TI, w_OI.T), scale_T, gate, up, BLOCK_O, GATED)
+        scale_T, gate, up = next_T, next_gate, next_up
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
     if SPLITS > 1:
@@ -144,47 +144,60 @@ def _few_rows(
 
 
 @triton.jit
+def _piece_sums(
+    w_OI, x, x_scales, w_scales, row_O, at, num_inputs, num_groups,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of the inputs from `at` on, scaled: [O, P], P pieces of 16 inputs. A piece is what a thread
+    loads at once: it sums it by itself, and its part of x serves all outputs of the tile."""
+    PIECES: tl.constexpr = BLOCK_I // 16
+    i = tl.arange(0, BLOCK_I)
+    if EVEN:
+        x_I = tl.load(x + at + i).to(tl.float32)
+        w_OI = w_OI.to(tl.float32)
+    else:
+        inside = i < num_inputs - at
+        x_I = tl.load(x + at + i, mask=inside, other=0.0).to(tl.float32)
+        w_OI = tl.where(inside[None, :], w_OI.to(tl.float32), 0.0)
+    group_P = (at + tl.arange(0, PIECES) * 16) // GROUP
+    valid_P = group_P < num_groups
+    sum_OP = tl.sum(tl.reshape(w_OI * x_I[None, :], [BLOCK_O, PIECES, 16]), 2)
+    sum_OP *= tl.load(x_scales + group_P, mask=valid_P, other=0.0)[None, :]
+    if BLOCKED:
+        scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + group_P[None, :]
+        sum_OP *= tl.load(scales_at, mask=valid_P[None, :], other=0.0)
+    return sum_OP
+
+
+@triton.jit
 def _one_row(
     x, x_scales, w, w_scales, bias, y, num_outputs, num_inputs,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCKED: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`EVEN`: inputs are a multiple of BLOCK_G groups. No tensor cores, as in linear.py."""
+    """`EVEN`: inputs are a multiple of BLOCK_I. No tensor cores, as in linear.py. Weights are not
+    carried from turn to turn: bytes would be taken apart and put together again for that."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     num_groups = tl.cdiv(num_inputs, GROUP)
-    g, c = tl.arange(0, BLOCK_G), tl.arange(0, GROUP)
-    i_GC = g[:, None] * GROUP + c[None, :]
-    w_at = w + row_O.to(tl.int64)[:, None, None] * num_inputs + i_GC[None, :, :]
+    i = tl.arange(0, BLOCK_I)
+    w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
     release_next(PDL)
-    next_OGC = tl.load(w_at, mask=None if EVEN else (i_GC < num_inputs)[None, :, :])
+    w_OI = tl.load(w_at, mask=None if EVEN else (i < num_inputs)[None, :])
     if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_G * GROUP, num_inputs, num_inputs, 16)
+        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs, 16)
     await_inputs(PDL)
-    acc_OG = tl.zeros([BLOCK_O, BLOCK_G], tl.float32)
-    for group in range(0, num_groups, BLOCK_G):
-        w_OGC = next_OGC.to(tl.float32)
-        at, ahead = group * GROUP, (group + BLOCK_G) * GROUP
-        if EVEN:
-            next_OGC = tl.load(w_at + ahead, mask=ahead < num_inputs)
-            x_GC = tl.load(x + at + i_GC).to(tl.float32)
-        else:
-            inside = i_GC < num_inputs - at
-            next_OGC = tl.load(w_at + ahead, mask=(i_GC < num_inputs - ahead)[None, :, :])
-            x_GC = tl.load(x + at + i_GC, mask=inside, other=0.0).to(tl.float32)
-            w_OGC = tl.where(inside[None, :, :], w_OGC, 0.0)
-        valid = group + g < num_groups
-        if x_scales is None:
-            scale_G = group_scales(tl.max(tl.abs(x_GC), 1))
-            x_GC = as_fp8(x_GC / scale_G[:, None]).to(tl.float32)
-        else:
-            scale_G = tl.load(x_scales + group + g, mask=valid, other=0.0)
-        product_OG = tl.sum(w_OGC * x_GC[None, :, :], 2) * scale_G[None, :]
-        if BLOCKED:
-            scales_at = w_scales + (row_O // GROUP)[:, None] * num_groups + (group + g)[None, :]
-            product_OG *= tl.load(scales_at, mask=valid[None, :], other=0.0)
-        acc_OG += product_OG
-    acc_1O = tl.sum(acc_OG, 1)[None, :]
+    acc_OP = _piece_sums(
+        w_OI, x, x_scales, w_scales, row_O, 0, num_inputs, num_groups,
+        BLOCK_O, BLOCK_I, BLOCKED, EVEN,
+    )  # fmt: skip
+    for at in range(BLOCK_I, num_inputs, BLOCK_I):
+        w_OI = tl.load(w_at + at, mask=None if EVEN else (i < num_inputs - at)[None, :])
+        acc_OP += _piece_sums(
+            w_OI, x, x_scales, w_scales, row_O, at, num_inputs, num_groups,
+            BLOCK_O, BLOCK_I, BLOCKED, EVEN,
+        )  # fmt: skip
+    acc_1O = tl.sum(acc_OP, 1)[None, :]
     if not BLOCKED:
         acc_1O *= tl.load(w_scales + row_O)[None, :]
     store_tile(y, bias, acc_1O, tile, 1, num_outputs, 1, BLOCK_O, GATED)
@@ -223,10 +236,10 @@ def _many_rows(
             x_TI = tl.load(x_at + at, mask=inside, other=0.0)
             w_OI = tl.load(w_at + at, mask=inside, other=0.0)
         scale_T = tl.load(x_scales + group)
-        acc_TO += scaled(
-            tl.dot(x_TI, w_OI.T), scale_T, w_scales, tile, group, num_groups, num_outputs,
-            BLOCK_O, BLOCKED, GATED,
-        )  # fmt: skip
+        gate, up = tile_scales(
+            w_scales, tile, group, num_groups, num_outputs, BLOCK_O, BLOCKED, GATED
+        )
+        acc_TO += scaled(tl.dot(x_TI, w_OI.T), scale_T, gate, up, BLOCK_O, GATED)
     if not BLOCKED:
         acc_TO *= tl.load(w_scales + row_O)[None, :]
     width = num_outputs // 2 if GATED else num_outputs
@@ -248,7 +261,7 @@ def _product(
     x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype, gated: bool
 ) -> Tensor:
     rows = len(x.values)
-    if x.scales is None and rows > OWN_QUANTISED_ROWS:
+    if x.scales is None:
         x = quantise_groups(x.values)
     if rows > FEW_ROWS and _torch_fits(x.values, weight, bias_O, dtype):
         y_TO = _by_torch(x, weight, dtype)
@@ -267,7 +280,7 @@ def multiply_few(
     gated: bool,
     plan: Plan | None = None,
 ) -> Tensor:
-    """Into `y_TO`; `plan`: another than the usual one."""
+    """Into `y_TO`; the rows must be quantised. `plan`: another than the usual one."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
     if rows == 0 or outputs == 0:
@@ -288,8 +301,7 @@ def multiply_few(
     }
     tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
     if tile.rows == 1:
-        groups = tile.inputs // GROUP.value
-        _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_G=groups, **constants)
+        _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_I=tile.inputs, **constants)
         return y_TO
     partial, arrived = split_buffers(plan, values)
     _few_rows[(plan.tiles, plan.splits)](
@@ -315,7 +327,7 @@ def multiply_many(
     """Into `y_TO`; the rows must be quantised and there must be some."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
     _check(x, weight, y_TO)
-    assert x.scales is not None and x.values.is_contiguous()
+    assert x.values.is_contiguous()
     row_tiles, output_tiles = -(-rows // tile.rows), -(-outputs // tile.outputs)
     pdl = dependent_launch(x.values)
     _many_rows[(row_tiles * output_tiles,)](
@@ -332,7 +344,7 @@ def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
     outputs, inputs = weight.values.shape
     assert x.values.shape[1] == inputs and y_TO.is_contiguous(), (x.values.shape, inputs)
     assert weight.values.is_contiguous() and weight.scales.is_contiguous()
-    assert x.scales is None or (x.scales.is_contiguous() and x.scale == 1.0)
+    assert x.scales is not None and x.scales.is_contiguous() and x.scale == 1.0
     groups = -(-inputs // GROUP.value) if weight.rows > 1 else 1
     assert weight.scales.shape == (-(-outputs // weight.rows), groups), weight.scales.shape
     halves = outputs // 2 % weight.rows == 0 or y_TO.shape[1] == outputs

@@ -70,8 +70,7 @@ class PlacesInput(RunnerInput):
 def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
-    plan = plan_of(ids_RK.numel(), context, ids_RK.device)
-    x = wanted_rows(rows.x, context, plan)
+    x = wanted_rows(rows.x, context)
     if config.deterministic:
         groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
     else:
@@ -112,7 +111,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
     )
     y_NH = rows.y_eMH.flatten(0, 1)
     plan = plan_of(len(y_NH), context, y_NH.device)
-    x = wanted_rows(flat, context, plan)
+    x = wanted_rows(flat, context)
     block = FIXED_BLOCK if context.config.deterministic else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return PlacesInput(x, groups, None, y_NH)
@@ -134,17 +133,14 @@ def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> Shape:
     return Shape(format, config.num_experts, config.hidden_size, config.intermediate_size)
 
 
-def wanted_rows(x: Payload, context: RunContext, plan: Plan) -> Rows:
-    """Rows as the weights take them: as they came, if that is what was sent. Kernels for few rows
-    make fp8 themselves, which saves the time to start another one."""
+def wanted_rows(x: Payload, context: RunContext) -> Rows:
+    """Rows as the weights take them: as they came, if that is what was sent. The products quantise
+    to fp8 themselves."""
     weights, config = context.weights, context.config
     wanted = weights.w13_eJH.format.activation
     if x.format.name != wanted:
         x_RH = x.dense(config.dtype)
-        few = config.deterministic or plan.implementation == "small"
-        if few and wanted == "fp8":
-            return Rows(x_RH)
-        return on_grid(x_RH, wanted, weights.input_scale)
+        return Rows(x_RH) if wanted == "fp8" else on_grid(x_RH, wanted, weights.input_scale)
     if not x.format.has_global_scale:
         return Rows(x.values, x.scales)
     assert x.scales is not None
@@ -201,16 +197,14 @@ class PlacesCore(MoeRunnerCore):
         self, places: int, weights: ExpertWeights, device: torch.device
     ) -> tuple[Rows, bool]:
         """What stands between the products, and whether the second takes it as the first leaves
-        it: in fp8 where a tile is a whole group, as it is where few rows become fp8 on the way.
-        int8 and nvfp4 are made of finished rows."""
+        it: int8 and nvfp4 are made of finished rows. fp8 already by the first where a tile is a
+        whole group; never in deterministic mode, where the width of a tile must not show."""
         config, wanted = self.config, weights.w2_eHI.format.activation
         shape, inner = _shape(config, weights), config.intermediate_size
-        few = config.deterministic or plan_for(device, shape, places).implementation == "small"
-        whole = inner % FP8_GROUP == 0 and not config.deterministic
         sizes = (shape.format, shape.experts, shape.hidden, shape.inner, places, device)
-        if wanted != "fp8" or not whole or not quantises_inner(*sizes):
+        if wanted != "fp8" or config.deterministic or not quantises_inner(*sizes):
             h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
-            return h, wanted is None or (wanted == "fp8" and few)
+            return h, wanted in (None, "fp8")
         return Rows(
             torch.empty(places, inner, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(places, inner // FP8_GROUP, dtype=torch.float32, device=device),
