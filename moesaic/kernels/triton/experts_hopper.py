@@ -403,13 +403,13 @@ def launch(
 ) -> None:
     pdl = dependent_launch(x.values)
     plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config, pdl.on)
-    rows = None if product.gather else _descriptor(x.values, config)
+    rows = None if product.gather else _descriptor(x.values, 128, config)
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
         rows,
         x.scales,
-        _descriptor(w.planes["values"], config),
+        _descriptor(w.planes["values"], 128, config),
         w.planes.get("scales"),
         w.bias_EN,
         groups.order_P,
@@ -431,13 +431,13 @@ def launch(
     )
 
 
-def _descriptor(values: Tensor, config: LargeConfig) -> TensorDescriptor:
-    """Of rows in steps, in the swizzle that the matrix units read. Made without its own checks,
+def _descriptor(values: Tensor, rows: int, config: LargeConfig) -> TensorDescriptor:
+    """Of `rows` in steps, in the swizzle that the matrix units read. Made without its own checks,
     which take longer than a launch: `can_run` has made them."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     width = values.shape[-1]
     made.base, made.shape, made.strides = values, [values.numel() // width, width], [width, 1]
-    made.block_shape, made.layout = [128, config.block_k], _swizzled(values.element_size())
+    made.block_shape, made.layout = [rows, config.block_k], _swizzled(values.element_size())
     return made
 
 

@@ -67,7 +67,7 @@ def sort_pairs(
             num_warps=8 if width > 256 else 4, **pdl.options,
         )  # fmt: skip
         return groups
-    chunks = -(-num_pairs // CHUNK)
+    chunks = triton.cdiv(num_pairs, CHUNK)
     hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
     _count_chunks[(chunks,)](
         ids_RK, hist_CE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PDL=pdl.on,
