@@ -195,6 +195,7 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, A
     defaults["watchdog_timeout"] = "60"
     read = read_args(defaults | given)
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    made["skip_server_warmup"] = True  # each batch is run once before it counts
     if not (read.disable_cuda_graph or read.cuda_graph_bs or read.cuda_graph_max_bs):
         # Others would be captured for steps that do not count.
         made["cuda_graph_bs"] = tuple(sorted(set(options.batch_size)))

@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,6 +43,7 @@ from moesaic.engine.pinned import Mark, Ring
 from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.engine.warm_up import warm_up
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
 
@@ -155,6 +159,12 @@ class GpuRunner(ModelRunner):
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         super().__init__(args, ranks)
         self._prepare(args)
+
+    def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
+        alone = self.ranks.mesh.world == 1
+        if self.device.type == "cuda" and alone and not args.skip_server_warmup:
+            warm_up(self, args, *samplers(self.kind, self.device))
+        super()._make_cache(args, weight_bytes)
 
     @torch.inference_mode()
     def _prepare(self, args: ServerArgs) -> None:
@@ -315,10 +325,12 @@ class GpuRunner(ModelRunner):
         """Any other step, kernel by kernel."""
         items, spans = plan.items, spans_of(plan)
         sampling = [n for n, item in enumerate(items) if item.sample is not None]
+        lengths, total = [span.length for span in spans], plan.num_tokens
+        behind = [span.start - item.first for span, item in zip(spans, items, strict=True)]
         ids_T, positions_T, seats_T, last_R, target_R = self._upload(
-            [token for item in items for token in item.token_ids],
-            [at for item in items for at in range(item.first, item.stop)],
-            [seat.number for seat, item in zip(seats, items, strict=True) for _ in item.token_ids],
+            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
+            np.arange(total) - np.repeat(behind, lengths),
+            np.repeat([seat.number for seat in seats], lengths),
             [spans[n].start + spans[n].length - 1 for n in sampling],
             [seats[n].number for n in sampling],
         )
@@ -435,7 +447,7 @@ class GpuRunner(ModelRunner):
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return self._upload(numbers)[0]
 
-    def _upload(self, *columns: Sequence[int]) -> list[Tensor]:
+    def _upload(self, *columns: Sequence[int] | npt.NDArray[np.int64]) -> list[Tensor]:
         """In one copy."""
         sizes = [len(column) for column in columns]
         host, mark = self._up.take(sum(sizes))

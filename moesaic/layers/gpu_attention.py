@@ -164,6 +164,7 @@ class GpuAttention(AttentionStep):
         self.decode, self.prefill = decode, prefill
         self.deterministic = deterministic
         self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
+        self._angles: tuple[Angles, Angles] | None = None
 
     @classmethod
     def from_spans(
@@ -195,7 +196,7 @@ class GpuAttention(AttentionStep):
         self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
     ) -> Tensor:
         q_norm, k_norm = parts.q_norm, parts.k_norm
-        cos_TR, sin_TR = (x.squeeze(1) for x in angles)
+        cos_TR, sin_TR = self._rows_of(angles)
         entry = HeadEntry(
             parts.num_heads,
             cos_TR,
@@ -217,7 +218,7 @@ class GpuAttention(AttentionStep):
         maps: LatentMaps,
         angles: Angles,
     ) -> Tensor:
-        cos, sin = (x.squeeze(1) for x in angles)
+        cos, sin = self._rows_of(angles)
         norm, interleaved = parts.norm, parts.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
         pages = self._latent_pages(spec.layer, parts.rope_dim)
@@ -225,13 +226,20 @@ class GpuAttention(AttentionStep):
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
         return self._mix_latents(spec, Queries(plain, rope), pages, maps)
 
+    def _rows_of(self, angles: Angles) -> Angles:
+        """Without the dimension of heads; the same for all layers, made once a step."""
+        if self._angles is None or self._angles[0][0] is not angles[0]:
+            cos, sin = angles
+            self._angles = angles, (cos.squeeze(1), sin.squeeze(1))
+        return self._angles[1]
+
     def _pages(self, layer: int) -> LayerPages:
         cache = self.cache
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values = cache.layers[layer]
         return LayerPages(keys, values, values.shape[-1], cache.k_scale, cache.v_scale)
 
     def _latent_pages(self, layer: int, rope_dim: int) -> LayerPages:
-        keys = self.cache.keys[layer]
+        keys = self.cache.layers[layer][0]
         return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
     def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:

@@ -207,9 +207,9 @@ class RowLinear(Linear):
 
     def forward(self, x_TI: Tensor, rows: slice | None = None) -> Tensor:
         """`rows`: those that this rank wants of the result; all by default."""
-        rows = slice(0, len(x_TI)) if rows is None else rows
         if self.group.size == 1:
-            return self.multiply(x_TI[rows], self.bias)
+            return self.multiply(x_TI if rows is None else x_TI[rows], self.bias)
+        rows = slice(0, len(x_TI)) if rows is None else rows
         if self.gathers:
             all_TI = self.group.gather_columns(x_TI, self.widths, rows, self.operation)
             return self.multiply(all_TI, self.bias)

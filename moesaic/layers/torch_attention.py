@@ -63,6 +63,7 @@ class PagedCache:
         self.page_size = page_size
         self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
         self.values = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         self.k_scale = self.v_scale = 1.0
         self.clear([0])
 

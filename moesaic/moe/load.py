@@ -42,6 +42,12 @@ class ExpertLoad:
         found: list[int] = self._total_e.tolist()
         return found
 
+    def clear(self) -> None:
+        """Nothing was computed yet."""
+        self.runner_ns, self._tokens = 0, [0] * self._slots
+        if self._total_e is not None:
+            self._total_e.zero_()
+
     def take(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
         """Of a run that began then and has just ended."""
         now = time.monotonic_ns()

@@ -6,6 +6,7 @@ E logical experts · S slots · N ids · K chosen · X replicas of an expert at 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Placement:
         blocks = (self.slots[start : start + size] for start in range(0, len(self.slots), size))
         return Placement(self.num_experts, tuple(e for block in blocks for e in block * copies))
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         return self.slots == tuple(range(self.num_experts))
 

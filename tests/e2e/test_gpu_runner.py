@@ -36,6 +36,7 @@ def arguments(family: str, **changes: Any) -> ServerArgs:
             max_total_tokens=512,
             max_running_requests=6,
             chunked_prefill_size=16,
+            skip_server_warmup=True,
             **changes,
         )
     )

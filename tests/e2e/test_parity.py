@@ -63,6 +63,7 @@ def serve(folder: Path, radix: bool, dtype: str = "float32", device: str = "cpu"
         device=device,
         cuda_graph_bs=[1, 8, 32],
         skip_tokenizer_init=True,
+        skip_server_warmup=True,
         chunked_prefill_size=32,
         max_total_tokens=CACHE_TOKENS,
         page_size=16,

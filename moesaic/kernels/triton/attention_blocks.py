@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ LOG2_E = math.log2(math.e)
 LOWEST = tl.constexpr(-1.0e38)
 
 
+@cache
 def padded(size: int) -> int:
     """A tile's width for so many channels."""
     return max(16, triton.next_power_of_2(size))

@@ -26,12 +26,24 @@ DEFAULTS = {"large": "large_config"}
 
 def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
     plan = plan_of(w13, groups, x.values.device, hidden=w13.shape[2], inner=w13.shape[1] // 2)
+    return _gate_up(plan, x, w13, groups, activation, h)
+
+
+def _gate_up(
+    plan: Plan, x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
+) -> Rows:
     config = _config(plan, plan.gate_up, x, w13)
     return function_of(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
 
 
 def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor) -> Tensor:
     plan = plan_of(w2, groups, h.values.device, hidden=w2.shape[1], inner=w2.shape[2])
+    return _down(plan, h, w2, groups, weights_RK, y)
+
+
+def _down(
+    plan: Plan, h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
+) -> Tensor:
     config = _config(plan, plan.down, h, w2)
     return function_of(plan.implementation, "down")(h, w2, groups, weights_RK, y, *config)
 
@@ -42,12 +54,15 @@ def gate_up_down(
     w13, w2 = experts.w13, experts.w2
     _, hidden, inner = w2.shape
     plan = plan_of(w2, groups, x.values.device, hidden=hidden, inner=inner)
+    if w13.format != w2.format:
+        gate_up(x, w13, groups, experts.activation, h)
+        return down(h, w2, groups, weights_RK, y)
     finished = h.scales is not None or w2.format not in tuning.FP8_FORMATS
-    if plan.fused and w13.format == w2.format and finished:
+    if plan.fused and finished:
         fused = function_of(plan.implementation, "gate_up_down")
         return fused(x, experts, groups, weights_RK, h, y, plan)
-    gate_up(x, w13, groups, experts.activation, h)
-    return down(h, w2, groups, weights_RK, y)
+    _gate_up(plan, x, w13, groups, experts.activation, h)
+    return _down(plan, h, w2, groups, weights_RK, y)
 
 
 def plan_of(
@@ -69,9 +84,13 @@ def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
 def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
     """None for implementations that have no configurations."""
     if planned is None and plan.implementation in DEFAULTS:
-        module = import_module(MODULES[plan.implementation])
-        planned = getattr(module, DEFAULTS[plan.implementation])(rows, matrices)
+        planned = _default_of(plan.implementation)(rows, matrices)
     return () if planned is None else (planned,)
+
+
+@cache
+def _default_of(implementation: str) -> Callable[..., Any]:
+    return getattr(import_module(MODULES[implementation]), DEFAULTS[implementation])
 
 
 @cache

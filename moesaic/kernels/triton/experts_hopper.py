@@ -11,7 +11,7 @@ steps late and so stores while the first multiplies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -379,11 +379,18 @@ def _is_hopper(device: int | None) -> bool:
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
+@cache
 def plan_of(
-    product: Product, top_k: int, scatter: bool, limited: bool, config: LargeConfig
+    product: Product,
+    top_k: int,
+    scatter: bool,
+    limited: bool,
+    config: LargeConfig,
+    pdl: bool = True,
 ) -> Plan:
     known = constants(product, top_k, config)
-    return Plan(**known, SCATTER=scatter, LIMITED=limited, STAGES=config.ring, SKEW=config.skew)
+    stages = {"STAGES": config.ring, "SKEW": config.skew}
+    return Plan(**known, **stages, SCATTER=scatter, LIMITED=limited, PDL=pdl)
 
 
 def launch(
@@ -395,14 +402,14 @@ def launch(
     config: LargeConfig,
 ) -> None:
     pdl = dependent_launch(x.values)
-    plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config)
-    rows = None if product.gather else _descriptor(x.values, config)
+    plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config, pdl.on)
+    rows = None if product.gather else _descriptor(x.values, 128, config)
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
         rows,
         x.scales,
-        _descriptor(w.planes["values"], config),
+        _descriptor(w.planes["values"], 128, config),
         w.planes.get("scales"),
         w.bias_EN,
         groups.order_P,
@@ -417,15 +424,23 @@ def launch(
         x.scale,
         extra["alpha"],
         extra["limit"],
-        replace(plan, PDL=pdl.on),
+        plan,
         num_warps=4,
         maxnreg=REGISTERS,
         **pdl.options,
     )
 
 
-def _descriptor(values: Tensor, config: LargeConfig) -> TensorDescriptor:
-    """Of rows in steps, in the swizzle that the matrix units read."""
-    layout = gl.NVMMASharedLayout(128, 8 * values.element_size(), 2)
-    flat = values.view(-1, values.shape[-1])
-    return TensorDescriptor.from_tensor(flat, [128, config.block_k], layout)
+def _descriptor(values: Tensor, rows: int, config: LargeConfig) -> TensorDescriptor:
+    """Of `rows` in steps, in the swizzle that the matrix units read. Made without its own checks,
+    which take longer than a launch: `can_run` has made them."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    width = values.shape[-1]
+    made.base, made.shape, made.strides = values, [values.numel() // width, width], [width, 1]
+    made.block_shape, made.layout = [rows, config.block_k], _swizzled(values.element_size())
+    return made
+
+
+@cache
+def _swizzled(element_size: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, 8 * element_size, 2)

@@ -10,6 +10,7 @@ back. What both kernels here and in experts_hopper.py need to know of a product 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,11 +80,16 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
     processor instead of 48, and the L2 cache gives about 50. So 128; the specialised kernel skips
     halves of tiles without rows.
     """
-    step = 128 // x.values.element_size()
-    if x.values.dtype == torch.float32:
+    return _large_config(x.values.dtype, _copy_engine(x.values))
+
+
+@cache
+def _large_config(dtype: torch.dtype, copies: bool) -> LargeConfig:
+    step = 128 // dtype.itemsize
+    if dtype == torch.float32:
         return LargeConfig(block_m=64, block_n=32, block_k=step, stages=2, specialised=False)
     # Before Hopper the matrix units take both operands from registers: too many for 128 places.
-    return LargeConfig(block_m=128 if _copy_engine(x.values) else 64, block_k=step)
+    return LargeConfig(block_m=128 if copies else 64, block_k=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class Product:
         return self.columns if self.parts == 2 else config.block_n
 
     def num_strips(self, config: LargeConfig) -> int:
-        return triton.cdiv(self.columns, self.strip(config))
+        return -(-self.columns // self.strip(config))
 
 
 def _operand(x: Rows, w: Matrices) -> Rows:
@@ -118,11 +124,16 @@ def _operand(x: Rows, w: Matrices) -> Rows:
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
         raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
-    columns = w.shape[1] // w.parts
-    scaling = SCALING[w.format]
+    return _product(w.shape, w.parts, SCALING[w.format], x.values.dtype, gather)
+
+
+@cache
+def _product(
+    shape: tuple[int, int, int], parts: int, scaling: int, dtype: torch.dtype, gather: bool
+) -> Product:
     # The matrix units sum fp8 products in fewer bits than float32 has: not more than 128 of them.
-    promote = scaling == BLOCK or x.values.dtype == FP8
-    return Product(w.shape[2], columns, w.parts, scaling, promote, gather)
+    promote = scaling == BLOCK or dtype == FP8
+    return Product(shape[2], shape[1] // parts, parts, scaling, promote, gather)
 
 
 def gate_up_large(
@@ -248,7 +259,12 @@ def _num_programs(x: Tensor, groups: Groups, product: Product, config: LargeConf
 
 
 def _copy_engine(x: Tensor) -> bool:
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= HOPPER
+    return not x.is_cuda or _has_copy_engine(x.device.index)
+
+
+@cache
+def _has_copy_engine(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 def _can_describe(values: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ MAX_WARPS = 16
 TILE_CHANNELS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x_ptr,
     residual_ptr,
@@ -103,6 +105,7 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.dim() in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
 
 
+@cache
 def tiling(size: int) -> dict[str, int]:
     """The same for any number of rows: a row's sum does not depend on its neighbours."""
     block = max(FP8_GROUP, triton.next_power_of_2(size))
@@ -127,7 +130,7 @@ def _run(
         return
     assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
     tile, pdl = tiling(size), dependent_launch(x)
-    _norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    _norm_kernel[(-(-rows // tile["ROWS"]),)](
         x,
         residual_TH,
         weight_H,

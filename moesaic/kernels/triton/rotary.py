@@ -27,7 +27,7 @@ def enter_heads(qkv_TX: Tensor, entry: HeadEntry, cache: LayerPages, slots_T: Te
     num_rows = num_tokens * (heads + 2 * kv_heads)
     rows = max(1, TILE // padded(dim))
     pdl = dependent_launch(qkv_TX)
-    enter_heads_kernel[(triton.cdiv(num_rows, rows),)](
+    enter_heads_kernel[(-(-num_rows // rows),)](
         qkv_TX,
         q_TND,
         cache.keys,
@@ -71,7 +71,7 @@ def enter_latent(
     rows = max(1, TILE // padded(rope))
     pdl = dependent_launch(q_TNR)
     assert latents_TC.stride(-1) == 1
-    enter_latent_kernel[(num_tokens + triton.cdiv(num_tokens * heads, rows),)](
+    enter_latent_kernel[(num_tokens + -(-num_tokens * heads // rows),)](
         q_TNR,
         out_TNR,
         latents_TC,

@@ -6,6 +6,8 @@ instruction on a GPU, so choosing K of E experts takes K short steps without sha
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -149,7 +151,7 @@ def _store(
     tl.store(weights_ptr + row * K + place, weights, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _route_kernel(
     logits_ptr,
     bias_ptr,
@@ -196,7 +198,7 @@ def _route_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _router_kernel(
     x_ptr,
     weight_ptr,
@@ -365,21 +367,28 @@ def constants(
     slots: SlotTable | None,
 ) -> dict[str, object]:
     return {
+        **_sizes(experts, spec),
+        "BIASED": bias_E is not None,
+        "BY_LOGITS": spec.by_logits(bias_E),
+        "MAPPED": slots is not None,
+        "REPLICAS": 1 if slots is None else slots.slots_EX.shape[1],
+        "PADDED": num_tokens_1 is not None,
+    }
+
+
+@cache
+def _sizes(experts: int, spec: RouteSpec) -> dict[str, object]:
+    return {
         "E": experts,
         "BLOCK_E": max(32, triton.next_power_of_2(experts)),
         "K": spec.top_k,
         "BLOCK_K": triton.next_power_of_2(spec.top_k),
         "SIGMOID": spec.scoring == "sigmoid",
-        "BIASED": bias_E is not None,
-        "BY_LOGITS": spec.by_logits(bias_E),
         "RENORMALIZE": spec.renormalize,
         "GROUPS": spec.num_groups,
         "TOPK_GROUPS": spec.topk_groups,
         "TOP2": spec.group_score == "top2",
         "BLOCK_Z": triton.next_power_of_2(spec.num_groups),
-        "MAPPED": slots is not None,
-        "REPLICAS": 1 if slots is None else slots.slots_EX.shape[1],
-        "PADDED": num_tokens_1 is not None,
     }
 
 

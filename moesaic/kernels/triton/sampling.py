@@ -131,7 +131,7 @@ def _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C: tl.constexpr):
     return best, tl.min(tl.where(bests == best, tokens, 0x7FFFFFFF), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _greedy_kernel(
     best_ptr, token_ptr, drawn_ptr, rows, chunks, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):
@@ -321,7 +321,7 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
     return tl.minimum(block * WIDTH + offset, V - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _draw_kernel(
     logits_ptr,
     params_ptr,

@@ -11,6 +11,7 @@ and pairs are compared within their chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -38,11 +39,12 @@ class _Sizes:
     padded: int
     block: int
 
-    @classmethod
-    def of(cls, experts: int, block: int) -> _Sizes:
+    @staticmethod
+    @cache
+    def of(experts: int, block: int) -> _Sizes:
         if not 0 < experts <= MAX_EXPERTS:
             raise ValueError(f"{experts} experts cannot be sorted: there may be 1..{MAX_EXPERTS}")
-        return cls(experts, max(32, triton.next_power_of_2(experts)), block)
+        return _Sizes(experts, max(32, triton.next_power_of_2(experts)), block)
 
     def constants(self) -> dict[str, int]:
         return {"E": self.experts, "EP": self.padded, "BLOCK": self.block}
@@ -237,7 +239,7 @@ def sort_row(
     _place_pairs(ids, order, 0, num_pairs, E, NP, NP, NP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_counters"])
 def _sort_few(
     ids, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters,
@@ -267,7 +269,7 @@ def _count_chunks(ids, hist, num_pairs, EP: tl.constexpr, CHUNK: tl.constexpr, P
     tl.store(hist + pid * EP + tl.arange(0, EP), count_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_counters", "num_chunks"])
 def _place_chunks(
     ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters, num_chunks,
@@ -314,7 +316,7 @@ def _place_chunks(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_counters"])
 def _blocks(
     counts, first, count, tile_expert, tile_place, num_tiles, counters, load,
     rows, num_counters,
@@ -341,13 +343,17 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     assert add_RH is None or add_RH.is_contiguous()
     # Few rows: narrow programs, so that there are more of them.
     few = rows < 128
-    width = min(triton.next_power_of_2(hidden), 512 if few else 2048)
+    width = min(_power_of_2(hidden), 512 if few else 2048)
     pdl = dependent_launch(y_NH)
-    _sum_pairs[(rows, triton.cdiv(hidden, width))](
+    _sum_pairs[(rows, -(-hidden // width))](
         y_NH, ids_RK, add_RH, out_RH, H=hidden, K=top_k, BH=width, EAGER=few, PDL=pdl.on,
         num_warps=max(1, min(8, width // 256)), **pdl.options,
     )  # fmt: skip
     return out_RH
+
+
+# The function itself takes microseconds.
+_power_of_2 = cache(triton.next_power_of_2)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -64,6 +64,10 @@ class Traffic:
     combines: int = 0
     dispatch_ns: int = 0
     combine_ns: int = 0
+
+    def clear(self) -> None:
+        for one in fields(self):
+            setattr(self, one.name, 0)
 
 
 @dataclass(frozen=True, slots=True)

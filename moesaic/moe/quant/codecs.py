@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -83,6 +84,12 @@ E2M1 = Grid(mantissa=1, min_exponent=0, largest=numerics.FP4_MAX)
 WHOLE_NUMBERS = Grid(mantissa=8, min_exponent=8, largest=numerics.INT8_MAX)
 
 
+@cache
+def _values(dtype: torch.dtype) -> tuple[Plane, ...]:
+    """Asked for by every step of every layer."""
+    return (Plane("values", dtype),)
+
+
 @dataclass(frozen=True, slots=True)
 class Plain:
     """The numbers themselves, in a float type. What is too large for it becomes infinite."""
@@ -91,7 +98,7 @@ class Plain:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return (Plane("values", self.dtype),)
+        return _values(self.dtype)
 
     def encode(self, w_NK: Tensor) -> tuple[Tensor, ...]:
         return (w_NK.to(self.dtype),)

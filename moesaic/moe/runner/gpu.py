@@ -174,6 +174,7 @@ class PlacesCore(MoeRunnerCore):
                 f"--device cpu"
             )
         self.activation: SwigluSpec = config.activation
+        self._made: tuple[ExpertWeights, FeedForward] | None = None
 
     def run(
         self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
@@ -182,16 +183,22 @@ class PlacesCore(MoeRunnerCore):
         groups = inputs.groups
         if groups.num_places == 0:
             return RunnerOutput(inputs.y_NH)
-        w13 = matrices(weights.w13_eJH, weights.b13_eJ)
-        w2 = matrices(weights.w2_eHI, weights.b2_eH)
+        experts = self._experts(weights)
         h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
         if ready:
-            experts = FeedForward(w13, w2, self.activation)
             y_NH = gate_up_down(inputs.x, experts, groups, inputs.weights_RK, h, inputs.y_NH)
             return RunnerOutput(y_NH)
-        gate_up(inputs.x, w13, groups, self.activation, h)
+        gate_up(inputs.x, experts.w13, groups, self.activation, h)
         h = on_grid(h.values, weights.w2_eHI.format.activation, weights.inner_scale)
-        return RunnerOutput(down(h, w2, groups, inputs.weights_RK, inputs.y_NH))
+        return RunnerOutput(down(h, experts.w2, groups, inputs.weights_RK, inputs.y_NH))
+
+    def _experts(self, weights: ExpertWeights) -> FeedForward:
+        """The same in every step."""
+        if self._made is None or self._made[0] is not weights:
+            w13 = matrices(weights.w13_eJH, weights.b13_eJ)
+            w2 = matrices(weights.w2_eHI, weights.b2_eH)
+            self._made = weights, FeedForward(w13, w2, self.activation)
+        return self._made[1]
 
     def _inner(
         self, places: int, weights: ExpertWeights, device: torch.device

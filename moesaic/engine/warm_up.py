@@ -1,0 +1,97 @@
+"""Steps that are run once at start, so that nothing is compiled while somebody waits.
+
+Kernels differ by the power of two that the tokens of a step reach, and by whether these are odd;
+those of logits by the rows that sample; attention of single tokens by the length of their context.
+What decodes alone is run when its graphs are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+from moesaic.core.sampling import SamplingParams
+from moesaic.core.step import Step
+from moesaic.engine.devices import cache_dtype
+from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.sampler import SampleRow
+from moesaic.layers.torch_attention import PagedCache, Span
+
+logger = logging.getLogger(__name__)
+
+# A context that few programs share, besides none and the longest.
+SOME_TOKENS = 2048
+DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9, top_k=40), seed=0, position=1)
+
+
+def step_sizes(most: int) -> list[int]:
+    """Tokens of the steps: up to 6, these are 1, 2, 3, 4, 5, 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16,
+    19, 20."""
+    marks = {most, *(1 << n for n in range(most.bit_length()))}
+    return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
+
+
+def warm_spans(size: int, context: int, page_size: int) -> list[Span]:
+    """A token of so long a sequence and a prompt, all in the only page there is."""
+    lengths = [(1, context), (size - 1, size - 1)] if size > 2 else [(size, size)]
+    starts = (0, 1)
+    return [
+        Span(start, length, kv_len, [1] * -(-kv_len // page_size))
+        for start, (length, kv_len) in zip(starts, lengths, strict=False)
+    ]
+
+
+@torch.inference_mode()
+def warm_up(
+    runner: ModelRunner,
+    args: ServerArgs,
+    greedy: Callable[[Tensor], Tensor],
+    draw: Callable[[Tensor, Sequence[SampleRow]], Tensor],
+) -> None:
+    """Before the cache is made: then it is known what compiled kernels and libraries take. Until
+    then the runner has a cache of one page, that of all tokens."""
+    began, sizes = time.monotonic(), step_sizes(runner.chunk_tokens)
+    dtype = cache_dtype(args, runner.dtype)
+    runner.cache = PagedCache(runner.model.cache, 1, args.page_size, dtype, runner.device)
+    for part in (runner.cache.keys, runner.cache.values):
+        part.view(torch.uint8).zero_()
+    longest = runner.context_length
+    contexts = (1, min(SOME_TOKENS, longest), longest)
+    for number, size in enumerate(sizes):
+        spans = warm_spans(size, contexts[number % len(contexts)], args.page_size)
+        logits_RV = _logits(runner, spans, size)
+        greedy(logits_RV)
+        draw(logits_RV[:1], [DRAWN])
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+    _forget(runner)
+    logger.info(
+        "ran %d steps of 1 to %d tokens in %.1f s, so that their kernels are compiled",
+        len(sizes),
+        sizes[-1],
+        time.monotonic() - began,
+    )
+
+
+def _logits(runner: ModelRunner, spans: Sequence[Span], size: int) -> Tensor:
+    number_T = torch.arange(size, device=runner.device)
+    hidden_TH = runner.model(
+        number_T % runner.vocab_size,
+        number_T % runner.context_length,
+        runner.attention(spans),
+        Step(prefill=True),
+    )
+    return runner.model.logits(hidden_TH[: runner.max_running])
+
+
+def _forget(runner: ModelRunner) -> None:
+    """These steps count nowhere."""
+    for layer in runner.moe_layers:
+        layer.load.clear()
+    for traffic in runner.moe.comm.traffic.values():
+        traffic.clear()

@@ -1,0 +1,74 @@
+"""Steps that are run before anything is served: which, and that nothing of them is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moesaic.config import ServerArgs, resolve
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.gpu_runner import GpuRunner, samplers
+from moesaic.engine.plan import PlanItem, StepPlan
+from moesaic.engine.sampler import SampleRow
+from moesaic.engine.warm_up import step_sizes, warm_spans, warm_up
+from moesaic.layers.torch_attention import Span
+from moesaic.models.tiny import materialise
+
+PAGE = 4
+
+
+def arguments() -> ServerArgs:
+    args = resolve(
+        ServerArgs.from_kwargs(
+            model_path="tiny:qwen3_moe",
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            page_size=PAGE,
+            max_total_tokens=128,
+            max_running_requests=3,
+            chunked_prefill_size=16,
+        )
+    )
+    return replace(args, model_path=materialise(args.model_path))
+
+
+def tokens(runner: GpuRunner) -> list[int | None]:
+    sample = SampleRow(SamplingParams(temperature=0.0), seed=7, position=5)
+    items = [
+        PlanItem(n, [3, 1, 4, 1, 5 + n], 0, [1 + 2 * n, 2 + 2 * n], None, sample) for n in (0, 1)
+    ]
+    found = runner.step(StepPlan(items, [1, 2, 3, 4], True))
+    return [item.token_id for item in found.items]
+
+
+def test_sizes_reach_each_power_of_two_odd_and_even():
+    assert step_sizes(1) == [1]
+    assert step_sizes(6) == [1, 2, 3, 4, 5, 6]
+    assert step_sizes(20) == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20]
+    assert step_sizes(16384)[-4:] == [8191, 8192, 16383, 16384]
+
+
+def test_spans_are_a_token_with_context_and_a_prompt():
+    assert warm_spans(2, 9, PAGE) == [Span(0, 2, 2, [1])]
+    assert warm_spans(8, 9, PAGE) == [Span(0, 1, 9, [1, 1, 1]), Span(1, 7, 7, [1, 1])]
+
+
+def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
+    args = arguments()
+    runner = GpuRunner(args)
+    seen: list[int] = []
+    forward = runner.model.logits
+    monkeypatch.setattr(runner.model, "logits", lambda x: (seen.append(len(x)), forward(x))[1])
+    cache = runner.cache
+    warm_up(runner, args, *samplers(runner.kind, runner.device))
+    assert seen == [1, 2, 3, 3, 3, 3, 3, 3]  # at most as many rows as requests
+    assert all(sum(layer.load.tokens) == 0 for layer in runner.moe_layers)
+    assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
+    runner.cache = cache
+    monkeypatch.undo()
+    expected = GpuRunner(replace(args, skip_server_warmup=True))
+    assert tokens(runner) == tokens(expected)
+    assert [layer.load.tokens for layer in runner.moe_layers] == [
+        layer.load.tokens for layer in expected.moe_layers
+    ]
