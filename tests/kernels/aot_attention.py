@@ -58,7 +58,7 @@ class Shape:
         every = dict.fromkeys(("q1_p", "q2_p", "out", "sinks"), "*bf16")
         every |= dict.fromkeys(("keys", "values"), self.cache)
         every |= dict.fromkeys(("partial", "sums"), "*fp32") | dict.fromkeys(INDICES, "*i32")
-        every |= dict.fromkeys((*STRIDES, "num_splits", "parts"), "i32")
+        every |= dict.fromkeys((*STRIDES, "num_splits", "least_chunk", "parts"), "i32")
         every |= dict.fromkeys(("scale", "v_scale"), "fp32")
         left = {"sinks"} if not self.sinks else set()
         return {name: every[name] for name in kernel.arg_names if name in every.keys() - left}
@@ -77,7 +77,6 @@ def decode(shape: Shape, page: int, splits: int = 2) -> Usage:
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
-        "CHUNK": 64,
         "SPLIT": splits > 1,
     }
     constants |= attention_decode.merging(shape.group, shape.value_dim, config)

@@ -115,6 +115,7 @@ def decode_attention(
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
         splits.count,
+        -(-splits.chunk // config.block) * config.block,
         GROUP=per_kv,
         ROWS=config.rows,
         **channels(q),
@@ -122,7 +123,6 @@ def decode_attention(
         VP=padded(cache.value_dim),
         PAGE=cache.page_size,
         BLOCK_N=config.block,
-        CHUNK=-(-splits.chunk // config.block) * config.block,
         SPLIT=splits.count > 1,
         **merging(per_kv, cache.value_dim, config),
         SHARED=cache.values is None,
@@ -138,7 +138,7 @@ def decode_attention(
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
 @triton.jit(
-    do_not_specialize=["num_splits"],
+    do_not_specialize=["num_splits", "least_chunk"],
     do_not_specialize_on_alignment=["counters", "rows_p", "kv_lens", "first_p", "pages_p"],
 )
 def decode_kernel(
@@ -168,6 +168,7 @@ def decode_kernel(
     scale,
     v_scale,
     num_splits,
+    least_chunk,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D1: tl.constexpr,
@@ -178,7 +179,6 @@ def decode_kernel(
     VP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -197,7 +197,7 @@ def decode_kernel(
     oldest = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
     begin = oldest // BLOCK_N * BLOCK_N
     chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
-    chunk = tl.maximum(chunk, CHUNK)
+    chunk = tl.maximum(chunk, least_chunk)
     used = tl.cdiv(kv_len - begin, chunk)
     if split >= tl.maximum(used, 1):
         return
