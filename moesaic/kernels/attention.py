@@ -31,8 +31,10 @@ PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 # Programs that a GPU should have for each of its processors, if contexts are long enough.
 PROGRAMS_PER_PROCESSOR = 2
-# Fewer tokens than this are not worth a program of their own.
+# Fewer tokens than this are not worth a program of their own: what it finds must be merged. Many
+# heads share a latent, and its values are wide, so that there it is more to merge.
 LEAST_CHUNK = 64
+LEAST_LATENTS = 128
 MAX_SPLITS = 128
 
 
