@@ -31,8 +31,10 @@ PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 # Programs that a GPU should have for each of its processors, if contexts are long enough.
 PROGRAMS_PER_PROCESSOR = 2
-# Fewer tokens than this are not worth a program of their own.
-LEAST_CHUNK = 128
+# Fewer tokens than this are not worth a program of their own: what it finds must be merged. Many
+# heads share a latent, and its values are wide, so that there it is more to merge.
+LEAST_CHUNK = 64
+LEAST_LATENTS = 128
 MAX_SPLITS = 128
 
 
@@ -97,8 +99,9 @@ def choose_splits(
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Sequences with one query each, all int32: its row of the step, tokens with itself (0: none,
-    the row becomes zero), where its pages begin. `counters`: zeros, B * N of them at least; they
-    are zeros again when the kernel has ended."""
+    the row becomes zero), where its pages begin. These and `pages` are written before the step's
+    first kernel, not by kernels of the step. `counters`: zeros, B * N of them at least; they are
+    zeros again when the kernel has ended."""
 
     rows_B: Tensor
     kv_lens_B: Tensor

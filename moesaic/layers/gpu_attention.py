@@ -26,6 +26,8 @@ from torch import Tensor
 
 from moesaic.kernels.attention import (
     FP8,
+    LEAST_CHUNK,
+    LEAST_LATENTS,
     DecodeRows,
     HeadEntry,
     LatentEntry,
@@ -33,6 +35,7 @@ from moesaic.kernels.attention import (
     PrefillRows,
     Queries,
     Softmax,
+    Splits,
     choose_splits,
     decode_attention,
     enter_heads,
@@ -297,10 +300,15 @@ def _decode_rows(
     cache: PagedCache, host: Sequences, arrays: Sequence[Tensor], pages: Tensor
 ) -> DecodeRows:
     rows_B, _, kv_lens_B, first_B = arrays
-    heads, device = cache.keys.shape[-2], pages.device
-    splits = choose_splits(len(host), heads, int(host.kv_lens_B.max()), processors(device))
-    counters = torch.zeros(len(host) * COUNTERS, dtype=torch.int32, device=device)
+    splits = _splits(cache, len(host), int(host.kv_lens_B.max()))
+    counters = torch.zeros(len(host) * COUNTERS, dtype=torch.int32, device=pages.device)
     return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters)
+
+
+def _splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
+    chunk = LEAST_CHUNK if cache.values.shape[-1] else LEAST_LATENTS
+    kv_heads, device = cache.keys.shape[-2], cache.keys.device
+    return choose_splits(batch, kv_heads, max_kv_len, processors(device), chunk)
 
 
 def _latent_groups(
@@ -365,18 +373,17 @@ class DecodeBuffers:
 
     def __init__(self, cache: PagedCache, rows: int, max_pages: int) -> None:
         self.cache, self.rows, self.max_pages = cache, rows, max_pages
-        device, heads = cache.keys.device, cache.keys.shape[-2]
+        device = cache.keys.device
         self._packed = torch.zeros(rows * (4 + max_pages), dtype=torch.int32, device=device)
         sizes = [rows] * 4 + [rows * max_pages]
         slots_T, positions_T, kv_lens_B, first_B, pages = self._packed.split(sizes)
         slots_T.fill_(-1)
-        longest = max_pages * cache.page_size
         decode = DecodeRows(
             torch.arange(rows, dtype=torch.int32, device=device),
             kv_lens_B,
             first_B,
             pages,
-            choose_splits(rows, heads, longest, processors(device)),
+            _splits(cache, rows, max_pages * cache.page_size),
             torch.zeros(rows * COUNTERS, dtype=torch.int32, device=device),
         )
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)

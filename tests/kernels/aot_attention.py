@@ -58,7 +58,7 @@ class Shape:
         every = dict.fromkeys(("q1_p", "q2_p", "out", "sinks"), "*bf16")
         every |= dict.fromkeys(("keys", "values"), self.cache)
         every |= dict.fromkeys(("partial", "sums"), "*fp32") | dict.fromkeys(INDICES, "*i32")
-        every |= dict.fromkeys((*STRIDES, "num_splits", "parts"), "i32")
+        every |= dict.fromkeys((*STRIDES, "num_splits", "least_chunk", "parts"), "i32")
         every |= dict.fromkeys(("scale", "v_scale"), "fp32")
         left = {"sinks"} if not self.sinks else set()
         return {name: every[name] for name in kernel.arg_names if name in every.keys() - left}
@@ -72,15 +72,14 @@ EXPANDED = Shape(1, 128, 128, rest=64)
 QWEN3_FP8 = Shape(8, 128, 128, cache="*fp8e4nv")
 
 
-def decode(shape: Shape, page: int, splits: int = 16) -> Usage:
-    config = attention_decode.choose_config(shape.group, shape.key_bytes)
+def decode(shape: Shape, page: int, splits: int = 2) -> Usage:
+    config = attention_decode.choose_config(shape.group, shape.key_bytes, splits)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
-        "CHUNK": 128,
-        "SPLITS": splits,
-        "MERGED": attention_decode.MERGED,
+        "SPLIT": splits > 1,
     }
+    constants |= attention_decode.merging(shape.group, shape.value_dim, config)
     kernel = attention_decode.decode_kernel
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return build(kernel, shape.types(kernel), constants, aligned=STRIDES, **options)
@@ -132,11 +131,13 @@ def check(name: str, usage: Usage, *wanted: str) -> None:
 
 
 def main(every: bool) -> None:
+    early = ("prefetch.global.L2", "ld.global.cg.v4")
     loads, few, many = "cp.async.cg.shared.global", "mma.sync", "wgmma.mma_async"
     check("enter", enter(), "ld.global.v4", "st.global.v4", "griddepcontrol.wait")
-    check("decode qwen3, pages of 16", decode(QWEN3, 16), loads, few)
+    check("decode qwen3, many splits", decode(QWEN3, 16, 66), loads, few, *early)
     if not every:
         return
+    check("decode qwen3, two splits", decode(QWEN3, 16), loads, few, *early)
     check("decode qwen3, pages of 64", decode(QWEN3, 64), loads, few)
     check("decode qwen3, no splits", decode(QWEN3, 16, 1), loads, few)
     check("decode qwen3, float8", decode(QWEN3_FP8, 16), loads, few)

@@ -23,6 +23,7 @@ from moesaic.kernels.attention import (
     choose_splits,
 )
 from moesaic.kernels.triton import attention_decode, attention_prefill
+from moesaic.kernels.triton.attention_blocks import Config
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -204,6 +205,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         tiny = attention_decode.Config(16, 16, 4, 2)
         monkeypatch.setattr(attention_decode, "CONFIGS", ((1 << 30, tiny),))
+        monkeypatch.setattr(attention_decode, "SHORT_CONFIGS", ())
         tile = attention_prefill.Config(16, 16, 4, 2)
         monkeypatch.setattr(attention_prefill, "CONFIGS", ((1 << 30, tile),))
 
@@ -316,11 +318,34 @@ def test_example_of_prefill_attention(prefill) -> None:
 
 
 def test_splits_fill_the_gpu_but_not_with_crumbs() -> None:
-    assert choose_splits(1, 4, 1088, 132) == Splits(9, 128)
-    assert choose_splits(1, 4, 40960, 132) == Splits(66, 128)
-    assert choose_splits(32, 4, 1088, 132) == Splits(2, 128)
-    assert choose_splits(256, 4, 40960, 132) == Splits(1, 128)
-    assert choose_splits(1, 1, 0, 132) == Splits(1, 128)
+    assert choose_splits(1, 4, 1088, 132) == Splits(17, 64)
+    assert choose_splits(1, 4, 40960, 132) == Splits(66, 64)
+    assert choose_splits(32, 4, 1088, 132) == Splits(2, 64)
+    assert choose_splits(256, 4, 40960, 132) == Splits(1, 64)
+    assert choose_splits(1, 1, 0, 132) == Splits(1, 64)
+
+
+def test_many_splits_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5 parts of 16 tokens two at a time, in a tile of 5 heads and channels in two pieces."""
+    monkeypatch.setattr(attention_decode, "SHORT_CONFIGS", ((1 << 30, Config(16, 16, 4, 2)),))
+    monkeypatch.setattr(attention_decode, "MAX_MERGED", 2)
+    monkeypatch.setattr(attention_decode, "MERGED_WIDTH", 16)
+    case = make_case(Shape(5, 1, 32, 24), [(1, 71), (1, 0), (1, 40), (1, 16)], torch.float32)
+    softmax, batch = softmax_of(case, None, True), case.decode(Splits(20, 16))
+    for _ in range(2):
+        out = attention_decode.decode_attention(case.q, case.cache, batch, softmax, case.poisoned())
+        check(out, expected(case, softmax), BOUNDS[torch.float32])
+    assert not batch.counters.any()
+
+
+def test_tiles_of_few_programs_are_others() -> None:
+    config = attention_decode.choose_config(8, 256, 66)
+    assert (config.block, config.stages) == (64, 2)
+    assert attention_decode.merging(8, 128, config) == {"HEADS": 8, "WIDTH": 128, "MERGED": 16}
+    assert attention_decode.choose_config(8, 256, 2).stages == 3
+    latents = attention_decode.choose_config(16, 1152, 66)
+    assert latents == attention_decode.choose_config(16, 1152, 1)
+    assert attention_decode.merging(16, 512, latents) == {"HEADS": 16, "WIDTH": 128, "MERGED": 8}
 
 
 # As models have them, with what the GPU will run.
@@ -341,11 +366,11 @@ LONG_CHUNKS = [(1024, 1024), (300, 1500), (1, 900), (17, 17), (129, 2048)]
 @needs_gpu
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("count", [1, 7, 40])
+@pytest.mark.parametrize("count", [1, 7, 66])
 def test_real_sizes_decode(name: str, fp8: bool, count: int) -> None:
     shape, window, sinks = REAL[name]
     case = make_case(shape, LONG, torch.bfloat16, attention.FP8 if fp8 else None)
-    softmax, batch = softmax_of(case, window, sinks), case.decode(Splits(count, 128))
+    softmax, batch = softmax_of(case, window, sinks), case.decode(Splits(count, 64))
     softmax = replace(softmax, scale=shape.dim**-0.5)
     out = case.poisoned()
     want = attention.decode_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())

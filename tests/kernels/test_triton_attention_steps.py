@@ -205,6 +205,13 @@ def test_buffers_refuse_what_does_not_fit() -> None:
         DecodeBuffers(cache, 1, 5).fill([Span(0, 1, 1, [1]), Span(1, 1, 1, [2])])
 
 
+@pytest.mark.parametrize(("value_dim", "least"), [(D, 64), (0, 128)])
+def test_parts_of_latents_are_longer(value_dim: int, least: int) -> None:
+    cache = PagedCache(CacheSpec(1, 1, D, value_dim), 4, PAGE, torch.float32, DEVICE)
+    decode = DecodeBuffers(cache, 1, 1000).attention.decode
+    assert decode is not None and decode.splits.chunk == least
+
+
 def test_tiles_are_listed_with_the_longest_work_first() -> None:
     """Of 5 tokens after 8 others and 3 at the beginning, in pieces of 2."""
     sequences = gpu_attention.Sequences.of([Span(0, 5, 13, [1]), Span(5, 3, 3, [2])])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import MAX_SPLITS, DecodeRows, LayerPages, Queries, Softmax
+from moesaic.kernels.attention import DecodeRows, LayerPages, Queries, Softmax
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -28,7 +28,12 @@ from moesaic.kernels.triton.attention_blocks import (
     strides,
     two_parts,
 )
-from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.launch import (
+    await_inputs,
+    dependent_launch,
+    prefetch_lines,
+    release_next,
+)
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
@@ -39,16 +44,31 @@ CONFIGS = (
 )
 # Many heads over one latent are a matrix product worth its name.
 MANY_ROWS = Config(64, 32, 8, 2)
-# Of a merging program's tables: few sizes, since each is a kernel of its own.
-SPLITS = (1, 16, MAX_SPLITS)
-# Partial results that a merging program loads at once.
-MERGED = 4
+# The same where sequences are cut into many parts: the GPU is nearly empty, a program has a block
+# or two, and what counts is how soon its first has come.
+MANY_SPLITS = 16
+SHORT_CONFIGS = ((256, Config(16, 64, 4, 2)),)
+# Splits that a merging program loads at once, if a thread then has no more than so many numbers.
+MAX_MERGED = 16
+MERGED_VALUES = 128
+# Channels that it merges at once.
+MERGED_WIDTH = 128
 
 
-def choose_config(rows: int, key_bytes: int) -> Config:
+def choose_config(rows: int, key_bytes: int, splits: int) -> Config:
     if rows > 32 and key_bytes > 512:
         return MANY_ROWS
-    return next(config for size, config in CONFIGS if key_bytes <= size)
+    table = SHORT_CONFIGS + CONFIGS if splits >= MANY_SPLITS else CONFIGS
+    return next(config for size, config in table if key_bytes <= size)
+
+
+def merging(per_kv: int, value_dim: int, config: Config) -> dict[str, int]:
+    """Constants of a kernel: heads and channels that a program merges at once, of how many splits.
+    Rows that only fill up a tile for the tensor cores are left out."""
+    heads = triton.next_power_of_2(min(per_kv, config.rows))
+    width = min(padded(value_dim), MERGED_WIDTH)
+    merged = max(1, MERGED_VALUES * 32 * config.warps // (heads * width))
+    return {"HEADS": heads, "WIDTH": width, "MERGED": min(merged, MAX_MERGED)}
 
 
 def decode_attention(
@@ -60,15 +80,16 @@ def decode_attention(
     q = two_parts(q)
     num_heads = q.values.shape[1]
     per_kv = num_heads // kv_heads
-    config = choose_config(per_kv, cache.keys.shape[-1] * cache.keys.element_size())
-    tiles = kv_heads * -(-per_kv // config.rows)
     splits = batch.splits
+    key_bytes = cache.keys.shape[-1] * cache.keys.element_size()
+    config = choose_config(per_kv, key_bytes, splits.count)
+    tiles = kv_heads * -(-per_kv // config.rows)
     assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
     partial = sums = out_TNV
     if splits.count > 1:
         size = (num_seqs, splits.count, num_heads)
         partial = torch.empty(*size, cache.value_dim, dtype=torch.float32, device=out_TNV.device)
-        sums = torch.empty(2, *size, dtype=torch.float32, device=out_TNV.device)
+        sums = torch.empty(*size, dtype=torch.float32, device=out_TNV.device)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
@@ -94,6 +115,7 @@ def decode_attention(
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
         splits.count,
+        -(-splits.chunk // config.block) * config.block,
         GROUP=per_kv,
         ROWS=config.rows,
         **channels(q),
@@ -101,9 +123,8 @@ def decode_attention(
         VP=padded(cache.value_dim),
         PAGE=cache.page_size,
         BLOCK_N=config.block,
-        CHUNK=-(-splits.chunk // config.block) * config.block,
-        SPLITS=next(most for most in SPLITS if splits.count <= most),
-        MERGED=MERGED,
+        SPLIT=splits.count > 1,
+        **merging(per_kv, cache.value_dim, config),
         SHARED=cache.values is None,
         SINKS=softmax.sinks_N is not None,
         WINDOW=softmax.window or 0,
@@ -117,7 +138,7 @@ def decode_attention(
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
 @triton.jit(
-    do_not_specialize=["num_splits"],
+    do_not_specialize=["num_splits", "least_chunk"],
     do_not_specialize_on_alignment=["counters", "rows_p", "kv_lens", "first_p", "pages_p"],
 )
 def decode_kernel(
@@ -147,6 +168,7 @@ def decode_kernel(
     scale,
     v_scale,
     num_splits,
+    least_chunk,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D1: tl.constexpr,
@@ -157,8 +179,9 @@ def decode_kernel(
     VP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
     SHARED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -167,19 +190,33 @@ def decode_kernel(
 ):
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    await_inputs(PDL)
-    release_next(PDL)
+    # The host has written what says where tokens lie: that need not wait for the kernel before.
     kv_len = tl.load(kv_lens + seq)
     row = tl.load(rows_p + seq).to(tl.int64)
     pages = pages_p + tl.load(first_p + seq)
     oldest = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
     begin = oldest // BLOCK_N * BLOCK_N
     chunk = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), BLOCK_N) * BLOCK_N
-    chunk = tl.maximum(chunk, CHUNK)
+    chunk = tl.maximum(chunk, least_chunk)
     used = tl.cdiv(kv_len - begin, chunk)
     if split >= tl.maximum(used, 1):
         return
     kv_head = (tile // BLOCKS).to(tl.int64)
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    offs_n = tl.arange(0, BLOCK_N)
+    low = begin + split * chunk
+    high = tl.minimum(low + chunk, kv_len)
+    page = pages_at(pages, low, offs_n, high, PAGE, BLOCK_N)
+    if PDL:
+        slots = slots_at(page, low, offs_n, PAGE, BLOCK_N)
+        prefetch_rows(keys, slots * k_slot, D1, D1P)
+        if D2 > 0:
+            prefetch_rows(keys + D1, slots * k_slot, D2, D2P)
+        if not SHARED:
+            prefetch_rows(values, slots * v_slot, V, VP)
+    await_inputs(PDL)
+    release_next(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member
@@ -187,18 +224,12 @@ def decode_kernel(
     q2 = q1
     if D2 > 0:
         q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
-    keys += kv_head * k_head
-    values += kv_head * v_head
     acc = tl.zeros((ROWS, VP), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
-    offs_n = tl.arange(0, BLOCK_N)
-    low = begin + split * chunk
-    high = tl.minimum(low + chunk, kv_len)
-    page = pages_at(pages, low, offs_n, kv_len, PAGE, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
-        page = pages_at(pages, start + BLOCK_N, offs_n, kv_len, PAGE, BLOCK_N)
+        page = pages_at(pages, start + BLOCK_N, offs_n, high, PAGE, BLOCK_N)
         kept = start + offs_n < kv_len
         seen = kept
         if WINDOW > 0:
@@ -208,26 +239,36 @@ def decode_kernel(
             k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
         )  # fmt: skip
     out += row * out_row
-    if (SPLITS == 1) | (used <= 1):
+    if (not SPLIT) | (used <= 1):
         x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
         store_rows(out, heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
-        plane = tl.num_programs(2).to(tl.int64) * num_splits * num_heads
         first = seq.to(tl.int64) * num_splits * num_heads
         place = first + split * num_heads + heads
-        store_rows(partial, place * V, acc, valid, V, VP)
-        tl.store(sums + place, top, mask=valid)
-        tl.store(sums + plane + place, total, mask=valid)
+        # What this split alone would give, and the logarithm of its weight.
+        some = total > 0
+        store_rows(partial, place * V, acc / tl.where(some, total, 1.0)[:, None], valid, V, VP)
+        tl.store(sums + place, tl.where(some, top + tl.log2(total), LOWEST), mask=valid)
         # All threads have stored before one of them counts.
         tl.debug_barrier()
         counter = counters + seq * tl.num_programs(0) + tile
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.store(counter, 0)
+            real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
-                partial, sums, out, sinks, plane, first, num_heads, used, heads, valid, out_head,
-                v_scale, ROWS, V, VP, SPLITS, MERGED, SINKS,
+                partial, sums, out, sinks, first, num_heads, used, kv_head * GROUP + real,
+                real < GROUP, out_head, v_scale, HEADS, V, VP, WIDTH, MERGED, SINKS,
             )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Asks for rows of SIZE channels to come into the L2 cache, which is where all processors see
+    what others write: it may be too early for that."""
+    PER_LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, max(1, TILE // PER_LINE)) * PER_LINE
+    prefetch_lines(base + offsets[:, None] + tl.minimum(line, SIZE - 1)[None, :])
 
 
 @triton.jit
@@ -236,7 +277,6 @@ def merge_splits(
     sums,
     out,
     sinks,
-    plane,
     first,
     num_heads,
     used,
@@ -244,40 +284,43 @@ def merge_splits(
     valid,
     out_head,
     v_scale,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Puts together what the splits of a sequence found, as if one program had met all its tokens,
     some channels at a time. Past the first cache: other processors wrote it."""
-    WIDTH: tl.constexpr = min(VP, 128)
-    split = tl.arange(0, SPLITS)
-    there = (split < used)[:, None] & valid[None, :]
-    place = first + split[:, None] * num_heads + heads[None, :]
-    tops = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
-    totals = tl.load(sums + plane + place, mask=there, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, 0)
-    shares = tl.exp2(tops - top[None, :])
-    total = tl.sum(totals * shares, 0)
     for column in range(0, VP, WIDTH):
         d = column + tl.arange(0, WIDTH)
-        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        acc = tl.zeros((HEADS, WIDTH), tl.float32)
+        total = tl.zeros((HEADS,), tl.float32)
+        top = tl.full((HEADS,), LOWEST, tl.float32)
         for start in range(0, used, MERGED):
-            # Unrolled, so that several loads are under way at once.
+            weights, parts = (), ()
             for part in tl.static_range(MERGED):
-                kept = valid & (start + part < used)
-                at = first + (start + part) * num_heads + heads
+                there = valid & (start + part < used)
+                place = first + (start + part) * num_heads + heads
+                found = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
+                weights = weights + (found,)
                 x = tl.load(
-                    partial + at[:, None] * V + d[None, :],
-                    mask=kept[:, None] & (d[None, :] < V),
+                    partial + place[:, None] * V + d[None, :],
+                    mask=there[:, None] & (d[None, :] < V),
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                share = tl.sum(tl.where(split[:, None] == start + part, shares, 0.0), 0)
-                acc += x * share[:, None]
+                parts = parts + (x,)
+            new_top = top
+            for part in tl.static_range(MERGED):
+                new_top = tl.maximum(new_top, weights[part])
+            kept = tl.exp2(top - new_top)
+            acc, total, top = acc * kept[:, None], total * kept, new_top
+            for part in tl.static_range(MERGED):
+                share = tl.exp2(weights[part] - top)
+                acc += parts[part] * share[:, None]
+                total += share
         y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
         tl.store(
             out + (heads * out_head)[:, None] + d[None, :],
