@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -27,14 +26,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
-from moesaic.kernels.triton.attention_blocks import LOG2_E, channels, strides
+from moesaic.kernels.triton.attention_blocks import LOG2_E, LOWEST, channels, strides
+from moesaic.kernels.triton.attention_loads import (
+    count_items,
+    first_key,
+    item_of,
+    load_items,
+    look_up,
+    row_heads,
+    row_layout,
+)
 from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
 
 ROWS = 128
 # Of 12 warps, before they share them out: 65,536 in all.
 REGISTERS = 168
 ATTENDING, LOADING = gl.constexpr(208), gl.constexpr(88)
-FEWEST = gl.constexpr(-1.0e38)
 
 
 @dataclass(frozen=True)
@@ -103,131 +110,6 @@ class Plan:
 
 
 @gluon.jit
-def _rounds(total):
-    """Items come longest first: programs take turns forth and back, so that all have as much."""
-    programs = gl.num_programs(0)
-    full = total // programs
-    place = gl.program_id(0) + (full & 1) * (programs - 1 - 2 * gl.program_id(0))
-    return full + (place < total % programs).to(gl.int32)
-
-
-@gluon.jit
-def _item(number, total):
-    programs = gl.num_programs(0)
-    place = gl.program_id(0) + (number & 1) * (programs - 1 - 2 * gl.program_id(0))
-    return gl.minimum(number * programs + place, total - 1)
-
-
-@gluon.jit
-def _look(item, parts, tables):
-    """Where an item's rows begin, in its sequence and in the step; the sequence's sizes."""
-    tiles, starts, lengths, kv_lens, _, _ = tables
-    seq = gl.load(tiles + 2 * (item // parts))
-    offset = gl.load(tiles + 2 * (item // parts) + 1)
-    return seq, offset, gl.load(starts + seq), gl.load(lengths + seq), gl.load(kv_lens + seq)
-
-
-@gluon.jit
-def _lowest(oldest, P: gl.constexpr):
-    """The first key of the first block that any row sees."""
-    low = 0
-    if P.WINDOW > 0:
-        low = gl.maximum(oldest - P.WINDOW + 1, 0) // P.BLOCK * P.BLOCK
-    return low
-
-
-@gluon.constexpr_function
-def _row_layout(width):
-    """Rows of `width` elements of 2 bytes, 16 bytes for each thread of four warps."""
-    across = min(width // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _row_heads(numbers, part, offset, P: gl.constexpr):
-    """Query, and head within those of the key/value head, of a tile's rows."""
-    return offset + numbers // P.PER_TILE, (
-        part % P.member_blocks * P.PER_TILE + numbers % P.PER_TILE
-    )
-
-
-@gluon.jit
-def _load_queries(
-    buffer, base, row_stride, head_stride, found, part, P: gl.constexpr, SIZE: gl.constexpr
-):
-    """Rows of nobody repeat another: what becomes of them is never stored."""
-    _, offset, start, length, _ = found
-    layout: gl.constexpr = _row_layout(SIZE)
-    numbers = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    query, member = _row_heads(numbers, part, offset, P)
-    row = (start + gl.minimum(query, length - 1)).to(gl.int64)
-    head = part // P.member_blocks * P.GROUP + gl.minimum(member, P.GROUP - 1)
-    d = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
-    pointers = base + (row * row_stride + head * head_stride)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(buffer, pointers)
-
-
-@gluon.jit
-def _slots(start, kv_len, pages, P: gl.constexpr, SIZE: gl.constexpr):
-    """Of a block's keys; behind the sequence's last its last again, which nobody sees."""
-    n = start + gl.arange(0, P.BLOCK, layout=gl.SliceLayout(1, _row_layout(SIZE)))
-    n = gl.minimum(n, kv_len - 1)
-    return gl.load(pages + n // P.PAGE) * P.PAGE + n % P.PAGE
-
-
-@gluon.jit
-def _load_block(buffer, base, slots, slot_stride, SIZE: gl.constexpr):
-    """Of keys or values."""
-    layout: gl.constexpr = _row_layout(SIZE)
-    slots = slots.to(gl.int64)
-    d = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(
-        buffer, base + (slots * slot_stride)[:, None] + d[None, :]
-    )
-
-
-@gluon.jit
-def _load(q, cache, tables, buffers, barriers, parts, total, P: gl.constexpr):
-    q1, q2, q1_row, q1_head, q2_row, q2_head = q
-    keys, values, k_slot, k_head, v_slot, v_head = cache
-    q1_bufs, q2_bufs, k1_bufs, k2_bufs, v_bufs, _staging = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _turns = barriers
-    step = 0
-    for number in range(_rounds(total)):
-        item = _item(number, total)
-        part = item % parts
-        found = _look(item, parts, tables)
-        seq, offset, _start, length, kv_len = found
-        pages = tables[5] + gl.load(tables[4] + seq)
-        head = (part // P.member_blocks).to(gl.int64)
-        oldest = kv_len - length + offset
-        place = number % P.TILES
-        mbarrier.wait(q_empty.index(place), number // P.TILES & 1 ^ 1)
-        _load_queries(q1_bufs.index(place), q1, q1_row, q1_head, found, part, P, P.D1)
-        if P.D2 > 0:
-            _load_queries(q2_bufs.index(place), q2, q2_row, q2_head, found, part, P, P.D2)
-        async_copy.mbarrier_arrive(q_ready.index(place), increment_count=False)
-        for start in range(_lowest(oldest, P), gl.minimum(oldest + P.positions, kv_len), P.BLOCK):
-            stage = step % P.STAGES
-            phase = step // P.STAGES & 1 ^ 1
-            k, v = keys + head * k_head, values + head * v_head
-            # Looked up before the wait, so that no copy waits for them.
-            slots = _slots(start, kv_len, pages, P, P.D1)
-            mbarrier.wait(k_empty.index(stage), phase)
-            _load_block(k1_bufs.index(stage), k, slots, k_slot, P.D1)
-            if P.D2 > 0:
-                slots2 = _slots(start, kv_len, pages, P, P.D2)
-                _load_block(k2_bufs.index(stage), k + P.D1, slots2, k_slot, P.D2)
-            async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
-            if P.V != P.D1:
-                slots = _slots(start, kv_len, pages, P, P.V)
-            mbarrier.wait(v_empty.index(stage), phase)
-            _load_block(v_bufs.index(stage), v, slots, v_slot, P.V)
-            async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
-            step += 1
-
-
-@gluon.jit
 def _exp2(x):
     """Results below the least normal number are zero, which spares three instructions of four."""
     return gl.inline_asm_elementwise(
@@ -249,12 +131,8 @@ def _settle(sums):
         mov.f32 $0, $2;
         mov.f32 $1, $3;
         }""",
-        "=f,=f,f,f",
-        [sums],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
+        "=f,=f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -360,7 +238,7 @@ def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
     """As in attention_blocks.py."""
     mixed: gl.constexpr = acc.type.layout
     if sinks is not None:
-        _, member = _row_heads(numbers, part, 0, P)
+        _, member = row_heads(numbers, part, 0, P)
         head = part // P.member_blocks * P.GROUP + gl.minimum(member, P.GROUP - 1)
         sink = gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
         new_top = gl.maximum(top, sink)
@@ -375,11 +253,11 @@ def _finish(acc, total, top, sinks, numbers, part, v_scale, P: gl.constexpr):
 def _store(acc, staging, ends, offset, start, length, part, P: gl.constexpr, WHICH: gl.constexpr):
     """By way of shared memory, so that each thread writes 16 bytes."""
     out, out_row, out_head = ends
-    layout: gl.constexpr = _row_layout(P.V)
+    layout: gl.constexpr = row_layout(P.V)
     staging.store(acc.to(out.dtype.element_ty))
     block = staging.load(layout)
     numbers = 64 * WHICH + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    query, member = _row_heads(numbers, part, offset, P)
+    query, member = row_heads(numbers, part, offset, P)
     kept = (numbers < P.positions * P.PER_TILE) & (query < length) & (member < P.GROUP)
     head = part // P.member_blocks * P.GROUP + member
     at = (start + query).to(gl.int64) * out_row + head * out_head
@@ -401,12 +279,12 @@ def _attend(
     step = 0
     # Of those before this item, less one: its first block is met without.
     turn = -1
-    _seq, offset, start, length, kv_len = _look(_item(0, items), parts, tables)
-    for number in range(_rounds(items)):
-        part = _item(number, items) % parts
+    _seq, offset, start, length, kv_len = look_up(item_of(0, items), parts, tables)
+    for number in range(count_items(items)):
+        part = item_of(number, items) % parts
         oldest = kv_len - length + offset
         position = oldest + numbers // P.PER_TILE
-        low = _lowest(oldest, P)
+        low = first_key(oldest, P)
         high = gl.minimum(oldest + P.positions, kv_len)
         mine = gl.minimum(oldest + P.last_position(WHICH) + 1, kv_len)
         count = (high - low + P.BLOCK - 1) // P.BLOCK
@@ -422,7 +300,7 @@ def _attend(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(step % P.STAGES), count=1)
         s = _hide(s, low, position, P, mma)
-        top = gl.full([64], FEWEST, gl.float32, gl.SliceLayout(1, mma))
+        top = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, mma))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma))
         p, _share, total, top = _softmax(s, total, top, scale)
         p = _weights(p, out, P)
@@ -441,7 +319,7 @@ def _attend(
         last = step + blocks - 1
         acc = _mix(p, acc, last, buffers, barriers, P)
         # Looked up while the last product is under way.
-        following = _look(_item(number + 1, items), parts, tables)
+        following = look_up(item_of(number + 1, items), parts, tables)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(last % P.STAGES), count=1)
         _drain(step + blocks, count - blocks, barriers, P)
@@ -530,7 +408,7 @@ def attention_kernel(
         [
             (_attend, (tables, buffers, barriers, ends, sinks, parts, items, scale, v_scale, P, 0)),
             (_attend, (tables, buffers, barriers, ends, sinks, parts, items, scale, v_scale, P, 1)),
-            (_load, (q, cache, tables, buffers, barriers, parts, items, P)),
+            (load_items, (q, cache, tables, buffers, barriers, parts, items, P)),
         ],
         [4, 4],
         [ATTENDING, LOADING],
