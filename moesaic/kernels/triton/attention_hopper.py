@@ -41,7 +41,7 @@ from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processo
 ROWS = 128
 # Of 12 warps, before they share them out: 65,536 in all.
 REGISTERS = 168
-ATTENDING, LOADING = gl.constexpr(208), gl.constexpr(88)
+ATTENDING, LOADING = gl.constexpr(200), gl.constexpr(104)
 
 
 @dataclass(frozen=True)
