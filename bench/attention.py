@@ -238,24 +238,42 @@ def sweep_decode(args: argparse.Namespace) -> Iterator[Row]:
     module.CONFIGS = chosen
 
 
-def sweep_prefill(args: argparse.Namespace) -> Iterator[Row]:
-    from moesaic.kernels.triton import attention_prefill as module
+def prefill_configs(case: Case) -> Iterator[Any]:
+    """One after the other in the table of the kernel that this GPU will run."""
+    from moesaic.kernels.triton import attention_hopper, attention_prefill
+    from moesaic.kernels.triton.attention_blocks import two_parts
 
-    dtype, chosen = CACHE_DTYPES[args.kv_cache_dtype], module.CONFIGS
+    module: Any = attention_prefill
+    table = "CONFIGS"
+    configs: list[Any] = [
+        attention_prefill.Config(rows, block, warps, stages)
+        for (rows, warps), block, stages in product(((64, 4), (128, 8)), (64, 128), (2, 3))
+    ]
+    if attention_hopper.can_run(two_parts(case.q), case.pages, case.out_TNV):
+        module = attention_hopper
+        table = "WINDOW_CONFIGS" if case.softmax.window else "CONFIGS"
+        sizes = product((64, 128), (2, 3, 4, 6), (1, 2), (True, False))
+        configs = [attention_hopper.RingConfig(*size) for size in sizes]
+    chosen = getattr(module, table)
+    for config in configs:
+        setattr(module, table, ((1 << 30, config),))
+        yield config
+    setattr(module, table, chosen)
+
+
+def sweep_prefill(args: argparse.Namespace) -> Iterator[Row]:
+    dtype = CACHE_DTYPES[args.kv_cache_dtype]
     for name, (batch, tokens) in product(chosen_shapes(args, PREFILLED), QUICK_PROMPTS):
         shape, spans = PREFILLED[name], make_spans(batch, tokens, tokens, args.page_size)
         case = make_case(shape, spans, args.page_size, dtype)
         operations = prefill_operations(shape, batch, tokens)
         limit = operations / gpu.matrix_rate(torch.bfloat16)
-        for (rows, warps), block, stages in product(((64, 4), (128, 8)), (64, 128), (2, 3)):
-            config = module.Config(rows, block, warps, stages)
-            module.CONFIGS = ((1 << 30, config),)
+        for config in prefill_configs(case):
             took = timed(run_prefill(case))
             yield Row(
                 "prefill", name, batch, tokens, took, limit, None, operations / took / 1e6,
                 str(config),
             )  # fmt: skip
-    module.CONFIGS = chosen
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -2,17 +2,19 @@
 
 python -m tests.kernels.aot_attention          # the main ones
 python -m tests.kernels.aot_attention all
+python -m tests.kernels.aot_attention specialised
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
+from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill, rotary
 from moesaic.kernels.triton.attention_blocks import padded
 from tests.kernels.aot import Usage, build
+from tests.kernels.aot_experts_large import warnings
 
 SHARED_LIMIT = 227 * 1024
 STRIDES = tuple(f"{x}_{y}" for x in ("q1", "q2", "out") for y in ("row", "head"))
@@ -69,6 +71,12 @@ GPT_OSS = Shape(8, 64, 64, window=128, sinks=True)
 LATENT_16 = Shape(16, 512, 512, rest=64, shared=True)
 LATENT_128 = Shape(128, 512, 512, rest=64, shared=True)
 EXPANDED = Shape(1, 128, 128, rest=64)
+SPECIALISED = {
+    "qwen3": QWEN3,
+    "gpt-oss": replace(GPT_OSS, window=0),
+    "gpt-oss, window": GPT_OSS,
+    "latents, expanded": EXPANDED,
+}
 QWEN3_FP8 = Shape(8, 128, 128, cache="*fp8e4nv")
 
 
@@ -95,6 +103,25 @@ def prefill(shape: Shape, page: int) -> Usage:
     kernel = attention_prefill.prefill_kernel
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return build(kernel, shape.types(kernel), constants, aligned=STRIDES, **options)
+
+
+def specialised(shape: Shape, page: int) -> Usage:
+    config = attention_hopper.choose_config((shape.dim + shape.rest) * 2, shape.window)
+    plan = attention_hopper.Plan(
+        shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
+        shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,
+        config.turns,
+    )  # fmt: skip
+    kernel = attention_hopper.attention_kernel
+    types = shape.types(kernel) | {"q1": "*bf16", "q2": "*bf16", "items": "i32"}
+    constants: dict[str, Any] = {"P": plan} if shape.sinks else {"P": plan, "sinks": None}
+    options = {"num_warps": 4, "maxnreg": attention_hopper.REGISTERS}
+    usage = build(kernel, types, constants, aligned=STRIDES, **options)
+    assert not warnings(usage), warnings(usage)
+    # Two groups, each with a loop over masked blocks and, without a window, one over the others.
+    overlapping = usage.count("wgmma.wait_group.sync.aligned 1")
+    assert overlapping == (2 if shape.window else 4), overlapping
+    return usage
 
 
 def enter(cache: str = "*bf16") -> Usage:
@@ -153,5 +180,14 @@ def main(every: bool) -> None:
     check("enter, float8", enter("*fp8e4nv"), "ld.global.v4")
 
 
+def check_specialised() -> None:
+    for name, shape in SPECIALISED.items():
+        usage = specialised(shape, page=1)
+        check(name, usage, "cp.async.cg.shared.global", "wgmma.mma_async", "setmaxnreg.inc")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] == ["all"])
+    if sys.argv[1:] == ["specialised"]:
+        check_specialised()
+    else:
+        main(sys.argv[1:] == ["all"])

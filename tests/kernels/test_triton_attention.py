@@ -22,12 +22,16 @@ from moesaic.kernels.attention import (
     Splits,
     choose_splits,
 )
-from moesaic.kernels.triton import attention_decode, attention_prefill
-from moesaic.kernels.triton.attention_blocks import Config
+from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill
+from moesaic.kernels.triton.attention_blocks import Config, two_parts
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+on_gpu = (pytest.mark.gpu, needs_gpu)
+needs_hopper = pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 
 @dataclass(frozen=True)
@@ -262,10 +266,21 @@ def test_no_sequences() -> None:
     assert out.isnan().all()
 
 
-def test_bits_of_a_row_depend_on_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pieces"),
+    [
+        (Shape(4, 1, 16), torch.float32, [17, 18, 1, 1]),
+        pytest.param(Shape(8, 1, 128), torch.bfloat16, [170, 129, 1, 100, 65], marks=on_gpu),
+        pytest.param(Shape(2, 2, 192, 128), torch.bfloat16, [170, 129, 1, 100, 65], marks=on_gpu),
+    ],
+)
+def test_bits_of_a_row_depend_on_its_sequence_alone(
+    shape: Shape, dtype: torch.dtype, pieces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefill in one piece, in chunks and token by token."""
     small_blocks(monkeypatch)
-    case = make_case(Shape(4, 1, 16), [(37, 37)], torch.float32)
+    length = sum(pieces)
+    case = make_case(shape, [(length, length)], dtype)
     softmax = softmax_of(case, None, True)
 
     def rows(pieces: Sequence[int]) -> Tensor:
@@ -280,8 +295,9 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(monkeypatch: pytest.MonkeyPa
             case.q, case.cache, part.prefill(), softmax, case.poisoned()
         )[1:-1]
 
-    whole = rows([37])
-    assert torch.equal(rows([17, 18, 1, 1]), whole)
+    whole = rows([length])
+    assert not whole.isnan().any()
+    assert torch.equal(rows(pieces), whole)
 
 
 def worked_example() -> tuple[Queries, LayerPages, Tensor, Tensor]:
@@ -393,3 +409,40 @@ def test_real_sizes_prefill(name: str, fp8: bool) -> None:
     want = attention.prefill_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())
     attention_prefill.prefill_attention(case.q, case.cache, batch, softmax, out)
     check(out, want.cpu(), BOUNDS[torch.bfloat16])
+
+
+# Heads that do not fill a tile, or more than one; keys in two parts; all that a row can see.
+SPECIALISED = {
+    "6 of a head": (Shape(12, 2, 128, page=1), None, True),
+    "160 of a head": (Shape(160, 1, 64, page=16), None, False),
+    "sinks": (Shape(64, 8, 64, page=1), None, True),
+    "wide window": (Shape(32, 4, 128, page=1), 300, False),
+    "one token": (Shape(8, 8, 64, page=64), 1, False),
+    "narrow values": (Shape(4, 4, 128, 64, page=3), None, False),
+    "two parts": (Shape(16, 16, 192, 128, page=1), None, True),
+    "two parts, window": (Shape(4, 4, 192, 128, page=1), 100, False),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", SPECIALISED)
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_specialised_warps(
+    name: str, turns: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, window, sinks = SPECIALISED[name]
+    for table in ("CONFIGS", "WINDOW_CONFIGS"):
+        rows = getattr(attention_hopper, table)
+        changed = tuple((size, replace(config, turns=turns)) for size, config in rows)
+        monkeypatch.setattr(attention_hopper, table, changed)
+    case = make_case(shape, LONG_CHUNKS, dtype)
+    softmax = replace(softmax_of(case, window, sinks), scale=shape.dim**-0.5)
+    batch, out = case.prefill(), case.poisoned()
+    assert attention_hopper.can_run(two_parts(case.q), case.cache, out)
+    want = attention.prefill_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())
+    for _ in range(3):
+        out.fill_(math.nan)
+        attention_prefill.prefill_attention(case.q, case.cache, batch, softmax, out)
+        check(out, want.cpu(), BOUNDS[dtype])

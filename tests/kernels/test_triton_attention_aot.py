@@ -10,7 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("which", [(), pytest.param(("all",), marks=pytest.mark.slow)])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "which",
+    [(), pytest.param(("all",), marks=slow), pytest.param(("specialised",), marks=slow)],
+)
 def test_kernels_fit_a_hopper_gpu(which: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.aot_attention", *which]

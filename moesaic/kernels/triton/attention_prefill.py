@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.attention import LayerPages, PrefillRows, Queries, Softmax
+from moesaic.kernels.triton import attention_hopper
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -48,6 +49,17 @@ def prefill_attention(
     if not len(batch.starts_B):
         return out_TNV
     q = two_parts(q)
+    if attention_hopper.can_run(q, cache, out_TNV):
+        attention_hopper.launch(q, cache, batch, softmax, out_TNV)
+    else:
+        launch(q, cache, batch, softmax, out_TNV)
+    return out_TNV
+
+
+def launch(
+    q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
+) -> None:
+    """On any GPU. `q`: in its two parts."""
     kv_heads = cache.keys.shape[2]
     per_kv = q.values.shape[1] // kv_heads
     config = choose_config(cache.keys.shape[-1] * q.values.element_size())
@@ -94,7 +106,6 @@ def prefill_attention(
         num_stages=config.stages,
         **pdl.options,
     )
-    return out_TNV
 
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
