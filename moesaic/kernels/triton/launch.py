@@ -76,3 +76,28 @@ def prefetch_lines(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_rows(first, stride, rows, size):
+    """Asks for `size` bytes of each of some rows to come into the L2 cache. They lie `stride` bytes
+    apart, all of it multiples of 16 bytes; no more rows than threads. Hopper and later."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred mine;
+        .reg .u32 row;
+        .reg .u64 at;
+        mov.u32 row, %tid.x;
+        setp.lt.u32 mine, row, $3;
+        mad.wide.u32 at, row, $2, $1;
+        @mine cp.async.bulk.prefetch.L2.global [at], $4;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [first, stride, rows, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
