@@ -2,8 +2,10 @@
 
 A kernel with `PDL` may begin before its predecessor has ended. Until `await_inputs` it must not
 touch what other kernels of the step write or still read; weights, which nobody writes, it may fetch
-before. `release_next` lets the successor begin. With PDL off both are nothing, as in the
-interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
+before. `release_next` lets the successor begin, once all programs have come to it. Small kernels do
+so at once, even before they wait: whoever is behind them waits for them, and they for whoever is in
+front; and the weights of a large product come while several small kernels run. With PDL off both
+are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
 
     pdl = dependent_launch(x)
     kernel[grid](…, PDL=pdl.on, **pdl.options)

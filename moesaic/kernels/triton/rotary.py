@@ -178,8 +178,8 @@ def enter_heads_kernel(
     is_k = (row < num_rows) & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (row < num_rows) & (head >= HEADS + KV_HEADS)
     h = tl.arange(0, DP // 2)
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
     at = token * qkv_row + head * D
     a, b = load_halves(qkv, at, is_q | is_k, D, DP, INTERLEAVED)
@@ -240,8 +240,8 @@ def enter_latent_kernel(
     if program < num_tokens:
         d = tl.arange(0, PLAIN_P)
         weight = tl.load(norm + d, mask=d < PLAIN, other=0.0).to(tl.float32)
-        await_inputs(PDL)
         release_next(PDL)
+        await_inputs(PDL)
         at = program.to(tl.int64) * latent_row
         slot = tl.load(slots + program).to(tl.int64)
         x = tl.load(latents + at + d, mask=d < PLAIN, other=0.0).to(tl.float32)
@@ -260,8 +260,8 @@ def enter_latent_kernel(
         row = (program - num_tokens) * ROWS + tl.arange(0, ROWS)
         there = row < num_tokens * HEADS
         token_r = (row // HEADS).to(tl.int64)
-        await_inputs(PDL)
         release_next(PDL)
+        await_inputs(PDL)
         at_r = token_r * q_row + (row % HEADS) * q_head
         a3, b3 = load_halves(q, at_r, there, ROPE, ROPE_P, INTERLEAVED)
         x3, y3 = rotate(a3, b3, cos, sin, token_r * cos_row, there, ROPE, ROPE_P)

@@ -182,8 +182,8 @@ def _route_kernel(
     """A warp a row: all that it does stays in its registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     mask = (row < num_rows) & (expert < E)
     logits = tl.load(logits_ptr + row * stride + expert, mask, 0.0).to(tl.float32)
     ids, weights = _choose(
@@ -244,8 +244,8 @@ def _router_kernel(
     at = some.to(tl.int64)[:, None] * H + channel[None, :]
     weight = tl.load(weight_ptr + at, (some < E)[:, None] & (channel < H)[None, :], 0.0)
     weight = weight.to(tl.float32)
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     for t in tl.static_range(ROWS):
         inside = (channel < H) & (t < num_rows)
         x = tl.load(x_ptr + t * stride + channel, inside, 0.0).to(tl.float32)
