@@ -83,14 +83,20 @@ def prefetch_lines(pointers):
 @triton.jit
 def prefetch_rows(first, stride, rows, size):
     """Asks for `size` bytes of each of some rows to come into the L2 cache. They lie `stride` bytes
-    apart, all of it multiples of 16 bytes; no more rows than threads. Hopper and later."""
+    apart, all of it multiples of 16 bytes; no more rows than threads, and the warps share them, as
+    each can only ask for one after the other. Hopper and later."""
     tl.inline_asm_elementwise(
         """
         {
         .reg .pred mine;
-        .reg .u32 row;
+        .reg .u32 row, warp, warps;
         .reg .u64 at;
         mov.u32 row, %tid.x;
+        mov.u32 warps, %ntid.x;
+        shr.u32 warp, row, 5;
+        shr.u32 warps, warps, 5;
+        and.b32 row, row, 31;
+        mad.lo.u32 row, row, warps, warp;
         setp.lt.u32 mine, row, $3;
         mad.wide.u32 at, row, $2, $1;
         @mine cp.async.bulk.prefetch.L2.global [at], $4;

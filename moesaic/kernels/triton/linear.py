@@ -88,6 +88,8 @@ SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
 # A matrix that the L2 cache can hold beside others is asked for before the rows are there.
 PREFETCH_BYTES = 32 << 20
+# By rows (2) or by lines of the cache (1).
+PREFETCH_BY = 2
 MAX_COUNTERS = 4096
 MAX_STREAMS = 64
 
@@ -200,8 +202,10 @@ def _few_rows(
     start = split * share
     stop = tl.minimum(start + share, num_inputs)
     release_next(PDL)
-    if PDL and PREFETCH:
+    if PDL and PREFETCH == 2:
         prefetch_tile(w, tile * BLOCK_O, start, stop, num_outputs, num_inputs, BLOCK_O, GATED)
+    elif PDL and PREFETCH == 1:
+        prefetch_matrix(w, row_O, start, stop, num_inputs, 8)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
@@ -252,7 +256,7 @@ def _one_row(
         x_I = tl.load(x + i, mask=i < num_inputs, other=0.0)
         acc_OI = next_OI.to(tl.float32) * x_I.to(tl.float32)[None, :]
     else:
-        if PDL and PREFETCH:
+        if PDL and PREFETCH > 0:
             prefetch_tile(
                 w, tile * BLOCK_O, BLOCK_I, num_inputs, num_outputs, num_inputs, BLOCK_O, GATED
             )
@@ -342,7 +346,7 @@ def multiply(
         "BLOCK_I": tile.inputs,
         "GATED": gated,
         "EVEN": inputs % tile.inputs == 0,
-        "PREFETCH": plan.prefetch,
+        "PREFETCH": PREFETCH_BY if plan.prefetch else 0,
         "PDL": pdl.on,
         "num_warps": tile.warps,
         **pdl.options,
