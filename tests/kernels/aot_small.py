@@ -92,8 +92,9 @@ def check_deepseek_route() -> None:
 
 
 def check_router(rows: int, norm: bool = False) -> None:
-    sizes = {"H": 2048, "SPLITS": 2048 // routing.ROUTER_CHANNELS}
-    blocks = {"BLOCK_H": routing.ROUTER_CHANNELS, "BLOCK_X": routing.ROUTER_EXPERTS}
+    experts, channels = routing.ROUTER_TILES[rows]
+    sizes = {"H": 2048, "SPLITS": 2048 // channels}
+    blocks = {"BLOCK_H": channels, "BLOCK_X": experts}
     fixed = {**routing.constants(128, QWEN, None, FLAG, None), **sizes, **blocks}
     flags = {"ROUTER_BIAS": False, "ROUNDS": True}
     if not norm:

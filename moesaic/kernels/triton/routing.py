@@ -19,9 +19,8 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 # Below the key of any number, -inf included.
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
-# Experts and channels of a program of `route_rows`; it computes without matrix units.
-ROUTER_EXPERTS = 8
-ROUTER_CHANNELS = 256
+# Experts and channels of a program of `route_rows`, by rows; it computes without matrix units.
+ROUTER_TILES = {1: (4, 512), 2: (8, 256), 4: (8, 256), 8: (8, 256)}
 
 
 @triton.jit
@@ -400,14 +399,16 @@ def _run_router(
     if not rows:
         return
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    tile, splits = triton.next_power_of_2(rows), triton.cdiv(hidden, ROUTER_CHANNELS)
+    tile = triton.next_power_of_2(rows)
+    experts, channels = ROUTER_TILES[tile]
+    splits = triton.cdiv(hidden, channels)
     partial = torch.empty(splits, tile, fixed["BLOCK_E"], device=x_TH.device)
     pdl = dependent_launch(x_TH)
     *planes, residual_stride, eps = norm
-    _router_kernel[(fixed["BLOCK_E"] // ROUTER_EXPERTS, splits)](
+    _router_kernel[(fixed["BLOCK_E"] // experts, splits)](
         x_TH, *planes, router.weight_EH, router.bias_E, partial, router.counter_1, *lists,
         rows, x_TH.stride(0), residual_stride, eps, spec.routed_scaling_factor,
-        H=hidden, SPLITS=splits, BLOCK_H=ROUTER_CHANNELS, BLOCK_X=ROUTER_EXPERTS,
+        H=hidden, SPLITS=splits, BLOCK_H=channels, BLOCK_X=experts,
         ROUTER_BIAS=router.bias_E is not None, ROUNDS=router.rounds, ROWS=tile, num_warps=tile,
         **fixed, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
