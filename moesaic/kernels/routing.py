@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.native import native
+from moesaic.kernels.norm import add_rms_norm
 
 ROUTING = "moesaic.kernels.triton.routing"
 
@@ -56,6 +57,16 @@ class RouterWeights:
     bias_E: Tensor | None
     rounds: bool
     counter_1: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SumToNorm:
+    """Rows `values` [T, H] and what is added to them before they are normed."""
+
+    values: Tensor
+    residual_TH: Tensor
+    weight_H: Tensor
+    eps: float
 
 
 @native(ROUTING)
@@ -117,6 +128,27 @@ def route_rows(
     return route(logits_TE, spec, bias_E, num_tokens_1, slots)
 
 
+@native(ROUTING)
+def norm_route_rows(
+    rows: SumToNorm,
+    router: RouterWeights,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normed, sum, slots, weights): `add_rms_norm`, and `route_rows` of the normed rows. For
+    MAX_NORM_ROWS: every program of the kernel norms all rows for itself.
+
+    values [[1, 0]], residual [[0, 1]], weight [1, 1], eps 0: sum and normed [[1, 1]]; with W
+    [[0, 1], [2, 0]], top 1, softmax: slots [[1]], weights [[0.7311]].
+    """
+    normed_TH, sum_TH = add_rms_norm(rows.values, rows.residual_TH, rows.weight_H, rows.eps)
+    chosen = route_rows(normed_TH, router, spec, bias_E, num_tokens_1, slots)
+    return normed_TH, sum_TH, *chosen
+
+
+MAX_NORM_ROWS = 2
 MAX_ROWS = 8
 """That `route_rows` takes: the programs that come last would have to sum too much for more."""
 

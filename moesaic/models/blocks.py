@@ -12,7 +12,14 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.linear import linear_float32
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, route_rows
+from moesaic.kernels.routing import (
+    MAX_NORM_ROWS,
+    MAX_ROWS,
+    RouterWeights,
+    SumToNorm,
+    norm_route_rows,
+    route_rows,
+)
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, Head
@@ -105,15 +112,39 @@ class SparseBlock(Module):
         slots = slot_map.table_on(x_TH.device)
         return TopKOutput(*route_rows(x_TH, router, spec, bias, num_tokens_1, slots))
 
-    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
-        return self.routed(x_TH, step)
+    def add_norm(
+        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor, TopKOutput | None]:
+        """As `norm.add`; with the experts of the rows where one kernel finds them along with it."""
+        few = len(x_TH) <= MAX_NORM_ROWS and self._takes_all_rows
+        router, spec = self.gate.fused(x_TH) if few else None, self.topk.spec
+        if router is None or spec is None:
+            return *norm.add(x_TH, residual_TH), None
+        spans = self.experts.context.comm.spans
+        begin = spans.clock()
+        bias, slot_map = self.gate.e_score_correction_bias, self.experts.slot_map
+        rows = SumToNorm(x_TH, residual_TH, norm.weight, norm.eps)
+        slots = slot_map.table_on(x_TH.device)
+        made = norm_route_rows(rows, router, spec, bias, step.num_tokens_1, slots)
+        if begin:
+            spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
+        return made[0], made[1], TopKOutput(made[2], made[3])
 
-    def routed(self, x_TH: Tensor, step: Step) -> Tensor:
+    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
+        """`chosen`: the experts, if `add_norm` has found them."""
+        return self.routed(x_TH, step, chosen)
+
+    @property
+    def _takes_all_rows(self) -> bool:
+        return self.parallel.attention.size == 1 or self.experts.context.replicated
+
+    def routed(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
         """All ranks of an attention group have its tokens. Each takes its part of them to the
         experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
         group = self.parallel.attention
-        if group.size == 1 or self.experts.context.replicated:
-            return self.experts(x_TH, self.route(x_TH, step.num_tokens_1), step)
+        if self._takes_all_rows:
+            chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
+            return self.experts(x_TH, chosen, step)
         assert step.num_tokens_1 is None, "rows that are cut over ranks are all tokens"
         mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
         y_TH = self.experts(mine_TH, self.route(mine_TH), step)
@@ -163,8 +194,12 @@ class DecoderLayer(Module):
         mixed_TH = self.self_attn(normed_TH, ctx)
         if begin:
             self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
-        normed_TH, residual_TH = self.post_attention_layernorm.add(mixed_TH, residual_TH)
-        return self.mlp(normed_TH, ctx.step), residual_TH
+        norm, step = self.post_attention_layernorm, ctx.step
+        if isinstance(self.mlp, SparseBlock):
+            normed_TH, residual_TH, chosen = self.mlp.add_norm(norm, mixed_TH, residual_TH, step)
+            return self.mlp(normed_TH, step, chosen), residual_TH
+        normed_TH, residual_TH = norm.add(mixed_TH, residual_TH)
+        return self.mlp(normed_TH, step), residual_TH
 
 
 class Backbone(Module):

@@ -14,6 +14,7 @@ from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
+from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -51,8 +52,8 @@ class DeepseekSparseBlock(SparseBlock):
                 config, layer, shared, variant.mlp_bias, "shared experts"
             )
 
-    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
-        routed_TH = self.routed(x_TH, step)
+    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
+        routed_TH = self.routed(x_TH, step, chosen)
         if self.shared_experts is None:
             return routed_TH
         return routed_TH + self.shared_experts(x_TH, step)

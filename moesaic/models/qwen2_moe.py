@@ -21,6 +21,7 @@ from moesaic.models.blocks import (
     kv_cache,
 )
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
+from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -38,9 +39,9 @@ class Qwen2SparseBlock(SparseBlock):
         self.shared_expert = dense_mlp(config, layer, shared, name="shared expert")
         self.shared_expert_gate = Linear(config.linear(1))
 
-    def forward(self, x_TH: Tensor, step: Step) -> Tensor:
+    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
         share_T1 = sigmoid(self.shared_expert_gate(x_TH))
-        return self.routed(x_TH, step) + share_T1 * self.shared_expert(x_TH, step)
+        return self.routed(x_TH, step, chosen) + share_T1 * self.shared_expert(x_TH, step)
 
 
 def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:

@@ -20,7 +20,8 @@ from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import PlanItem, StepPlan
 from moesaic.engine.sampler import SampleRow
 from moesaic.kernels.routing import RouterWeights
-from moesaic.models.blocks import SparseBlock
+from moesaic.models import blocks
+from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.formats import TopKOutput
 from tests.kernels.triton_cases import GPU
 
@@ -81,6 +82,12 @@ def natives() -> Iterator[tuple[Any, str, Any]]:
                 yield module, name, getattr(import_module(source), value.__name__)
 
 
+def fused(gate: Router, x_TH: Tensor) -> RouterWeights | None:
+    """As on a GPU."""
+    few = len(x_TH) <= blocks.MAX_NORM_ROWS
+    return RouterWeights(gate.weight, gate.bias, not gate.float32, gate._counter_1) if few else None
+
+
 def choose(self: SparseBlock, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
     """As on a GPU with a few rows."""
     route_rows = import_module("moesaic.kernels.triton.routing").route_rows
@@ -118,6 +125,8 @@ def test_kernels_give_what_their_twins_give(monkeypatch: pytest.MonkeyPatch) -> 
         for module, name, kernel in list(natives()):
             monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(SparseBlock, "_choose", choose)
+    monkeypatch.setattr(Router, "fused", fused)
+    monkeypatch.setattr(blocks, "MAX_NORM_ROWS", 8)
     by_kernels = on_cpu_tensors(args, monkeypatch)
     answers(by_kernels, told=expected)  # whose best tokens may be equally likely
     off_B = (by_kernels._logits_BV - logits_BV)[:3].norm(dim=-1) / logits_BV[:3].norm(dim=-1)

@@ -23,11 +23,13 @@ FLAGS = {"bias": None, "EVEN": True, "PREFETCH": True, "PDL": True}
 def bf16(tile: Tile, gated: bool = False, splits: int = 4) -> Usage:
     types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", **SIZES}
     constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCK_I": tile.inputs, "GATED": gated}
+    constants["PREFETCH"] = linear.PREFETCH_BY
     options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
     if tile.rows == 1:
         del types["x_stride"]
+        constants["WHOLE"] = tile not in dict(linear.ONE_ROW).values()
         return build(linear._one_row, types, constants, **options)
-    constants |= {"BLOCK_T": tile.rows, "SPLITS": splits}
+    constants |= {"BLOCK_T": tile.rows, "SPLITS": splits, "TURNED": tile.turned}
     options["num_stages"] = tile.stages
     return build(linear._few_rows, types | SPLIT, constants, **options)
 
@@ -73,20 +75,39 @@ def check_one_row(name: str, usage: Usage) -> None:
     assert first_load < wait, f"{name} does not fetch weights before it waits"
 
 
+def check_whole_rows(name: str, tile: Tile, outputs: int, gated: bool = False) -> None:
+    """All of a matrix is on its way before x is there: its programs fit on an H200 at once."""
+    usage = bf16(tile, gated)
+    check_one_row(name, usage)
+    before = usage.ptx[: usage.ptx.index("griddepcontrol.wait")].count("ld.global.v4")
+    assert before == tile.outputs * tile.inputs // (tile.warps * 32 * 8), f"{name}: {before} loads"
+    fitting = 65536 // (-(-usage.registers // 8) * 8 * 32 * tile.warps)
+    programs = -(-outputs // tile.outputs)
+    assert fitting * 132 >= programs, f"{name}: {fitting} of {programs} programs on a processor"
+
+
 def main(everything: bool) -> None:
     tiles = {tile.rows: tile for tile in linear.TILES}
     tiles_fp8 = {tile.rows: tile for tile in linear_fp8.TILES}
-    check_one_row("one row", bf16(linear.ONE_ROW[1][1]))
-    check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
+    check_whole_rows("one row of 2048", linear.WHOLE_ROWS[2048][1][1], 5120)
+    check_whole_rows("one row of 4096", linear.WHOLE_ROWS[4096][1][1], 2048)
+    check("8 rows", bf16(tiles[8]), 2, "mma.sync")
+    usage = bf16(tiles[32])
+    check("32 rows", usage, 2, "wgmma.mma_async")
+    assert usage.ptx.index("cp.async.bulk.prefetch.L2") < usage.ptx.index("griddepcontrol.wait")
     check("16 rows fp8", fp8(tiles_fp8[16]), 4, "mma.sync")
     if not everything:
         return
-    check("16 rows", bf16(tiles[16]), 4, "mma.sync")
+    check("16 rows", bf16(tiles[16]), 2, "wgmma.mma_async")
+    check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
     check_one_row("one row fp8", fp8(linear_fp8.ONE_ROW[1][1]))
     check("many rows fp8", fp8_many(), 1, "wgmma.mma_async")
     for gated in (False, True):
         for _, tile in linear.ONE_ROW:
             check_one_row(f"{tile} {gated}", bf16(tile, gated))
+        for _, tile in (pair for pairs in linear.WHOLE_ROWS.values() for pair in pairs):
+            if not gated or tile.outputs > 1:
+                check_whole_rows(f"{tile} {gated}", tile, 1024, gated)
         for tile in linear.TILES:
             for splits in (1, 4):
                 check(f"{tile} {gated} {splits}", bf16(tile, gated, splits))

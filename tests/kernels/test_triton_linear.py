@@ -104,11 +104,12 @@ def test_nothing_to_multiply() -> None:
     assert fp8_kernels.linear_fp8(Rows(x[:0]), matrix, None, torch.float16).shape == (0, 8)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_splits_are_added_in_order(splits: int) -> None:
+@pytest.mark.parametrize("splits, turned", [(1, False), (2, True), (5, False)])
+def test_splits_are_added_in_order(splits: int, turned: bool) -> None:
     """And leave the counters as they were."""
     x, weight = drawn(9, 160, dtype=torch.float16), drawn(40, 160, dtype=torch.float16)
-    plan = Plan(Tile(16, 16, 32, 4, 2), tiles=3, splits=splits, prefetch=True)
+    tile = Tile(16, 16, 32, 4, 2, turned=turned)
+    plan = Plan(tile, tiles=3, splits=splits, prefetch=True)
     runs = [
         kernels.multiply(x, weight, None, poisoned(9, 40, dtype=torch.float16), False, plan)
         for _ in range(2)
@@ -119,18 +120,34 @@ def test_splits_are_added_in_order(splits: int) -> None:
 
 
 def test_splits_follow_from_the_shape() -> None:
-    """Two programs for each of 132 processors; no split of less than two blocks."""
+    """About two programs for each of 132 processors; no split of less than two blocks."""
 
     def splits(rows: int, outputs: int, inputs: int) -> tuple[int, int]:
         plan = kernels.plan_for(rows, outputs, inputs, 132)
         return plan.tiles, plan.splits
 
-    assert splits(1, 2048, 4096) == (512, 1)
-    assert splits(16, 2048, 4096) == (64, 5)
-    assert splits(16, 5120, 2048) == (160, 2)
-    assert splits(16, 128, 2048) == (4, 8)
-    assert splits(16, 151_936, 2048) == (4748, 1)
-    assert splits(2, 128, 128) == (4, 1)
+    assert splits(1, 2048, 4096) == (1024, 1)
+    assert splits(16, 2048, 4096) == (32, 8)
+    assert splits(16, 5120, 2048) == (80, 3)
+    assert splits(16, 128, 2048) == (2, 8)
+    assert splits(16, 151_936, 2048) == (2374, 1)
+    assert splits(2, 128, 128) == (2, 1)
+
+
+def test_rows_are_loaded_whole_where_that_wastes_little() -> None:
+    def inputs(size: int, outputs: int = 4096) -> int:
+        return kernels.plan_for(1, outputs, size, 132).tile.inputs
+
+    assert [inputs(size) for size in (768, 1536, 1600, 2048, 2880, 4096, 7168)] == [
+        1024, 1024, 2048, 2048, 1024, 4096, 1024,
+    ]  # fmt: skip
+
+
+def test_one_row_in_one_block_or_more() -> None:
+    for dtype in SHORT:
+        check(1, 6, 2000, dtype, True)
+        check(1, 6, 24, dtype, False, Plan(Tile(1, 4, 16, 1), 2, 1, prefetch=True))
+        check(1, 5, 4096, dtype, False)
 
 
 def test_rows_do_not_know_each_other() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moesaic.kernels import routing as twins
-from moesaic.kernels.routing import RouterWeights, RouteSpec
+from moesaic.kernels.routing import RouterWeights, RouteSpec, SumToNorm
 from moesaic.kernels.triton import routing as kernels
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.topk import TopK, TopKConfig
@@ -49,6 +49,11 @@ def test_the_examples() -> None:
     router = RouterWeights(torch.tensor([[0.0, 5], [2, 0]]), None, True, torch.zeros(1).int())
     ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, RouteSpec(1))
     assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.8808, abs=1e-4)
+    rows = SumToNorm(torch.tensor([[1.0, 0]]), torch.tensor([[0.0, 1]]), torch.ones(2), 0.0)
+    router = RouterWeights(torch.tensor([[0.0, 1], [2, 0]]), None, True, torch.zeros(1).int())
+    normed, total, ids, weights = twins.norm_route_rows(rows, router, RouteSpec(1))
+    assert normed.tolist() == total.tolist() == [[1, 1]]
+    assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.7311, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -130,6 +135,30 @@ def check_router(rows: int, hidden: int, name: str, dtype: torch.dtype, bias: bo
         assert same > 0.9 and ids.shape == (rows, spec.top_k)
 
 
+def check_normed_router(rows: int, hidden: int, name: str, dtype: torch.dtype) -> None:
+    experts, spec, biased = SPECS[name]
+    router, correction = make_router(experts, hidden, dtype, False), biases(experts, biased)
+    num_tokens = torch.tensor([max(1, rows - 1)], dtype=torch.int32, device=DEVICE)
+    wide = draw(rows, 2 * hidden).to(dtype)
+    to_norm = SumToNorm(
+        wide[:, hidden:], draw(rows, hidden).to(dtype), draw(hidden).to(dtype) + 2, 1e-3
+    )
+    for _ in range(2):
+        made = kernels.norm_route_rows(to_norm, router, spec, correction, num_tokens)
+        wanted = twins.norm_route_rows.twin(to_norm, router, spec, correction, num_tokens)
+        assert router.counter_1.item() == 0
+        assert torch.equal(made[1], wanted[1])
+        torch.testing.assert_close(made[0], wanted[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(made[3], wanted[3], rtol=2e-2, atol=1e-4)
+        assert not rows or (made[2] == wanted[2]).float().mean().item() > 0.9
+
+
+def test_the_norm_before_the_router() -> None:
+    check_normed_router(0, 64, "qwen3", torch.float32)
+    check_normed_router(1, 300, "qwen3", torch.float32)
+    check_normed_router(3, 260, "mixtral", torch.float16)
+
+
 @pytest.mark.parametrize("rows, hidden, name", [(0, 64, "qwen3"), (1, 300, "qwen3")])
 def test_the_router_equals_its_twin(rows: int, hidden: int, name: str) -> None:
     check_router(rows, hidden, name, torch.float32, bias=False)
@@ -165,3 +194,5 @@ def test_the_router_at_real_sizes(rows: int, name: str) -> None:
     for _ in range(20):
         check_router(rows, 2048, name, torch.bfloat16, bias=name == "mixtral")
     check_router(rows, 7168, name, torch.bfloat16, bias=False)
+    check_normed_router(rows, 2048, name, torch.bfloat16)
+    check_normed_router(rows, 7168, name, torch.bfloat16)

@@ -2,8 +2,10 @@
 
 A kernel with `PDL` may begin before its predecessor has ended. Until `await_inputs` it must not
 touch what other kernels of the step write or still read; weights, which nobody writes, it may fetch
-before. `release_next` lets the successor begin. With PDL off both are nothing, as in the
-interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
+before. `release_next` lets the successor begin, once all programs have come to it. Small kernels do
+so at once, even before they wait: whoever is behind them waits for them, and they for whoever is in
+front; and the weights of a large product come while several small kernels run. With PDL off both
+are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
 
     pdl = dependent_launch(x)
     kernel[grid](…, PDL=pdl.on, **pdl.options)
@@ -72,6 +74,37 @@ def prefetch_lines(pointers):
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
         [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_rows(first, stride, rows, size):
+    """Asks for `size` bytes of each of some rows to come into the L2 cache. They lie `stride` bytes
+    apart, all of it multiples of 16 bytes; no more rows than threads, and the warps share them, as
+    each can only ask for one after the other. Hopper and later."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred mine;
+        .reg .u32 row, warp, warps;
+        .reg .u64 at;
+        mov.u32 row, %tid.x;
+        mov.u32 warps, %ntid.x;
+        shr.u32 warp, row, 5;
+        shr.u32 warps, warps, 5;
+        and.b32 row, row, 31;
+        mad.lo.u32 row, row, warps, warp;
+        setp.lt.u32 mine, row, $3;
+        mad.wide.u32 at, row, $2, $1;
+        @mine cp.async.bulk.prefetch.L2.global [at], $4;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [first, stride, rows, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -27,6 +27,7 @@ from moesaic.kernels.triton.launch import (
     dependent_launch,
     num_processors,
     prefetch_lines,
+    prefetch_rows,
     release_next,
 )
 from moesaic.kernels.triton.quantise import silu_times
@@ -35,7 +36,8 @@ from moesaic.kernels.triton.quantise import silu_times
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
-    each processor, that splits aim at."""
+    each processor, that splits aim at. `turned`: w xᵀ rather than x wᵀ, which
+    Hopper's matrix units take with as few as 8 rows beside 64 outputs."""
 
     rows: int
     outputs: int
@@ -43,6 +45,7 @@ class Tile:
     warps: int
     stages: int = 1
     programs: int = 2
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,15 @@ class Plan:
     prefetch: bool
 
 
-# Beyond so many rows cuBLAS is faster.
-FEW_ROWS = 64
+# Matrices of up to so many numbers, and the rows beyond which cuBLAS is faster.
+FEW_ROWS = ((1 << 20, 64), (1 << 25, 64), (1 << 62, 64))
+# Rows of a matrix that are loaded at once, before x is there, so that all of a layer's matrix can
+# be on its way: by their padded length, then by the number of outputs.
+WHOLE_ROWS = {
+    2048: ((1024, Tile(1, 2, 2048, 4)), (1 << 62, Tile(1, 8, 2048, 4))),
+    4096: ((1024, Tile(1, 1, 4096, 4)), (1 << 62, Tile(1, 2, 4096, 4))),
+}
+# Shorter and longer rows, by blocks.
 ONE_ROW = (
     # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
     (1024, Tile(1, 2, 1024, 4)),
@@ -62,11 +72,13 @@ ONE_ROW = (
     (1 << 62, Tile(1, 8, 1024, 8)),
 )
 # Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
-# fewer splits.
+# fewer splits. As many bytes as can be are on their way: two programs fill a processor's shared
+# memory.
 TILES = (
-    Tile(16, 32, 128, 4, 5),
-    Tile(32, 64, 128, 4, 4),
-    Tile(64, 128, 64, 8, 4, programs=1),
+    Tile(8, 64, 128, 4, 6, turned=True),
+    Tile(16, 64, 128, 4, 5, turned=True),
+    Tile(32, 64, 128, 4, 4, turned=True),
+    Tile(64, 64, 64, 4, 6, turned=True),
     Tile(128, 128, 64, 8, 4, programs=1),
 )
 # Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
@@ -76,6 +88,8 @@ SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
 # A matrix that the L2 cache can hold beside others is asked for before the rows are there.
 PREFETCH_BYTES = 32 << 20
+# By rows (2) or by lines of the cache (1).
+PREFETCH_BY = 2
 MAX_COUNTERS = 4096
 MAX_STREAMS = 64
 
@@ -100,6 +114,22 @@ def prefetch_matrix(w, row_O, start, stop, num_inputs, LINES: tl.constexpr):
     for i in range(start, stop, LINES * LINE):
         column = tl.minimum(i + tl.arange(0, LINES) * LINE, stop - 1)
         prefetch_lines(w + row_O.to(tl.int64)[:, None] * num_inputs + column[None, :])
+
+
+@triton.jit
+def prefetch_tile(
+    w, first, start, stop, num_outputs, num_inputs, BLOCK_O: tl.constexpr, GATED: tl.constexpr
+):
+    """Inputs start .. stop of a tile's rows, one request a row. A row is a multiple of 16 bytes."""
+    SIZE: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
+    if GATED:
+        at, rows = first // 2, tl.minimum(BLOCK_O, num_outputs - first) // 2
+        up = w + (num_outputs // 2 + at).to(tl.int64) * num_inputs + start
+        prefetch_rows(up, num_inputs * SIZE, rows, (stop - start) * SIZE)
+    else:
+        at, rows = first, tl.minimum(BLOCK_O, num_outputs - first)
+    place = w + at.to(tl.int64) * num_inputs + start
+    prefetch_rows(place, num_inputs * SIZE, rows, (stop - start) * SIZE)
 
 
 @triton.jit
@@ -157,7 +187,8 @@ def add_splits(
 def _few_rows(
     x, w, bias, y, partial, arrived, num_rows, num_outputs, num_inputs, x_stride, num_tiles,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile has are computed by
     programs of their own, which only works without splits."""
@@ -171,13 +202,15 @@ def _few_rows(
     start = split * share
     stop = tl.minimum(start + share, num_inputs)
     release_next(PDL)
-    if PDL and PREFETCH:
+    if PDL and PREFETCH == 2:
+        prefetch_tile(w, tile * BLOCK_O, start, stop, num_outputs, num_inputs, BLOCK_O, GATED)
+    elif PDL and PREFETCH == 1:
         prefetch_matrix(w, row_O, start, stop, num_inputs, 8)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
     w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
-    acc_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+    acc = tl.zeros([BLOCK_O, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_O], tl.float32)
     for at in range(start, stop, BLOCK_I):
         if EVEN:
             x_TI = tl.load(x_at + at, mask=(t < num_rows)[:, None], other=0.0)
@@ -186,7 +219,11 @@ def _few_rows(
             inside = (i < num_inputs - at)[None, :]
             x_TI = tl.load(x_at + at, mask=(t < num_rows)[:, None] & inside, other=0.0)
             w_OI = tl.load(w_at + at, mask=inside, other=0.0)
-        acc_TO = tl.dot(x_TI, w_OI.T, acc_TO, input_precision="ieee")
+        if TURNED:
+            acc = tl.dot(w_OI, x_TI.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_TI, w_OI.T, acc, input_precision="ieee")
+    acc_TO = acc.T if TURNED else acc
     if SPLITS > 1:
         is_last, acc_TO = add_splits(
             acc_TO, partial, arrived, tile, split, num_tiles, num_rows, BLOCK_T, BLOCK_O, SPLITS
@@ -200,31 +237,41 @@ def _few_rows(
 @triton.jit
 def _one_row(
     x, w, bias, y, num_outputs, num_inputs,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first block of weights is under way before x is there; then always one block ahead."""
+    """The first block of weights is under way before x is there; then always one block ahead.
+    `WHOLE`: it is the only one."""
     tile = tl.program_id(0)
     row_O = matrix_rows(tile * BLOCK_O, num_outputs, BLOCK_O, GATED)
     i = tl.arange(0, BLOCK_I)
     w_at = w + row_O.to(tl.int64)[:, None] * num_inputs + i[None, :]
     release_next(PDL)
-    next_OI = tl.load(w_at, mask=None if EVEN else (i < num_inputs)[None, :])
-    if PDL and PREFETCH:
-        prefetch_matrix(w, row_O, BLOCK_I, num_inputs, num_inputs, 16)
-    await_inputs(PDL)
-    acc_OI = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    for at in range(0, num_inputs, BLOCK_I):
-        w_OI = next_OI
-        ahead = at + BLOCK_I
-        if EVEN:
-            next_OI = tl.load(w_at + ahead, mask=ahead < num_inputs)
-            x_I = tl.load(x + at + i)
-        else:
-            next_OI = tl.load(w_at + ahead, mask=(i < num_inputs - ahead)[None, :], other=0.0)
-            x_I = tl.load(x + at + i, mask=i < num_inputs - at, other=0.0)
-            w_OI = tl.where((i < num_inputs - at)[None, :], w_OI, 0.0)
-        acc_OI += w_OI.to(tl.float32) * x_I.to(tl.float32)[None, :]
+    if EVEN:
+        next_OI = tl.load(w_at)
+    else:
+        next_OI = tl.load(w_at, mask=(i < num_inputs)[None, :], other=0.0)
+    if WHOLE:
+        await_inputs(PDL)
+        x_I = tl.load(x + i, mask=i < num_inputs, other=0.0)
+        acc_OI = next_OI.to(tl.float32) * x_I.to(tl.float32)[None, :]
+    else:
+        if PDL and PREFETCH > 0:
+            prefetch_tile(
+                w, tile * BLOCK_O, BLOCK_I, num_inputs, num_outputs, num_inputs, BLOCK_O, GATED
+            )
+        await_inputs(PDL)
+        acc_OI = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        for at in range(0, num_inputs, BLOCK_I):
+            w_OI = next_OI
+            ahead = at + BLOCK_I
+            if EVEN:
+                next_OI = tl.load(w_at + ahead, mask=ahead < num_inputs)
+                x_I = tl.load(x + at + i)
+            else:
+                next_OI = tl.load(w_at + ahead, mask=(i < num_inputs - ahead)[None, :], other=0.0)
+                x_I = tl.load(x + at + i, mask=i < num_inputs - at, other=0.0)
+            acc_OI += w_OI.to(tl.float32) * x_I.to(tl.float32)[None, :]
     acc_1O = tl.sum(acc_OI, 1)[None, :]
     store_tile(y, bias, acc_1O, tile, 1, num_outputs, 1, BLOCK_O, GATED)
 
@@ -247,7 +294,8 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 def _fits(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Few rows of a type that tensor cores know."""
-    few = len(x_TI) <= FEW_ROWS
+    most = next(rows for numbers, rows in FEW_ROWS if weight_OI.numel() <= numbers)
+    few = len(x_TI) <= most
     return few and x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2
 
 
@@ -298,12 +346,13 @@ def multiply(
         "BLOCK_I": tile.inputs,
         "GATED": gated,
         "EVEN": inputs % tile.inputs == 0,
-        "PREFETCH": plan.prefetch,
+        "PREFETCH": PREFETCH_BY if plan.prefetch else 0,
         "PDL": pdl.on,
         "num_warps": tile.warps,
         **pdl.options,
     }
     if tile.rows == 1:
+        constants["WHOLE"] = inputs <= tile.inputs
         _one_row[(plan.tiles,)](x_TI, weight_OI, bias_O, y_TO, outputs, inputs, **constants)
         return y_TO
     chunks = -(-rows // tile.rows)
@@ -312,14 +361,22 @@ def multiply(
     _few_rows[(plan.tiles, plan.splits, chunks)](
         x_TI, weight_OI, bias_O, y_TO, partial, arrived,
         rows, outputs, inputs, x_TI.stride(0), plan.tiles,
-        BLOCK_T=tile.rows, SPLITS=plan.splits, num_stages=tile.stages, **constants,
+        BLOCK_T=tile.rows, SPLITS=plan.splits, TURNED=tile.turned, num_stages=tile.stages,
+        **constants,
     )  # fmt: skip
     return y_TO
 
 
 @cache
 def plan_for(rows: int, outputs: int, inputs: int, processors: int, element_size: int = 2) -> Plan:
-    return plan_with(ONE_ROW, TILES, rows, outputs, inputs, element_size, processors)
+    whole = WHOLE_ROWS.get(triton.next_power_of_2(inputs))
+    one_row = whole if whole and filled(inputs) else ONE_ROW
+    return plan_with(one_row, TILES, rows, outputs, inputs, element_size, processors)
+
+
+def filled(inputs: int) -> bool:
+    """Whether loading a power of two of them wastes little."""
+    return 4 * inputs > 3 * triton.next_power_of_2(inputs)
 
 
 def plan_with(
@@ -333,12 +390,13 @@ def plan_with(
 ) -> Plan:
     """Which of the tiles, and how many splits of the inputs."""
     prefetch = outputs * inputs * element_size <= PREFETCH_BYTES
+    prefetch = prefetch and inputs * element_size % 16 == 0
     if rows == 1:
         tile = next(tile for most, tile in one_row if outputs <= most)
         return Plan(tile, -(-outputs // tile.outputs), 1, prefetch)
     tile = next(tile for tile in tiles if rows <= tile.rows)
     across, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
-    wanted = min(-(-tile.programs * processors // across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
+    wanted = min(round(tile.programs * processors / across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
     share = -(-blocks // max(1, wanted))
     return Plan(tile, across, -(-blocks // share), prefetch)
 

@@ -47,8 +47,8 @@ def _norm_kernel(
     channel = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < rows) & (channel < H)
     weight = tl.load(weight_ptr + channel, channel < H, 0.0).to(tl.float32)
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     start = row // inner * stride_outer + row % inner * stride_inner
     x = tl.load(x_ptr + start + channel, mask, 0.0)
     out = row * H + channel

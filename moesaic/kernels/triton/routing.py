@@ -7,21 +7,21 @@ instruction on a GPU, so choosing K of E experts takes K short steps without sha
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, RouteSpec, SlotTable
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, RouteSpec, SlotTable, SumToNorm
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 # Below the key of any number, -inf included.
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
-# Experts and channels of a program of `route_rows`; it computes without matrix units.
-ROUTER_EXPERTS = 8
-ROUTER_CHANNELS = 256
+# Experts and channels of a program of `route_rows`, by rows; it computes without matrix units.
+ROUTER_TILES = {1: (4, 512), 2: (8, 256), 4: (8, 256), 8: (8, 256)}
 
 
 @triton.jit
@@ -184,8 +184,8 @@ def _route_kernel(
     """A warp a row: all that it does stays in its registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK_E)[None, :]
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     mask = (row < num_rows) & (expert < E)
     logits = tl.load(logits_ptr + row * stride + expert, mask, 0.0).to(tl.float32)
     ids, weights = _choose(
@@ -198,9 +198,42 @@ def _route_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _norm_row(
+    x,
+    weight,
+    x_ptr,
+    residual_ptr,
+    normed_ptr,
+    sum_ptr,
+    channel,
+    inside,
+    eps,
+    keep,
+    H: tl.constexpr,
+):
+    """Of a row's sum with its residual: some channels normed, whose `x` and norm's `weight` are
+    given. Who shall `keep` them stores them and their sums."""
+    TYPE: tl.constexpr = sum_ptr.dtype.element_ty
+    every = tl.arange(0, triton.next_power_of_2(H))
+    whole = tl.load(x_ptr + every, every < H, 0.0).to(tl.float32)
+    whole += tl.load(residual_ptr + every, every < H, 0.0).to(tl.float32)
+    whole = whole.to(TYPE).to(tl.float32)
+    factor = tl.math.rsqrt(tl.sum(whole * whole, 0) / H + eps)
+    total = (tl.load(residual_ptr + channel, inside, 0.0).to(tl.float32) + x).to(TYPE)
+    normed = (total.to(tl.float32) * factor * weight).to(TYPE)
+    tl.store(sum_ptr + channel, total, inside & keep)
+    tl.store(normed_ptr + channel, normed, inside & keep)
+    return normed.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_kernel(
     x_ptr,
+    residual_ptr,
+    norm_ptr,
+    normed_ptr,
+    sum_ptr,
     weight_ptr,
     router_bias_ptr,
     partial_ptr,
@@ -213,6 +246,8 @@ def _router_kernel(
     weights_ptr,
     num_rows,
     stride,
+    residual_stride,
+    eps,
     scale,
     H: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -239,18 +274,27 @@ def _router_kernel(
     PDL: tl.constexpr,
 ):
     """Program (i, s): products of BLOCK_X experts over BLOCK_H channels, for all rows. The one that
-    comes last adds them up, always in the same order, and routes."""
+    comes last adds them up, always in the same order, and routes. With a residual the rows are what
+    `_norm_row` gives."""
     some = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
     split = tl.program_id(1)
     channel = split * BLOCK_H + tl.arange(0, BLOCK_H)
     at = some.to(tl.int64)[:, None] * H + channel[None, :]
     weight = tl.load(weight_ptr + at, (some < E)[:, None] & (channel < H)[None, :], 0.0)
     weight = weight.to(tl.float32)
-    await_inputs(PDL)
+    if residual_ptr is not None:
+        norm = tl.load(norm_ptr + channel, channel < H, 0.0).to(tl.float32)
     release_next(PDL)
+    await_inputs(PDL)
     for t in tl.static_range(ROWS):
         inside = (channel < H) & (t < num_rows)
         x = tl.load(x_ptr + t * stride + channel, inside, 0.0).to(tl.float32)
+        if residual_ptr is not None:
+            at_row = tl.minimum(t, num_rows - 1)
+            x = _norm_row(
+                x, norm, x_ptr + at_row * stride, residual_ptr + at_row * residual_stride,
+                normed_ptr + t * H, sum_ptr + t * H, channel, inside, eps, tl.program_id(0) == 0, H,
+            )  # fmt: skip
         product = tl.sum(weight * x[None, :], 1)
         tl.store(partial_ptr + (split * ROWS + t) * BLOCK_E + some, product)
     tl.debug_barrier()  # all threads' products are written before one thread says so
@@ -294,8 +338,7 @@ def route(
         logits_TE,
         bias_E,
         num_tokens_1,
-        None if slots is None else slots.slots_EX,
-        None if slots is None else slots.count_E,
+        *_planes(slots),
         ids_TK,
         weights_TK,
         rows,
@@ -318,45 +361,62 @@ def route_rows(
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
 ) -> tuple[Tensor, Tensor]:
+    fixed = constants(len(router.weight_EH), spec, bias_E, num_tokens_1, slots)
+    ids_TK, weights_TK = _outputs(len(x_TH), spec.top_k, x_TH.device)
+    lists = (bias_E, num_tokens_1, *_planes(slots), ids_TK, weights_TK)
+    _run_router(x_TH, (None, None, None, None, 0, 0.0), router, lists, spec, fixed)
+    return ids_TK, weights_TK
+
+
+def norm_route_rows(
+    rows: SumToNorm,
+    router: RouterWeights,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    num_tokens_1: Tensor | None = None,
+    slots: SlotTable | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TH, residual_TH = rows.values, rows.residual_TH
+    assert residual_TH.stride(1) == 1 and x_TH.stride(1) == 1, (x_TH.stride(), residual_TH.stride())
+    normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
+    fixed = constants(len(router.weight_EH), spec, bias_E, num_tokens_1, slots)
+    ids_TK, weights_TK = _outputs(len(x_TH), spec.top_k, x_TH.device)
+    lists = (bias_E, num_tokens_1, *_planes(slots), ids_TK, weights_TK)
+    norm = (residual_TH, rows.weight_H, normed_TH, sum_TH, residual_TH.stride(0), rows.eps)
+    _run_router(x_TH, norm, router, lists, spec, fixed)
+    return normed_TH, sum_TH, ids_TK, weights_TK
+
+
+def _run_router(
+    x_TH: Tensor,
+    norm: tuple[Any, ...],
+    router: RouterWeights,
+    lists: tuple[Tensor | None, ...],
+    spec: RouteSpec,
+    fixed: dict[str, Any],
+) -> None:
     rows, hidden = x_TH.shape
-    experts = len(router.weight_EH)
     assert rows <= MAX_ROWS and router.weight_EH.is_contiguous(), (rows, router.weight_EH.stride())
-    ids_TK, weights_TK = _outputs(rows, spec.top_k, x_TH.device)
     if not rows:
-        return ids_TK, weights_TK
+        return
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    tile, splits = triton.next_power_of_2(rows), triton.cdiv(hidden, ROUTER_CHANNELS)
-    fixed = constants(experts, spec, bias_E, num_tokens_1, slots)
+    tile = triton.next_power_of_2(rows)
+    experts, channels = ROUTER_TILES[tile]
+    splits = triton.cdiv(hidden, channels)
     partial = torch.empty(splits, tile, fixed["BLOCK_E"], device=x_TH.device)
     pdl = dependent_launch(x_TH)
-    _router_kernel[(fixed["BLOCK_E"] // ROUTER_EXPERTS, splits)](
-        x_TH,
-        router.weight_EH,
-        router.bias_E,
-        partial,
-        router.counter_1,
-        bias_E,
-        num_tokens_1,
-        None if slots is None else slots.slots_EX,
-        None if slots is None else slots.count_E,
-        ids_TK,
-        weights_TK,
-        rows,
-        x_TH.stride(0),
-        spec.routed_scaling_factor,
-        H=hidden,
-        SPLITS=splits,
-        BLOCK_H=ROUTER_CHANNELS,
-        BLOCK_X=ROUTER_EXPERTS,
-        ROUTER_BIAS=router.bias_E is not None,
-        ROUNDS=router.rounds,
-        ROWS=tile,
-        num_warps=tile,
-        **fixed,
-        PDL=pdl.on,
-        **pdl.options,
-    )
-    return ids_TK, weights_TK
+    *planes, residual_stride, eps = norm
+    _router_kernel[(fixed["BLOCK_E"] // experts, splits)](
+        x_TH, *planes, router.weight_EH, router.bias_E, partial, router.counter_1, *lists,
+        rows, x_TH.stride(0), residual_stride, eps, spec.routed_scaling_factor,
+        H=hidden, SPLITS=splits, BLOCK_H=channels, BLOCK_X=experts,
+        ROUTER_BIAS=router.bias_E is not None, ROUNDS=router.rounds, ROWS=tile, num_warps=tile,
+        **fixed, PDL=pdl.on, **pdl.options,
+    )  # fmt: skip
+
+
+def _planes(slots: SlotTable | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if slots is None else (slots.slots_EX, slots.count_E)
 
 
 def constants(
@@ -365,7 +425,7 @@ def constants(
     bias_E: Tensor | None,
     num_tokens_1: Tensor | None,
     slots: SlotTable | None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     return {
         **_sizes(experts, spec),
         "BIASED": bias_E is not None,

@@ -364,8 +364,8 @@ def _sum_pairs(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     inside = column < H
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     total = tl.zeros([BH], dtype=tl.float32)
     for k in tl.static_range(K):
         pair = row * K + k
