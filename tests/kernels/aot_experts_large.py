@@ -43,6 +43,7 @@ PRODUCTS = {
 SPILLS = {PLAIN: 0, CHANNEL: 128, BLOCK: 16}
 QUICK = ("gate and up",)
 INTEGERS = ("first_place", "count", "tile_expert", "tile_place", "num_tiles")
+COUNTER = {"counter": "*i32"}
 
 
 def arguments(product: Product, sorted_rows: bool) -> tuple[dict[str, str], dict[str, Any]]:
@@ -100,10 +101,10 @@ def specialised(product: Product, sorted_rows: bool) -> Usage:
     if product.gather:
         none["x_desc"] = None
     else:
-        types["x_desc"] = descriptor
+        types["x_desc"] = descriptor.replace("[128", "[64")
     return build(
         experts_hopper.experts_kernel,
-        {**types, "w_desc": descriptor},
+        {**types, **COUNTER, "w_desc": descriptor},
         {**none, "P": plan},
         num_warps=4,
         maxnreg=experts_hopper.REGISTERS,

@@ -7,6 +7,10 @@ groups of four warps multiply 64 places each, and store them. In between a ring 
 counts what has arrived in one, `empty` who is done with it. The loaders are up to a ring ahead, so
 that they fetch the next item's first steps while the others store. The second group starts `skew`
 steps late and so stores while the first multiplies.
+
+Items differ: a tile with at most 64 rows takes half the time. So a program claims its next item
+when it begins one, from a counter of all programs, and whoever is free takes the next. Tiles of one
+expert are then at one strip at one time, and its weights come from memory once.
 """
 
 from __future__ import annotations
@@ -43,6 +47,9 @@ from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processo
 
 # Of 12 warps, before they share them out: 65,536 in all.
 REGISTERS = 168
+# Items that the loaders tell of: at most an item ahead, as the ring is no longer than an item, they
+# never overwrite what was not heard.
+TOLD = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,13 @@ class Plan:
     PDL: bool = True
 
     @property
+    def registers(self) -> list[int]:
+        """Of the second group of multiplying warps, as of the first, and of the loading ones."""
+        if not self.GATHER:
+            return [232, 40]
+        return [224, 56] if self.PROMOTE else [208, 88]
+
+    @property
     def steps(self) -> int:
         return self.K // self.BK
 
@@ -90,7 +104,7 @@ class Plan:
 
 @gluon.jit
 def _look(item, tables, tiles, P: gl.constexpr):
-    """Strip, expert, first place and last place's end of an item; zeros where there is none."""
+    """Strip, expert, first place and last place's end of an item; -1 where there is none."""
     _, first_place, count, tile_expert, tile_place, _ = tables
     there = item < tiles * P.NUM_STRIPS
     first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
@@ -100,47 +114,91 @@ def _look(item, tables, tiles, P: gl.constexpr):
     expert = gl.load(tile_expert + tile, mask=there, other=0)
     place = gl.load(tile_place + tile, mask=there, other=0)
     end = gl.load(first_place + expert) + gl.load(count + expert)
-    return within // size, expert, place, end
+    return gl.where(there, within // size, -1), expert, place, end
+
+
+@gluon.jit
+def _tell(told, number, found):
+    """The others what the loaders found out about a program's item after `number`."""
+    values, made = told
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = values.index(number % TOLD)
+    for i in gl.static_range(4):
+        slot.slice(i, 1).store(gl.full([1], found[i], gl.int32, one))
+    mbarrier.arrive(made.index(number % TOLD), count=1)
+
+
+@gluon.jit
+def _hear(told, number):
+    values, made = told
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(made.index(number % TOLD), number // TOLD & 1)
+    slot = values.index(number % TOLD)
+    strip = gl.max(slot.slice(0, 1).load(one), 0)
+    expert = gl.max(slot.slice(1, 1).load(one), 0)
+    place = gl.max(slot.slice(2, 1).load(one), 0)
+    end = gl.max(slot.slice(3, 1).load(one), 0)
+    return strip, expert, place, end
 
 
 @gluon.jit
 def _row_pointers(x, order, place, end, P: gl.constexpr):
-    """To the first channels of a tile's rows, 16 bytes for each thread."""
+    """To the first channels of a tile's rows, 16 bytes for each thread; which of them there are."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    # Places past the end repeat the last one: their sums are never stored.
-    rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
+    rows = gl.load(order + places, mask=places < end, other=0) // P.TOP_K
     ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
-    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :]
+    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :], (places < end)[:, None]
 
 
 @gluon.jit
-def _load(x, x_desc, w_desc, tables, ring, P: gl.constexpr):
+def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
     order = tables[0]
     a_bufs, b_bufs, ready, empty = ring
     tiles = gl.load(tables[5])
+    total = tiles * P.NUM_STRIPS
+    WEIGHTS: gl.constexpr = 2 * w_desc.block_type.nbytes
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    threads = gl.arange(0, THREADS, layout=each)
+    one = gl.full([THREADS], 1, gl.int32, each)
+    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
+    number = 0
     step = 0
-    for item in range(gl.program_id(0), tiles * P.NUM_STRIPS, gl.num_programs(0)):
-        strip, expert, place, end = _look(item, tables, tiles, P)
+    while strip >= 0:
+        # Under way while the item is loaded. As many claims as items: the last leaves a zero.
+        claim = gl.atomic_add(counter + threads, one, mask=threads == 0, sem="relaxed")
         row = expert * P.rows + strip * P.STRIP
+        both = place + 64 < end
         if P.GATHER:
-            pointers = _row_pointers(x, order, place, end, P)
+            pointers, there = _row_pointers(x, order, place, end, P)
         for k in range(0, P.K, P.BK):
             stage = step % P.STAGES
             bar = ready.index(stage)
+            a = a_bufs.index(stage)
             b = b_bufs.index(stage)
             mbarrier.wait(empty.index(stage), step // P.STAGES & 1 ^ 1)
             if P.GATHER:
-                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes)
+                mbarrier.expect(bar, WEIGHTS)
             else:
-                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a_bufs.index(stage))
+                ROWS: gl.constexpr = x_desc.block_type.nbytes
+                mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both)
+                mbarrier.expect(bar, WEIGHTS + ROWS, pred=not both)
+                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a.slice(0, 64))
+                tma.async_copy_global_to_shared(
+                    x_desc, [place + 64, k], bar, a.slice(64, 64), pred=both
+                )
             tma.async_copy_global_to_shared(w_desc, [row, k], bar, b.slice(0, 128))
             tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
             if P.GATHER:
-                async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers + k)
+                async_copy.async_copy_global_to_shared(a, pointers + k, mask=there)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
+        gl.store(counter + threads, one - 1, mask=(threads == 0) & (claim == total - 1))
+        item = gl.max(gl.where(threads == 0, claim, 0), 0) + gl.num_programs(0)
+        strip, expert, place, end = _look(item, tables, tiles, P)
+        _tell(told, number, (strip, expert, place, end))
+        number += 1
 
 
 @gluon.jit
@@ -220,33 +278,32 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
 
 @gluon.jit
 def _work(
-    step, item, found, tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
+    step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
 ):
-    """64 places of an item; what is known of the next one besides."""
-    order = tables[0]
+    """64 places of an item."""
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers
-    tiles, strip, expert, place, end = found
+    strip, expert, place, end = found
     place += 64 * WHICH
     column = strip * P.STRIP
     KSTEP: gl.constexpr = 32 if P.PROMOTE else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    if P.PROMOTE:
-        rows = gl.minimum(places, end - 1)
-        if P.GATHER:
-            rows = gl.load(order + rows) // P.TOP_K
-        first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
-    else:
-        sums, step = _sums(ring, step, P, WHICH)
-    # Looked up while the last product is under way.
-    following = _look(item + gl.num_programs(0), tables, tiles, P)
-    targets = find_targets(out, order, place, end, P)
     if weights is not None:
         pairs = places
         if P.SCATTER:
             pairs = gl.load(order + places, mask=places < end, other=0)
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
+    if P.PROMOTE:
+        rows = gl.minimum(places, end - 1)
+        if P.GATHER:
+            rows = gl.load(order + rows) // P.TOP_K
+        first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
+        # Not earlier: there are no registers for them.
+        targets = find_targets(out, order, place, end, P)
+    else:
+        targets = find_targets(out, order, place, end, P)
+        sums, step = _sums(ring, step, P, WHICH)
     if not P.PROMOTE:
         sums = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
@@ -269,7 +326,7 @@ def _work(
         if weights is not None:
             second = second * weight[:, None]
         store_block(second, staged, out, targets, column + 128, P)
-    return step, following
+    return step
 
 
 @gluon.jit
@@ -284,24 +341,20 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
-    tiles = gl.load(tables[5])
-    programs = gl.num_programs(0)
-    total = tiles * P.NUM_STRIPS
+def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+    strip, expert, place, end = _look(gl.program_id(0), tables, gl.load(tables[5]), P)
+    number = 0
     step = 0
-    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
     if WHICH * P.SKEW > 0:
-        mbarrier.wait(ring[2].index(P.SKEW), 0, pred=gl.program_id(0) < total)
-    for item in range(gl.program_id(0), total, programs):
+        mbarrier.wait(ring[2].index(P.SKEW), 0, pred=strip >= 0)
+    while strip >= 0:
         if place + 64 * WHICH < end:
-            found = (tiles, strip, expert, place, end)
-            step, following = _work(
-                step, item, found, tables, ring, scales, ends, numbers, P, WHICH
-            )
-            strip, expert, place, end = following
+            found = (strip, expert, place, end)
+            step = _work(step, found, tables[0], ring, scales, ends, numbers, P, WHICH)
         else:
             step = _skip(step, ring, P)
-            strip, expert, place, end = _look(item + programs, tables, tiles, P)
+        strip, expert, place, end = _hear(told, number)
+        number += 1
 
 
 @gluon.jit
@@ -318,6 +371,7 @@ def experts_kernel(
     tile_expert,
     tile_place,
     num_tiles,
+    counter,
     out,
     out_scales,
     weights,
@@ -332,28 +386,34 @@ def experts_kernel(
     b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.BK], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    values = gl.allocate_shared_memory(gl.int32, [TOLD, 4], flat)
+    made = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
     for i in gl.static_range(STAGES):
         # With rows gathered, each of 128 threads says that its own have arrived.
         mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
         mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(TOLD):
+        mbarrier.init(made.index(i), count=1)
     fence_async_shared()
     if P.PDL:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
     ring = (a_bufs, b_bufs, ready, empty)
+    told = (values, made)
     scales = (x_scales, w_scales)
     ends = (bias, out, out_scales, weights, staging)
     numbers = (scale, alpha, limit)
     gl.warp_specialize(
         [
-            (_multiply, (tables, ring, scales, ends, numbers, P, 0)),
-            (_multiply, (tables, ring, scales, ends, numbers, P, 1)),
-            (_load, (x, x_desc, w_desc, tables, ring, P)),
+            (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
+            (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
+            (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
         ],
         [4, 4 if P.GATHER else 1],
-        [224 if P.GATHER else 232, 56 if P.GATHER else 40],
+        P.registers,
     )
 
 
@@ -396,13 +456,13 @@ def launch(
 ) -> None:
     pdl = dependent_launch(x.values)
     plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config)
-    rows = None if product.gather else _descriptor(x.values, config)
+    rows = None if product.gather else _descriptor(x.values, 64, config)
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
         rows,
         x.scales,
-        _descriptor(w.planes["values"], config),
+        _descriptor(w.planes["values"], 128, config),
         w.planes.get("scales"),
         w.bias_EN,
         groups.order_P,
@@ -411,6 +471,7 @@ def launch(
         groups.tile_expert_X,
         groups.tile_place_X,
         groups.num_tiles_1,
+        _counter(groups),
         extra["out"],
         extra["out_scales"],
         extra["weights"],
@@ -424,8 +485,15 @@ def launch(
     )
 
 
-def _descriptor(values: Tensor, config: LargeConfig) -> TensorDescriptor:
-    """Of rows in steps, in the swizzle that the matrix units read."""
+def _counter(groups: Groups) -> Tensor:
+    """A zero on the device, and one again after the kernel."""
+    if groups.counters is not None:
+        return groups.counters
+    return torch.zeros(1, dtype=torch.int32, device=groups.first_E.device)
+
+
+def _descriptor(values: Tensor, rows: int, config: LargeConfig) -> TensorDescriptor:
+    """Of `rows` in steps, in the swizzle that the matrix units read."""
     layout = gl.NVMMASharedLayout(128, 8 * values.element_size(), 2)
     flat = values.view(-1, values.shape[-1])
-    return TensorDescriptor.from_tensor(flat, [128, config.block_k], layout)
+    return TensorDescriptor.from_tensor(flat, [rows, config.block_k], layout)
