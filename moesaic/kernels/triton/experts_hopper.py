@@ -74,6 +74,7 @@ class Plan:
     LIMITED: bool
     STAGES: int
     SKEW: int
+    SCALED: bool = False
     PDL: bool = True
 
     @property
@@ -289,11 +290,9 @@ def _work(
     KSTEP: gl.constexpr = 32 if P.PROMOTE else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    if weights is not None:
-        pairs = places
-        if P.SCATTER:
-            pairs = gl.load(order + places, mask=places < end, other=0)
-        weight = gl.load(weights + pairs, mask=places < end, other=0.0)
+    pairs = places
+    if weights is not None and P.SCATTER:
+        pairs = gl.load(order + places, mask=places < end, other=0)
     if P.PROMOTE:
         rows = gl.minimum(places, end - 1)
         if P.GATHER:
@@ -304,6 +303,9 @@ def _work(
     else:
         targets = find_targets(out, order, place, end, P)
         sums, step = _sums(ring, step, P, WHICH)
+    if weights is not None:
+        # While the last product is under way.
+        weight = gl.load(weights + pairs, mask=places < end, other=0.0)
     if not P.PROMOTE:
         sums = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
@@ -478,7 +480,7 @@ def launch(
         x.scale,
         extra["alpha"],
         extra["limit"],
-        replace(plan, PDL=pdl.on),
+        replace(plan, SCALED=x.scale != 1.0, PDL=pdl.on),
         num_warps=4,
         maxnreg=REGISTERS,
         **pdl.options,
