@@ -147,7 +147,7 @@ def _row_pointers(x, order, place, end, P: gl.constexpr):
     """To the first channels of a tile's rows, 16 bytes for each thread; which of them there are."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    rows = gl.load(order + places, mask=places < end, other=0) // P.TOP_K
+    rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
     ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
     return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :], (places < end)[:, None]
 
