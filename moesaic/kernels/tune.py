@@ -110,10 +110,10 @@ def _large(shape: Shape, block: int) -> Iterator[Any]:
     kind = tuning.config_class("large")
     step = tuning.LINE // tuning.ITEM_BYTES[shape.format]
     base = kind(block_m=block, block_k=step)
-    for group, ring in product((4, 16), (3, 4, 5)):
-        yield replace(base, specialised=True, group=group, ring=ring)
-    for group, stages, direct in product((4, 16), (3, 4), (True, False)):
-        yield replace(base, specialised=False, group=group, stages=stages, tensor_memory=direct)
+    for group, ring, skew in product((4, 16), (3, 4), (1, 2)):
+        yield replace(base, specialised=True, group=group, ring=ring, skew=skew)
+    for group, stages in product((4, 16), (3, 4)):
+        yield replace(base, specialised=False, group=group, stages=stages)
 
 
 def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Tensors:

@@ -141,6 +141,8 @@ def main(names: tuple[str, ...]) -> None:
         # In the loop products overlap; after it the last one is awaited.
         overlapping = usage.count("wgmma.wait_group.sync.aligned 1")
         assert overlapping == (0 if product.promote else 2), name
+        # One claim an item, and none of the loads before it has to wait for it.
+        assert usage.count("atom.") == 1, name
         assert (usage.count("cp.async.mbarrier.arrive.noinc") == 1) == product.gather, name
 
 

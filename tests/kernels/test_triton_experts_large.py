@@ -286,6 +286,24 @@ def test_rows_at_places_on_hopper(name: str) -> None:
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("name", ["one row", "many items", "fp8 tensor"])
+def test_claims_leave_zeros(name: str) -> None:
+    """Programs claim items from the counters that sorting has cleared, for one product after the
+    other."""
+    case = HOPPER_CASES[name]
+    config = hopper_config(case, True)
+    ids = random_ids(case)
+    groups = sort_pairs(ids, case.experts, config.block_m)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        check_gate_up(case, groups, case.rows, config)
+        weights_RK = torch.rand(case.rows, case.top_k, device=DEVICE)
+        check_down(case, groups, weights_RK, config, case.rows * case.top_k)
+        assert groups.counters is not None and not groups.counters.any()
+
+
+@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("ring, skew", [(3, 2), (4, 0)])
 def test_rings_on_hopper(ring: int, skew: int) -> None:
     case = HOPPER_CASES["many items"]

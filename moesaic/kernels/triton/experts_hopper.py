@@ -278,9 +278,7 @@ def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHIC
 
 
 @gluon.jit
-def _work(
-    step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
-):
+def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     """64 places of an item."""
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers

@@ -74,10 +74,11 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
         DeepSeek   8,192 of 32       80 (144)    1280:  9.7 of 10   2240: 17.0 of 17
         Mixtral   16,384 of 8       132 (260)   14784:  112 of 112  2112: 16.0 of 16
 
-    The last round wastes 3% at most. Tiles of 64 would waste 6, 12 and 2% of their rows instead
-    of 12, 25 and 3%, but at the matrix units' full rate they would read 80 bytes a cycle for each
-    processor instead of 48, and the L2 cache gives about 50. So 128; the specialised kernel skips
-    halves of tiles without rows.
+    The last round wastes 3% at most. Programs of the specialised kernel claim items as they become
+    free; halves of tiles without rows are neither loaded nor multiplied there. Tiles of 64 would
+    waste 6, 12 and 2% of their rows instead of 12, 25 and 3%, but at the matrix units' full rate
+    they would read 80 bytes a cycle for each processor instead of 48, and the L2 cache gives about
+    50. So 128.
     """
     step = 128 // x.values.element_size()
     if x.values.dtype == torch.float32:
