@@ -21,7 +21,7 @@ MODULES = {
     "formats": "moesaic.kernels.triton.experts_formats",
 }
 DEFAULTS = {"large": "large_config"}
-"""Functions that give a configuration for rows and matrices where the plan has none."""
+"""Functions that give a configuration for rows, matrices and a block where the plan has none."""
 
 
 def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
@@ -69,7 +69,7 @@ def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[A
     """None for implementations that have no configurations."""
     if planned is None and plan.implementation in DEFAULTS:
         module = import_module(MODULES[plan.implementation])
-        planned = getattr(module, DEFAULTS[plan.implementation])(rows, matrices)
+        planned = getattr(module, DEFAULTS[plan.implementation])(rows, matrices, plan.block)
     return () if planned is None else (planned,)
 
 

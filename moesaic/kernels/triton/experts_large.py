@@ -62,9 +62,10 @@ class LargeConfig:
     skew: int = 1
 
 
-def large_config(x: Rows, w: Matrices) -> LargeConfig:
-    """What to take where nothing was measured. A step is 128 bytes of a row, one line of the
-    copy engine's widest swizzle; one tile holds 128 x 256 sums, half of the registers.
+def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
+    """What to take where nothing was measured, for tiles of `block` places if given. A step is 128
+    bytes of a row, one line of the copy engine's widest swizzle; one tile holds 128 x 256 sums,
+    half of the registers.
 
     Items and rounds of 132 processors with tiles of 128 (of 64) places, where the expected last
     tile of an expert is half empty:
@@ -82,9 +83,14 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
     """
     step = 128 // x.values.element_size()
     if x.values.dtype == torch.float32:
-        return LargeConfig(block_m=64, block_n=32, block_k=step, stages=2, specialised=False)
-    # Before Hopper the matrix units take both operands from registers: too many for 128 places.
-    return LargeConfig(block_m=128 if _copy_engine(x.values) else 64, block_k=step)
+        return LargeConfig(
+            block_m=block or 64, block_n=32, block_k=step, stages=2, specialised=False
+        )
+    if block is None:
+        # Before Hopper the matrix units take both operands from registers: too many for 128 places.
+        block = 128 if _copy_engine(x.values) else 64
+    # Wider tiles leave room for fewer, wider stages.
+    return LargeConfig(block_m=block, block_k=step, ring=3 if block > 128 else 4)
 
 
 @dataclass(frozen=True, slots=True)
