@@ -207,6 +207,8 @@ def test_what_is_taken_where_nothing_was_measured() -> None:
     x = random_rows(1, case.hidden, torch.float16)
     config = large_config(x, random_matrices(case, 2, case.inner, case.hidden))
     assert (config.block_m, config.block_k) == (128, 64)
+    wide = large_config(x, random_matrices(case, 2, case.inner, case.hidden), 192)
+    assert (wide.block_m, wide.ring) == (192, 3)
     quantised = random_rows(1, 256, FP8)
     w = random_matrices(replace(case, format="fp8_block"), 1, 300, 256)
     config = large_config(quantised, w)
@@ -282,6 +284,37 @@ def test_rows_at_places_on_hopper(name: str) -> None:
     check_down(case, masked, None, config, case.experts * 200)
     groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
     check_gate_up(case, groups, case.rows, replace(config, gather_first=True))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["bias and limit", "one row", "nobody", "many items", "qwen3"])
+def test_wide_tiles_on_hopper(name: str) -> None:
+    case = HOPPER_CASES[name]
+    config = replace(hopper_config(case, True), block_m=192, ring=3)
+    check(case, config)
+    counts = torch.randint(0, 400, (case.experts,), device=DEVICE)
+    masked = blocks.twin(counts, 400, config.block_m)
+    check_gate_up(case, masked, case.experts * 400, config)
+    check_down(case, masked, None, config, case.experts * 400)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["one row", "many items", "fp8 tensor"])
+def test_claims_leave_zeros(name: str) -> None:
+    """Programs claim items from the counters that sorting has cleared, for one product after the
+    other."""
+    case = HOPPER_CASES[name]
+    config = hopper_config(case, True)
+    ids = random_ids(case)
+    groups = sort_pairs(ids, case.experts, config.block_m)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        check_gate_up(case, groups, case.rows, config)
+        weights_RK = torch.rand(case.rows, case.top_k, device=DEVICE)
+        check_down(case, groups, weights_RK, config, case.rows * case.top_k)
+        assert groups.counters is not None and not groups.counters.any()
 
 
 @pytest.mark.gpu

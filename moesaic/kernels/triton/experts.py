@@ -21,7 +21,7 @@ MODULES = {
     "formats": "moesaic.kernels.triton.experts_formats",
 }
 DEFAULTS = {"large": "large_config"}
-"""Functions that give a configuration for rows and matrices where the plan has none."""
+"""Functions that give a configuration for rows, matrices and a block where the plan has none."""
 
 
 def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows) -> Rows:
@@ -84,7 +84,7 @@ def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
 def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
     """None for implementations that have no configurations."""
     if planned is None and plan.implementation in DEFAULTS:
-        planned = _default_of(plan.implementation)(rows, matrices)
+        planned = _default_of(plan.implementation)(rows, matrices, plan.block)
     return () if planned is None else (planned,)
 
 

@@ -20,8 +20,8 @@ def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.
     columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
     at = expert.to(gl.int64) * P.rows + columns
     if P.SCALING == 1:
-        block = block * (gl.load(scales[1] + at, mask=columns < P.rows, other=0.0) * scale)[None, :]
-    else:
+        block = block * gl.load(scales[1] + at, mask=columns < P.rows, other=0.0)[None, :]
+    if P.SCALED:
         block = block * scale
     if bias is not None:
         moved = gl.load(bias + at, mask=columns < P.rows, other=0.0).to(gl.float32)
@@ -70,10 +70,12 @@ def find_targets(out, order, place, end, P: gl.constexpr):
     """The row of `out` for each of 64 places, or -1."""
     layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    rows = places
     if P.SCATTER:
-        rows = gl.load(order + places, mask=places < end, other=0)
-    return gl.where(places < end, rows, -1)
+        # Not touched before it is needed: a thread that looks at it waits for it.
+        targets = gl.load(order + places, mask=places < end, other=-1)
+    else:
+        targets = gl.where(places < end, places, -1)
+    return targets
 
 
 @gluon.jit

@@ -1,12 +1,16 @@
 """The products of experts_large.py on Hopper, by warps that each do one thing.
 
-K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns.
+K inner size · N columns of a part · one item: 128 places, or 192, x two blocks of 128 columns.
 
 Four warps load: weights by the copy engine, rows by it too or, gathered, by 16 bytes a thread. Two
-groups of four warps multiply 64 places each, and store them. In between a ring of stages: `ready`
-counts what has arrived in one, `empty` who is done with it. The loaders are up to a ring ahead, so
-that they fetch the next item's first steps while the others store. The second group starts `skew`
-steps late and so stores while the first multiplies.
+groups of four warps, or three, multiply 64 places each, and store them. In between a ring of
+stages: `ready` counts what has arrived in one, `empty` who is done with it. The loaders are up to a
+ring ahead, so that they fetch the next item's first steps while the others store. Each group starts
+`skew` steps after the one before it, and so stores while the others multiply.
+
+Items differ: a tile with at most 64 rows takes half the time. So a program claims its next item
+when it begins one, from a counter of all programs, and whoever is free takes the next. Tiles of one
+expert are then at one strip at one time, and its weights come from memory once.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -39,10 +42,15 @@ from moesaic.kernels.triton.experts_epilogue import (
     store_block,
 )
 from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
+from moesaic.kernels.triton.experts_sums import narrow_sums, scaled_sums, wide_sums
 from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
 
-# Of 12 warps, before they share them out: 65,536 in all.
-REGISTERS = 168
+# By groups that multiply, of each of their and the loading warps' threads before they share them
+# out: 65,536 in all.
+REGISTERS = {2: 168, 3: 128}
+# Items that the loaders tell of: at most an item ahead, as the ring is no longer than an item, they
+# never overwrite what was not heard.
+TOLD = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,15 @@ class Plan:
     LIMITED: bool
     STAGES: int
     SKEW: int
+    SHARES: tuple[int, ...]
+    """Registers of the groups after the first, which has as many, and of the loading warps."""
+    SCALED: bool = False
     PDL: bool = True
+
+    @property
+    def groups(self) -> int:
+        """Of warps that multiply."""
+        return self.BM // 64
 
     @property
     def steps(self) -> int:
@@ -90,7 +106,7 @@ class Plan:
 
 @gluon.jit
 def _look(item, tables, tiles, P: gl.constexpr):
-    """Strip, expert, first place and last place's end of an item; zeros where there is none."""
+    """Strip, expert, first place and last place's end of an item; -1 where there is none."""
     _, first_place, count, tile_expert, tile_place, _ = tables
     there = item < tiles * P.NUM_STRIPS
     first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
@@ -100,159 +116,147 @@ def _look(item, tables, tiles, P: gl.constexpr):
     expert = gl.load(tile_expert + tile, mask=there, other=0)
     place = gl.load(tile_place + tile, mask=there, other=0)
     end = gl.load(first_place + expert) + gl.load(count + expert)
-    return within // size, expert, place, end
+    return gl.where(there, within // size, -1), expert, place, end
 
 
 @gluon.jit
-def _row_pointers(x, order, place, end, P: gl.constexpr):
-    """To the first channels of a tile's rows, 16 bytes for each thread."""
+def _tell(told, number, found):
+    """The others what the loaders found out about a program's item after `number`."""
+    values, made = told
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = values.index(number % TOLD)
+    for i in gl.static_range(4):
+        slot.slice(i, 1).store(gl.full([1], found[i], gl.int32, one))
+    mbarrier.arrive(made.index(number % TOLD), count=1)
+
+
+@gluon.jit
+def _hear(told, number):
+    values, made = told
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(made.index(number % TOLD), number // TOLD & 1)
+    slot = values.index(number % TOLD)
+    strip = gl.max(slot.slice(0, 1).load(one), 0)
+    expert = gl.max(slot.slice(1, 1).load(one), 0)
+    place = gl.max(slot.slice(2, 1).load(one), 0)
+    end = gl.max(slot.slice(3, 1).load(one), 0)
+    return strip, expert, place, end
+
+
+@gluon.jit
+def _row_pointers(x, order, place, end, ROWS: gl.constexpr, P: gl.constexpr):
+    """To the first channels of some rows, 16 bytes for each thread; which of them there are."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    # Places past the end repeat the last one: their sums are never stored.
+    places = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
     ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
-    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :]
+    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :], (places < end)[:, None]
 
 
 @gluon.jit
-def _load(x, x_desc, w_desc, tables, ring, P: gl.constexpr):
+def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
     order = tables[0]
-    a_bufs, b_bufs, ready, empty = ring
+    x_bufs, b_bufs, ready, empty = ring
+    a_bufs, third_bufs = x_bufs
     tiles = gl.load(tables[5])
+    total = tiles * P.NUM_STRIPS
+    WEIGHTS: gl.constexpr = 2 * w_desc.block_type.nbytes
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    threads = gl.arange(0, THREADS, layout=each)
+    one = gl.full([THREADS], 1, gl.int32, each)
+    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
+    number = 0
     step = 0
-    for item in range(gl.program_id(0), tiles * P.NUM_STRIPS, gl.num_programs(0)):
-        strip, expert, place, end = _look(item, tables, tiles, P)
+    while strip >= 0:
+        # Under way while the item is loaded. As many claims as items: the last leaves a zero.
+        claim = gl.atomic_add(counter + threads, one, mask=threads == 0, sem="relaxed")
         row = expert * P.rows + strip * P.STRIP
+        both = place + 64 < end
+        third = place + 128 < end
         if P.GATHER:
-            pointers = _row_pointers(x, order, place, end, P)
+            pointers, there = _row_pointers(x, order, place, end, 128, P)
+            if P.groups == 3:
+                more, more_there = _row_pointers(x, order, place + 128, end, 64, P)
         for k in range(0, P.K, P.BK):
             stage = step % P.STAGES
             bar = ready.index(stage)
+            a = a_bufs.index(stage)
             b = b_bufs.index(stage)
             mbarrier.wait(empty.index(stage), step // P.STAGES & 1 ^ 1)
             if P.GATHER:
-                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes)
+                mbarrier.expect(bar, WEIGHTS)
             else:
-                mbarrier.expect(bar, 2 * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a_bufs.index(stage))
+                ROWS: gl.constexpr = x_desc.block_type.nbytes
+                mbarrier.expect(bar, WEIGHTS + ROWS, pred=not both)
+                if P.groups == 3:
+                    mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both & (not third))
+                    mbarrier.expect(bar, WEIGHTS + 3 * ROWS, pred=third)
+                    tma.async_copy_global_to_shared(
+                        x_desc, [place + 128, k], bar, third_bufs.index(stage), pred=third
+                    )
+                else:
+                    mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both)
+                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a.slice(0, 64))
+                tma.async_copy_global_to_shared(
+                    x_desc, [place + 64, k], bar, a.slice(64, 64), pred=both
+                )
             tma.async_copy_global_to_shared(w_desc, [row, k], bar, b.slice(0, 128))
             tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
             if P.GATHER:
-                async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers + k)
+                async_copy.async_copy_global_to_shared(a, pointers + k, mask=there)
+                if P.groups == 3:
+                    async_copy.async_copy_global_to_shared(
+                        third_bufs.index(stage), more + k, mask=more_there
+                    )
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
+        gl.store(counter + threads, one - 1, mask=(threads == 0) & (claim == total - 1))
+        item = gl.max(gl.where(threads == 0, claim, 0), 0) + gl.num_programs(0)
+        strip, expert, place, end = _look(item, tables, tiles, P)
+        _tell(told, number, (strip, expert, place, end))
+        number += 1
 
 
 @gluon.jit
-def _sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
-    """[64, 256] of an item, the last product still under way."""
-    a_bufs, b_bufs, ready, empty = ring
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    sums = gl.zeros([64, 256], gl.float32, wide)
-    for k in range(P.steps):
-        stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            # What threads wrote, not the copy engine, must be fenced from the matrix units.
-            fence_async_shared()
-        a = a_bufs.index(stage).slice(64 * WHICH, 64)
-        b = b_bufs.index(stage).permute((1, 0))
-        sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
-        sums = warpgroup_mma_wait(1, deps=(sums,))
-        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
-        step += 1
-    return sums, step
-
-
-@gluon.jit
-def _scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH: gl.constexpr):
-    """Both blocks [64, 128] of an item; each 128 channels' products are scaled on their own."""
-    a_bufs, b_bufs, ready, empty = ring
-    x_scales, w_scales = scales
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    first = gl.zeros([64, 128], gl.float32, mma)
-    second = gl.zeros([64, 128], gl.float32, mma)
-    part = gl.zeros([64, 128], gl.float32, mma)
-    x_scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, mma))
-    near_scale = 1.0
-    far_scale = 1.0
-    if x_scales is not None:
-        x_at = x_scales + rows.to(gl.int64) * P.inner_blocks
-        x_scale = gl.load(x_at)
-    if P.SCALING == 2:
-        near = expert * (P.PARTS * P.row_blocks) + column // 128
-        if P.PARTS == 2:
-            far = near + P.row_blocks
-        else:
-            far = gl.minimum(near + 1, (expert + 1) * P.row_blocks - 1)
-        near_at = w_scales + near.to(gl.int64) * P.inner_blocks
-        far_at = w_scales + far.to(gl.int64) * P.inner_blocks
-        near_scale = gl.load(near_at)
-        far_scale = gl.load(far_at)
-    for k in range(P.steps):
-        stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            fence_async_shared()
-        a = a_bufs.index(stage).slice(64 * WHICH, 64)
-        b = b_bufs.index(stage)
-        part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
-        near_by = x_scale * near_scale
-        far_by = x_scale * far_scale
-        # The next step's scales are under way while this step is computed.
-        following = gl.minimum(k + 1, P.steps - 1)
-        if x_scales is not None:
-            x_scale = gl.load(x_at + following)
-        if P.SCALING == 2:
-            near_scale = gl.load(near_at + following)
-            far_scale = gl.load(far_at + following)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        first += part * near_by[:, None]
-        part = warpgroup_mma(
-            a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True
-        )
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        second += part * far_by[:, None]
-        step += 1
-    return first, second, step
-
-
-@gluon.jit
-def _work(
-    step, item, found, tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr
-):
-    """64 places of an item; what is known of the next one besides."""
-    order = tables[0]
+def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+    """64 places of an item."""
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers
-    tiles, strip, expert, place, end = found
+    strip, expert, place, end = found
     place += 64 * WHICH
     column = strip * P.STRIP
     KSTEP: gl.constexpr = 32 if P.PROMOTE else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, KSTEP])
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    pairs = places
+    if weights is not None and P.SCATTER:
+        pairs = gl.load(order + places, mask=places < end, other=0)
     if P.PROMOTE:
         rows = gl.minimum(places, end - 1)
         if P.GATHER:
             rows = gl.load(order + rows) // P.TOP_K
-        first, second, step = _scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
+        first, second, step = scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
+        # Not earlier: there are no registers for them.
+        targets = find_targets(out, order, place, end, P)
     else:
-        sums, step = _sums(ring, step, P, WHICH)
-    # Looked up while the last product is under way.
-    following = _look(item + gl.num_programs(0), tables, tiles, P)
-    targets = find_targets(out, order, place, end, P)
+        targets = find_targets(out, order, place, end, P)
+        if P.groups == 3:
+            first, second, step = narrow_sums(ring, step, P, WHICH)
+        else:
+            sums, step = wide_sums(ring, step, P, WHICH)
     if weights is not None:
-        pairs = places
-        if P.SCATTER:
-            pairs = gl.load(order + places, mask=places < end, other=0)
+        # While the last product is under way.
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
     if not P.PROMOTE:
-        sums = warpgroup_mma_wait(0, deps=(sums,))
+        if P.groups == 3:
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
+        else:
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+            first = gl.convert_layout(first, mma, assert_trivial=True)
+            second = gl.convert_layout(second, mma, assert_trivial=True)
         mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
-        first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-        first = gl.convert_layout(first, mma, assert_trivial=True)
-        second = gl.convert_layout(second, mma, assert_trivial=True)
     first = finish(first, scales, bias, scale, expert, column, P, mma)
     staged = staging.index(WHICH)
     if P.PARTS == 2:
@@ -269,7 +273,7 @@ def _work(
         if weights is not None:
             second = second * weight[:, None]
         store_block(second, staged, out, targets, column + 128, P)
-    return step, following
+    return step
 
 
 @gluon.jit
@@ -284,24 +288,20 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(tables, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
-    tiles = gl.load(tables[5])
-    programs = gl.num_programs(0)
-    total = tiles * P.NUM_STRIPS
+def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+    strip, expert, place, end = _look(gl.program_id(0), tables, gl.load(tables[5]), P)
+    number = 0
     step = 0
-    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
     if WHICH * P.SKEW > 0:
-        mbarrier.wait(ring[2].index(P.SKEW), 0, pred=gl.program_id(0) < total)
-    for item in range(gl.program_id(0), total, programs):
+        mbarrier.wait(ring[2].index(WHICH * P.SKEW), 0, pred=strip >= 0)
+    while strip >= 0:
         if place + 64 * WHICH < end:
-            found = (tiles, strip, expert, place, end)
-            step, following = _work(
-                step, item, found, tables, ring, scales, ends, numbers, P, WHICH
-            )
-            strip, expert, place, end = following
+            found = (strip, expert, place, end)
+            step = _work(step, found, tables[0], ring, scales, ends, numbers, P, WHICH)
         else:
             step = _skip(step, ring, P)
-            strip, expert, place, end = _look(item + programs, tables, tiles, P)
+        strip, expert, place, end = _hear(told, number)
+        number += 1
 
 
 @gluon.jit
@@ -318,6 +318,7 @@ def experts_kernel(
     tile_expert,
     tile_place,
     num_tiles,
+    counter,
     out,
     out_scales,
     weights,
@@ -329,47 +330,72 @@ def experts_kernel(
     STAGES: gl.constexpr = P.STAGES
     out_type: gl.constexpr = out.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, P.BK], w_desc.layout)
+    if P.groups == 3:
+        third_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, P.BK], w_desc.layout)
+    else:
+        third_bufs = a_bufs
     b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.BK], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    values = gl.allocate_shared_memory(gl.int32, [TOLD, 4], flat)
+    made = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
-    staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
+    staging = gl.allocate_shared_memory(out_type, [P.groups, 64, 128], staged)
     for i in gl.static_range(STAGES):
         # With rows gathered, each of 128 threads says that its own have arrived.
         mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=P.groups)
+    for i in gl.static_range(TOLD):
+        mbarrier.init(made.index(i), count=1)
     fence_async_shared()
     if P.PDL:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
-    ring = (a_bufs, b_bufs, ready, empty)
+    ring = ((a_bufs, third_bufs), b_bufs, ready, empty)
+    told = (values, made)
     scales = (x_scales, w_scales)
     ends = (bias, out, out_scales, weights, staging)
     numbers = (scale, alpha, limit)
-    gl.warp_specialize(
-        [
-            (_multiply, (tables, ring, scales, ends, numbers, P, 0)),
-            (_multiply, (tables, ring, scales, ends, numbers, P, 1)),
-            (_load, (x, x_desc, w_desc, tables, ring, P)),
-        ],
-        [4, 4 if P.GATHER else 1],
-        [224 if P.GATHER else 232, 56 if P.GATHER else 40],
-    )
+    loaders: gl.constexpr = 4 if P.GATHER else 1
+    if P.groups == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
+                (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
+                (_multiply, (tables, ring, told, scales, ends, numbers, P, 2)),
+                (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
+            ],
+            [4, 4, loaders],
+            P.SHARES,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
+                (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
+                (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
+            ],
+            [4, loaders],
+            P.SHARES,
+        )
 
 
 def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeConfig) -> bool:
-    """On a Hopper GPU, for tiles of 128 x (128 + 128) and steps of 128 bytes, with at least as many
-    steps as the ring has stages."""
+    """On a Hopper GPU, for tiles of 128 x (128 + 128), or 192 x as many where sums need no second
+    registers, and steps of 128 bytes, with at least as many steps as the ring has stages."""
     values = w.planes["values"]
     return (
         _is_hopper(x.values.device.index)
-        and (config.block_m, config.block_n) == (128, 128)
+        and config.block_m in ((128,) if product.promote else (128, 192))
+        and config.block_n == 128
+        and (config.block_m // 64 - 1) * config.skew < config.ring
         and config.block_k * x.values.element_size() == 128
         and values.dtype == x.values.dtype
         and product.promote == (values.dtype == FP8)
         and out.element_size() <= 2
         and product.inner % config.block_k == 0
-        and product.inner // config.block_k >= max(config.ring, config.skew + 1)
+        and product.inner // config.block_k >= config.ring
         and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x.values, values, out))
     )
 
@@ -387,10 +413,26 @@ def plan_of(
     limited: bool,
     config: LargeConfig,
     pdl: bool = True,
+    scaled: bool = False,
 ) -> Plan:
-    known = constants(product, top_k, config)
-    stages = {"STAGES": config.ring, "SKEW": config.skew}
-    return Plan(**known, **stages, SCATTER=scatter, LIMITED=limited, PDL=pdl)
+    return Plan(
+        **constants(product, top_k, config),
+        SCATTER=scatter,
+        LIMITED=limited,
+        STAGES=config.ring,
+        SKEW=config.skew,
+        SHARES=_shares(product, config),
+        SCALED=scaled,
+        PDL=pdl,
+    )
+
+
+def _shares(product: Product, config: LargeConfig) -> tuple[int, ...]:
+    if config.block_m == 192:
+        return 160, 160, 32
+    if not product.gather:
+        return 232, 40
+    return (224, 56) if product.promote else (208, 88)
 
 
 def launch(
@@ -402,8 +444,9 @@ def launch(
     config: LargeConfig,
 ) -> None:
     pdl = dependent_launch(x.values)
-    plan = plan_of(product, groups.top_k, extra["SCATTER"], extra["LIMITED"], config, pdl.on)
-    rows = None if product.gather else _descriptor(x.values, 128, config)
+    how = (extra["SCATTER"], extra["LIMITED"], config, pdl.on, x.scale != 1.0)
+    plan = plan_of(product, groups.top_k, *how)
+    rows = None if product.gather else _descriptor(x.values, 64, config)
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
@@ -418,6 +461,7 @@ def launch(
         groups.tile_expert_X,
         groups.tile_place_X,
         groups.num_tiles_1,
+        _counter(groups),
         extra["out"],
         extra["out_scales"],
         extra["weights"],
@@ -426,9 +470,16 @@ def launch(
         extra["limit"],
         plan,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS[plan.groups],
         **pdl.options,
     )
+
+
+def _counter(groups: Groups) -> Tensor:
+    """A zero on the device, and one again after the kernel."""
+    if groups.counters is not None:
+        return groups.counters
+    return torch.zeros(1, dtype=torch.int32, device=groups.first_E.device)
 
 
 def _descriptor(values: Tensor, rows: int, config: LargeConfig) -> TensorDescriptor:

@@ -63,9 +63,10 @@ class LargeConfig:
     skew: int = 1
 
 
-def large_config(x: Rows, w: Matrices) -> LargeConfig:
-    """What to take where nothing was measured. A step is 128 bytes of a row, one line of the
-    copy engine's widest swizzle; one tile holds 128 x 256 sums, half of the registers.
+def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
+    """What to take where nothing was measured, for tiles of `block` places if given. A step is 128
+    bytes of a row, one line of the copy engine's widest swizzle; one tile holds 128 x 256 sums,
+    half of the registers.
 
     Items and rounds of 132 processors with tiles of 128 (of 64) places, where the expected last
     tile of an expert is half empty:
@@ -75,21 +76,27 @@ def large_config(x: Rows, w: Matrices) -> LargeConfig:
         DeepSeek   8,192 of 32       80 (144)    1280:  9.7 of 10   2240: 17.0 of 17
         Mixtral   16,384 of 8       132 (260)   14784:  112 of 112  2112: 16.0 of 16
 
-    The last round wastes 3% at most. Tiles of 64 would waste 6, 12 and 2% of their rows instead
-    of 12, 25 and 3%, but at the matrix units' full rate they would read 80 bytes a cycle for each
-    processor instead of 48, and the L2 cache gives about 50. So 128; the specialised kernel skips
-    halves of tiles without rows.
+    The last round wastes 3% at most. Programs of the specialised kernel claim items as they become
+    free; halves of tiles without rows are neither loaded nor multiplied there. Tiles of 64 would
+    waste 6, 12 and 2% of their rows instead of 12, 25 and 3%, but at the matrix units' full rate
+    they would read 80 bytes a cycle for each processor instead of 48, and the L2 cache gives about
+    50. So 128.
     """
-    return _large_config(x.values.dtype, _copy_engine(x.values))
+    return _large_config(x.values.dtype, _copy_engine(x.values), block)
 
 
 @cache
-def _large_config(dtype: torch.dtype, copies: bool) -> LargeConfig:
+def _large_config(dtype: torch.dtype, copies: bool, block: int | None) -> LargeConfig:
     step = 128 // dtype.itemsize
     if dtype == torch.float32:
-        return LargeConfig(block_m=64, block_n=32, block_k=step, stages=2, specialised=False)
-    # Before Hopper the matrix units take both operands from registers: too many for 128 places.
-    return LargeConfig(block_m=128 if copies else 64, block_k=step)
+        return LargeConfig(
+            block_m=block or 64, block_n=32, block_k=step, stages=2, specialised=False
+        )
+    if block is None:
+        # Before Hopper the matrix units take both operands from registers: too many for 128 places.
+        block = 128 if copies else 64
+    # Wider tiles leave room for fewer, wider stages.
+    return LargeConfig(block_m=block, block_k=step, ring=3 if block > 128 else 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""How a group of warps of experts_hopper.py multiplies its 64 places of an item, step by step.
+
+`P` is a Plan of experts_hopper.py; a ring is its buffers and barriers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _rows(a_bufs, stage, WHICH: gl.constexpr):
+    """A group's 64 rows of a stage. No buffer can have 192: the last 64 are in one of their own."""
+    if WHICH == 2:
+        rows = a_bufs[1].index(stage)
+    else:
+        rows = a_bufs[0].index(stage).slice(64 * WHICH, 64)
+    return rows
+
+
+@gluon.jit
+def wide_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
+    """[64, 256] of an item, the last product still under way."""
+    a_bufs, b_bufs, ready, empty = ring
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    sums = gl.zeros([64, 256], gl.float32, wide)
+    for k in range(P.steps):
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
+            # What threads wrote, not the copy engine, must be fenced from the matrix units.
+            fence_async_shared()
+        a = _rows(a_bufs, stage, WHICH)
+        b = b_bufs.index(stage).permute((1, 0))
+        sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
+        step += 1
+    return sums, step
+
+
+@gluon.jit
+def narrow_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
+    """Both blocks [64, 128] of an item, the last products still under way. With three groups the
+    assembler has no registers for one product of both."""
+    a_bufs, b_bufs, ready, empty = ring
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    first = gl.zeros([64, 128], gl.float32, mma)
+    second = gl.zeros([64, 128], gl.float32, mma)
+    for k in range(P.steps):
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
+            fence_async_shared()
+        a = _rows(a_bufs, stage, WHICH)
+        b = b_bufs.index(stage)
+        near = b.slice(0, 128).permute((1, 0))
+        far = b.slice(128, 128).permute((1, 0))
+        first = warpgroup_mma(a, near, first, use_acc=k > 0, is_async=True)
+        second = warpgroup_mma(a, far, second, use_acc=k > 0, is_async=True)
+        first, second = warpgroup_mma_wait(2, deps=(first, second))
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH: gl.constexpr):
+    """Both blocks [64, 128] of an item; each 128 channels' products are scaled on their own."""
+    a_bufs, b_bufs, ready, empty = ring
+    x_scales, w_scales = scales
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    first = gl.zeros([64, 128], gl.float32, mma)
+    second = gl.zeros([64, 128], gl.float32, mma)
+    part = gl.zeros([64, 128], gl.float32, mma)
+    x_scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, mma))
+    near_scale = 1.0
+    far_scale = 1.0
+    if x_scales is not None:
+        x_at = x_scales + rows.to(gl.int64) * P.inner_blocks
+        x_scale = gl.load(x_at)
+    if P.SCALING == 2:
+        near = expert * (P.PARTS * P.row_blocks) + column // 128
+        if P.PARTS == 2:
+            far = near + P.row_blocks
+        else:
+            far = gl.minimum(near + 1, (expert + 1) * P.row_blocks - 1)
+        near_at = w_scales + near.to(gl.int64) * P.inner_blocks
+        far_at = w_scales + far.to(gl.int64) * P.inner_blocks
+        near_scale = gl.load(near_at)
+        far_scale = gl.load(far_at)
+    for k in range(P.steps):
+        stage = step % P.STAGES
+        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
+        if P.GATHER:
+            fence_async_shared()
+        a = _rows(a_bufs, stage, WHICH)
+        b = b_bufs.index(stage)
+        part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
+        near_by = x_scale * near_scale
+        far_by = x_scale * far_scale
+        # The next step's scales are under way while this step is computed.
+        following = gl.minimum(k + 1, P.steps - 1)
+        if x_scales is not None:
+            x_scale = gl.load(x_at + following)
+        if P.SCALING == 2:
+            near_scale = gl.load(near_at + following)
+            far_scale = gl.load(far_at + following)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        first += part * near_by[:, None]
+        part = warpgroup_mma(
+            a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True
+        )
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += part * far_by[:, None]
+        step += 1
+    return first, second, step
