@@ -172,3 +172,18 @@ def test_a_sum_of_no_rows() -> None:
     ids = torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)
     y, out = torch.empty(0, 8, device=DEVICE), torch.empty(0, 8, device=DEVICE)
     assert sort.sum_pairs(y, ids, out).shape == (0, 8)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4, 1.0])
+def test_one_pair_a_row_is_its_sum(missing: float) -> None:
+    """In place: what is somebody's stays to the bit, a NaN of nobody's becomes zero."""
+    ids = draw_ids(19, 3, 1, missing)
+    y = torch.randn(19, 2100, device=DEVICE).half()
+    y[ids.flatten() < 0] = torch.nan
+    expected = torch.where(ids < 0, 0.0, y)
+    twin = experts.sum_pairs.twin  # type: ignore[attr-defined]
+    assert torch.equal(twin(y.clone(), ids, out := y.clone()), expected) and out is not y
+    same = y.clone()
+    assert torch.equal(twin(same, ids, same), expected)
+    assert sort.sum_pairs(y, ids, y) is y
+    assert torch.equal(y, expected)

@@ -28,6 +28,8 @@ MAX_EXPERTS = 1024
 COUNTS = 8192
 """Elements of `hist_CE` that a program adds at once."""
 ALIGN = 16
+ZEROED_ROWS = 8
+ZEROED_COLUMNS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +341,9 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
         return out_RH
     assert y_NH.is_contiguous() and ids_RK.is_contiguous() and out_RH.is_contiguous()
     assert add_RH is None or add_RH.is_contiguous()
+    if add_RH is None and out_RH.data_ptr() == y_NH.data_ptr():
+        assert top_k == 1, top_k
+        return _zero_nobodies(out_RH, ids_RK)
     # Few rows: narrow programs, so that there are more of them.
     few = rows < 128
     width = min(triton.next_power_of_2(hidden), 512 if few else 2048)
@@ -374,3 +379,29 @@ def _sum_pairs(
     if add is not None:
         total += tl.load(add + row * H + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * H + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
+    rows, hidden = y_RH.shape
+    width = min(triton.next_power_of_2(hidden), ZEROED_COLUMNS)
+    pdl = dependent_launch(y_RH)
+    _zero_nobodies_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
+        y_RH, ids_R1, rows, H=hidden, BR=ZEROED_ROWS, BH=width, PDL=pdl.on,
+        num_warps=4, **pdl.options,
+    )  # fmt: skip
+    return y_RH
+
+
+@triton.jit
+def _zero_nobodies_kernel(
+    y, ids, rows, H: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
+):
+    row_R = tl.program_id(0) * BR + tl.arange(0, BR)
+    column_H = tl.program_id(1) * BH + tl.arange(0, BH)
+    await_inputs(PDL)
+    release_next(PDL)
+    empty_R = tl.load(ids + row_R, mask=row_R < rows, other=0) < 0
+    if tl.max(empty_R.to(tl.int32), 0) > 0:
+        to_RH = y + row_R.to(tl.int64)[:, None] * H + column_H[None, :]
+        zeros_RH = tl.zeros([BR, BH], dtype=y.dtype.element_ty)
+        tl.store(to_RH, zeros_RH, mask=empty_R[:, None] & (column_H < H)[None, :])
