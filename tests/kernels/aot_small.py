@@ -102,10 +102,17 @@ def check_router(rows: int) -> None:
     assert usage.count("atom.global.gpu.acq_rel.add") == 1
 
 
-def check_quantise(silu: bool) -> None:
-    usage = use(quantise._fp8_kernel, {}, SIZE=2048, GROUPS=16, SILU=silu, num_warps=8)
-    assert usage.count("cvt.rn.satfinite.e4m3x2") == 4 and usage.registers <= 64
-    assert usage.count("div.rn.f32") >= 8 and usage.count("ld.global.v4") == 1 + silu
+def check_quantise(rows: int, size: int, silu: bool) -> None:
+    tile = quantise.fp8_tile(rows, size // 128)
+    usage = use(
+        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups, SILU=silu,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    loads = tile.rows * tile.groups * 128 // (tile.warps * 32 * 8)
+    assert usage.count("ld.global.v4") == loads * (1 + silu) and usage.registers <= 64
+    assert usage.count("cvt.rn.satfinite.e4m3x2") == 4 * loads
+    # Two divisions a group, the scale and its inverse, and none by element.
+    assert silu or usage.count("div.rn.f32") <= 2 * loads
 
 
 def check_int8() -> None:
@@ -133,7 +140,7 @@ def check_draw() -> None:
 def main() -> None:
     check_norm(2048, add=True, fp8=False)
     check_route()
-    check_quantise(silu=False)
+    check_quantise(1, 2048, silu=False)
     check_greedy()
     if "all" not in sys.argv:
         return
@@ -143,7 +150,9 @@ def main() -> None:
     check_deepseek_route()
     for rows in (1, 2, 4, 8):
         check_router(rows)
-    check_quantise(silu=True)
+    check_quantise(1, 2048, silu=True)
+    check_quantise(8192, 2048, silu=False)
+    check_quantise(8192, 7168, silu=False)
     check_int8()
     check_draw()
 

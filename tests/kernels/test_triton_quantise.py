@@ -7,6 +7,7 @@ import torch
 
 from moesaic.kernels import quantise as twins
 from moesaic.kernels.triton import quantise as kernels
+from moesaic.kernels.triton.quantise import Tile
 from moesaic.moe.quant.numerics import encode_fp8, encode_int8
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
@@ -50,6 +51,22 @@ def test_the_same_bits(rows: int, size: int, dtype: torch.dtype, format: twins.R
     wanted = encoded(x, format)
     assert_same(twins.quantise_rows.twin(x, format), wanted)
     assert_same(kernels.quantise_rows(x, format), wanted)
+
+
+def test_tiles_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a last tile that is not full, down and across."""
+    monkeypatch.setattr(kernels, "MANY_ROWS", 2)
+    for rows, size in ((5, 300), (3, 7 * 256)):
+        x = rows_of(rows, size + 8, torch.float16)[:, :size]
+        assert_same(kernels.quantise_rows(x, "fp8"), encoded(x, "fp8"))
+
+
+def test_tiles_come_out_even() -> None:
+    """As (rows, groups of 128 channels, warps)."""
+    few = [kernels.fp8_tile(1, groups) for groups in (1, 6, 16, 56)]
+    assert few == [Tile(1, 1, 1), Tile(1, 8, 4), Tile(1, 16, 8), Tile(1, 8, 4)]
+    many = [kernels.fp8_tile(8192, groups) for groups in (1, 16, 56)]
+    assert many == [Tile(32, 1, 4), Tile(2, 16, 4), Tile(4, 8, 4)]
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8"])
