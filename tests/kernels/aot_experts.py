@@ -137,10 +137,11 @@ def check_sort() -> None:
     assert few.local == 0
     many = build(
         sort._place_chunks,
-        arrays | {"hist": INTEGERS}
+        arrays | {"hist": INTEGERS, "before": INTEGERS}
         | dict.fromkeys(("num_pairs", "num_counters", "num_chunks"), "i32"),
-        sizes.constants() | {"CHUNK": sort.CHUNK, "BC": 64, "BJ": 32, "PDL": True},
-        num_warps=8,
+        sizes.constants()
+        | {"CHUNK": sort.CHUNK, "PARTS": sort.chunk_parts(128), "BC": 128, "BJ": 32, "PDL": True},
+        num_warps=sort.PLACE_WARPS,
     )  # fmt: skip
     assert many.local == 0
     types = {"y": "*bf16", "add": "*bf16", "ids": INTEGERS, "out": "*bf16"}

@@ -96,6 +96,8 @@ def test_many_pairs(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of many pairs with few of them, so that chunks are small; 0: none at all."""
     monkeypatch.setattr(sort, "FEW_PAIRS", -1)
     monkeypatch.setattr(sort, "CHUNK", 64)
+    monkeypatch.setattr(sort, "PART", 16)
+    monkeypatch.setattr(sort, "COUNTS", 256)
     ids = draw_ids(limit and 47, 37, 5)
     if not limit:
         ids = torch.full((70, 2), 36, dtype=torch.int32, device=DEVICE)

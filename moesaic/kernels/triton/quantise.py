@@ -21,7 +21,6 @@ from moesaic.kernels.triton.launch import (
 )
 
 
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a program takes: so many rows of so many groups of 128 channels, or fewer groups where
