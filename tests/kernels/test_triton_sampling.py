@@ -99,6 +99,16 @@ def test_the_same_tokens_of_a_small_vocabulary() -> None:
 
 def test_the_same_tokens_of_several_chunks() -> None:
     check([{"top_k": 30, "top_p": 0.9}], 4500, "sharp", 2)
+    check([{"top_p": 0.9, "min_p": 0.2}], 4500, "flat", 3)
+
+
+@pytest.mark.slow
+def test_more_equals_than_can_be_held() -> None:
+    """All of a row in one bucket, and in more blocks than are held."""
+    logits = torch.full((2, 4300), 0.25, device=DEVICE)
+    rows = rows_of([{"top_p": 0.4}, {"top_k": 3, "top_p": 0.9}], 6)
+    drawn = kernels.sample_rows(logits, packed(rows))
+    assert drawn[0].tolist() == sample(logits, rows).token_ids
 
 
 @pytest.mark.slow
