@@ -143,7 +143,14 @@ def check_sort() -> None:
         | {"CHUNK": sort.CHUNK, "PARTS": sort.chunk_parts(128), "BC": 128, "BJ": 32, "PDL": True},
         num_warps=sort.PLACE_WARPS,
     )  # fmt: skip
-    assert many.local == 0
+    # A version of ptxas puts one number there, to run two programs at once.
+    assert many.local <= 8
+    zeroed = build(
+        sort._zero_nobodies_kernel,
+        {"y": "*bf16", "ids": INTEGERS, "rows": "i32"},
+        {"H": 7168, "BR": sort.ZEROED_ROWS, "BH": sort.ZEROED_COLUMNS, "PDL": True},
+    )
+    assert zeroed.local == 0 and zeroed.count("st.global.v4") == 16
     types = {"y": "*bf16", "add": "*bf16", "ids": INTEGERS, "out": "*bf16"}
     constants = {"H": 2048, "K": 8, "BH": 512, "EAGER": True, "PDL": True}
     summed = build(sort._sum_pairs, types, constants, num_warps=2)

@@ -452,7 +452,7 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     )
     reach = math.log(scale) + 2
     best = (best_RC, token_RC)
-    narrowed = narrow(logits_RV, params.values, best, sums_RP, sizes, reach, pdl)
+    narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
     _draw_kernel[(rows,)](
         logits_RV,
         params.values,

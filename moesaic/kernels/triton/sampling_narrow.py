@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.sampling import SampleParams
 from moesaic.kernels.triton.launch import Launch, await_inputs, release_next
 from moesaic.kernels.triton.sampling_parts import (
     BLOCKS,
@@ -37,8 +38,8 @@ WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Of each row: tokens left [R, at least HELD], how many there are, the weight of all that are
-    higher, and of those in each block (with min-p)."""
+    """Of each row: tokens left [R, at least HELD], how many there are (above HELD they are not
+    listed), the weight of all that are higher, and of those in each block (with min-p)."""
 
     list: Tensor
     count_R: Tensor
@@ -48,7 +49,7 @@ class Narrowed:
 
 def narrow(
     logits_RV: Tensor,
-    params: Tensor,
+    params: SampleParams,
     best: tuple[Tensor, Tensor],
     sums_RP: Tensor,
     sizes: tuple[int, int, int, float],
@@ -57,15 +58,18 @@ def narrow(
 ) -> Narrowed:
     """`best`, `sums_RP`: of chunks and blocks, as the kernels before give them."""
     (rows, blocks), chunks, device = sums_RP.shape, sizes[2], logits_RV.device
-    masses = torch.empty(rows, 2, chunks, BUCKETS.value, dtype=torch.float64, device=device)
-    ranges_R4 = torch.empty(rows, 4, device=device)
     out = Narrowed(
         torch.empty(rows, max(blocks, HELD.value), dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.int32, device=device),
         torch.empty(rows, dtype=torch.float64, device=device),
         torch.empty_like(sums_RP),
     )
-    inputs = (logits_RV, params, *best, sums_RP, ranges_R4, masses, out.count_R)
+    if not params.any_top_p:
+        out.count_R.fill_(HELD.value + 1)
+        return out
+    masses = torch.empty(rows, 2, chunks, BUCKETS.value, dtype=torch.float64, device=device)
+    ranges_R4 = torch.empty(rows, 4, device=device)
+    inputs = (logits_RV, params.values, *best, sums_RP, ranges_R4, masses, out.count_R)
     fixed = {
         "BLOCK_C": triton.next_power_of_2(chunks), "BLOCK_N": triton.next_power_of_2(blocks),
         "PDL": pdl.on, "num_warps": WARPS, **pdl.options,
