@@ -104,3 +104,13 @@ def test_real_sizes(rows: int, size: int, format: twins.RowFormat) -> None:
     test_the_same_bits(rows, size, torch.bfloat16, format)
     x = torch.randn(rows, 2 * size, device=DEVICE).mul_(4).bfloat16()
     assert_same(kernels.silu_mul_quantise(x, format), encoded(kernels.silu_mul(x), format))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_every_size_a_number_has(dtype: torch.dtype) -> None:
+    """What a quotient leaves over must not underflow; only a GPU computes it."""
+    sizes = torch.logspace(-38, 37, 400, device=DEVICE)[:, None]
+    x = (torch.randn(400, 1024, device=DEVICE) * sizes).to(dtype)
+    assert_same(kernels.quantise_rows(x, "fp8"), encoded(x, "fp8"))
