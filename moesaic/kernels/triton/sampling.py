@@ -39,7 +39,7 @@ from moesaic.kernels.triton.sampling_parts import (
 )
 
 # Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
-GATHER = tl.constexpr(16)
+GATHER = tl.constexpr(8)
 LEAST = tl.constexpr(-(2**31))
 # The key of -inf.
 BOTTOM = tl.constexpr(-2139095041)
