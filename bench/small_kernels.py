@@ -122,7 +122,8 @@ def sampling_cases(rows: int, sharp: bool) -> Iterator[Case]:
         yield Case("greedy_rows", rows, lambda: greedy_rows(logits), peer, once, True)
     for name, (one, passes) in asked.items():
         draws = [one._replace(seed=n) for n in range(rows)]
-        params = SampleParams(SampleParams.pack(draws).values.cuda())
+        packed = SampleParams.pack(draws)
+        params = SampleParams(packed.values.cuda(), packed.any_top_p)
         work = lambda params=params: sample_rows(logits, params)  # noqa: E731
         yield Case(f"sample_rows {name}, {kind}", rows, work, multinomial, passes * once, True)
 

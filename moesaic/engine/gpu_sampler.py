@@ -67,7 +67,9 @@ class DeviceSampler:
         assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
         if all(row.params.greedy for row in rows):
             return greedy_rows(logits_RV)
-        return sample_rows(logits_RV, SampleParams(self._upload(_packed(rows))))
+        packed = _packed(rows)
+        params = SampleParams(self._upload(packed.values), packed.any_top_p)
+        return sample_rows(logits_RV, params)
 
     def begin(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> Drawing:
         """`draw`, and the way of the tokens to the host."""
@@ -100,7 +102,7 @@ class SampleBuffers:
     def fill(self, rows: Sequence[SampleRow]) -> None:
         """Rows behind them keep what they had: somebody's numbers, which do no harm."""
         if rows:
-            packed = _packed(rows)
+            packed = _packed(rows).values
             packed = packed.pin_memory() if self._sampler.device.type == "cuda" else packed
             self.params.values[: len(rows)].copy_(packed, non_blocking=True)
 
@@ -109,9 +111,9 @@ class SampleBuffers:
         return sample_rows(logits_RV, SampleParams(self.params.values[: len(logits_RV)]))
 
 
-def _packed(rows: Sequence[SampleRow]) -> Tensor:
+def _packed(rows: Sequence[SampleRow]) -> SampleParams:
     """On the host."""
-    return SampleParams.pack(map(_draw_of, rows)).values
+    return SampleParams.pack(map(_draw_of, rows))
 
 
 def _draw_of(row: SampleRow) -> Draw:

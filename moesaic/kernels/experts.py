@@ -167,7 +167,8 @@ def _groups(
 @native(SORT)
 def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | None = None) -> Tensor:
     """out[r] = sum over k with ids[r, k] >= 0 of y[r * K + k], in float32, in the order of k, and
-    add[r] last; rows of pairs that are nobody's may hold anything. `out_RH` may be `add_RH`.
+    add[r] last; rows of pairs that are nobody's may hold anything. `out_RH` may be `add_RH`; with
+    one pair a row it may be `y_NH`, where only rows that are nobody's change: to zeros.
 
     y [[1], [2], [4], [nan]], ids [[3, 0], [5, -1]], add [[10], [20]]: out [[13], [24]].
     """

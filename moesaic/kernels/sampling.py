@@ -43,15 +43,20 @@ class SampleParams:
     of float64 numbers."""
 
     values: Tensor
+    any_top_p: bool = True
+    """Whether any row may ask for top-p and not for top-k. If none does, what is only for them is
+    left out; one that does all the same gets its token, but slowly."""
 
     @classmethod
     def pack(cls, draws: Iterable[Draw]) -> SampleParams:
         """On the CPU; bring it to the device with `values.to`."""
+        draws = list(draws)
         data = bytearray(b"".join(PACKED.pack(*draw) for draw in draws))
         flat = (
             torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
         )
-        return cls(flat.view(-1, 6))
+        any_top_p = any(draw.top_p < 1 and draw.top_k == -1 for draw in draws)
+        return cls(flat.view(-1, 6), any_top_p)
 
     def unpack(self) -> list[Draw]:
         data = self.values.cpu().contiguous().view(torch.uint8).numpy().tobytes()

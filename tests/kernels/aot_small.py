@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moesaic.kernels.routing import RouteSpec
-from moesaic.kernels.triton import norm, quantise, routing, sampling
+from moesaic.kernels.triton import norm, quantise, routing, sampling, sampling_narrow
 from tests.kernels.aot import Usage, build
 
 TYPES = {
@@ -39,6 +39,10 @@ TYPES = {
     "best_ptr": "*fp32",
     "token_ptr": "*i32",
     "sums_ptr": "*fp64",
+    "kept_ptr": "*fp64",
+    "above_ptr": "*fp64",
+    "masses_ptr": "*fp64",
+    "ranges_ptr": "*fp32",
     "list_ptr": "*i32",
     "drawn_ptr": "*i64",
     "eps": "fp32",
@@ -107,10 +111,17 @@ def check_router(rows: int, norm: bool = False) -> None:
     assert usage.count("atom.global.gpu.acq_rel.add") == 1
 
 
-def check_quantise(silu: bool) -> None:
-    usage = use(quantise._fp8_kernel, {}, SIZE=2048, GROUPS=16, SILU=silu, num_warps=8)
-    assert usage.count("cvt.rn.satfinite.e4m3x2") == 4 and usage.registers <= 64
-    assert usage.count("div.rn.f32") >= 8 and usage.count("ld.global.v4") == 1 + silu
+def check_quantise(rows: int, size: int, silu: bool) -> None:
+    tile = quantise.fp8_tile(rows, size // 128)
+    usage = use(
+        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups, SILU=silu,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    loads = tile.rows * tile.groups * 128 // (tile.warps * 32 * 8)
+    assert usage.count("ld.global.v4") == loads * (1 + silu) and usage.registers <= 64
+    assert usage.count("cvt.rn.satfinite.e4m3x2") == 4 * loads
+    # Two divisions a group, the scale and its inverse, and none by element.
+    assert silu or usage.count("div.rn.f32") <= 2 * loads
 
 
 def check_int8() -> None:
@@ -130,6 +141,11 @@ def check_draw() -> None:
     usage = use(sampling._sums_kernel, {}, BLOCK_C=64)
     # The exact division, and the exponential that torch has.
     assert usage.count("div.rn.f32") == 32 and usage.count("ex2.approx.ftz.f32") == 32
+    sizes = {"BLOCK_C": 64, "BLOCK_N": 2048, "num_warps": sampling_narrow.WARPS}
+    for level in range(2):
+        usage = use(sampling_narrow._masses_kernel, {}, LEVEL=level, **sizes)
+        assert usage.registers <= 128 and usage.count("ld.global.v4") >= 4
+    assert use(sampling_narrow._list_kernel, {}, **sizes).registers <= 128
     warps = sampling.DRAW_WARPS
     usage = use(sampling._draw_kernel, {}, BLOCK_C=64, BLOCK_N=2048, num_warps=warps)
     assert usage.shared <= 32 * 1024
@@ -138,7 +154,7 @@ def check_draw() -> None:
 def main() -> None:
     check_norm(2048, add=True, fp8=False)
     check_route()
-    check_quantise(silu=False)
+    check_quantise(1, 2048, silu=False)
     check_greedy()
     if "all" not in sys.argv:
         return
@@ -149,7 +165,9 @@ def main() -> None:
     for rows in (1, 2, 4, 8):
         check_router(rows)
         check_router(rows, norm=True)
-    check_quantise(silu=True)
+    check_quantise(1, 2048, silu=True)
+    check_quantise(8192, 2048, silu=False)
+    check_quantise(8192, 7168, silu=False)
     check_int8()
     check_draw()
 

@@ -7,6 +7,7 @@ import torch
 
 from moesaic.kernels import quantise as twins
 from moesaic.kernels.triton import quantise as kernels
+from moesaic.kernels.triton.quantise import Tile
 from moesaic.moe.quant.numerics import encode_fp8, encode_int8
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
@@ -52,6 +53,22 @@ def test_the_same_bits(rows: int, size: int, dtype: torch.dtype, format: twins.R
     assert_same(kernels.quantise_rows(x, format), wanted)
 
 
+def test_tiles_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a last tile that is not full, down and across."""
+    monkeypatch.setattr(kernels, "MANY_ROWS", 2)
+    for rows, size in ((5, 300), (3, 7 * 256)):
+        x = rows_of(rows, size + 8, torch.float16)[:, :size]
+        assert_same(kernels.quantise_rows(x, "fp8"), encoded(x, "fp8"))
+
+
+def test_tiles_come_out_even() -> None:
+    """As (rows, groups of 128 channels, warps)."""
+    few = [kernels.fp8_tile(1, groups) for groups in (1, 6, 16, 56)]
+    assert few == [Tile(1, 1, 1), Tile(1, 8, 4), Tile(1, 16, 8), Tile(1, 8, 4)]
+    many = [kernels.fp8_tile(8192, groups) for groups in (1, 16, 56)]
+    assert many == [Tile(32, 1, 4), Tile(2, 16, 4), Tile(4, 8, 4)]
+
+
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_what_is_not_finite(format: twins.RowFormat) -> None:
     x = rows_of(5, 256, torch.float32)
@@ -87,3 +104,13 @@ def test_real_sizes(rows: int, size: int, format: twins.RowFormat) -> None:
     test_the_same_bits(rows, size, torch.bfloat16, format)
     x = torch.randn(rows, 2 * size, device=DEVICE).mul_(4).bfloat16()
     assert_same(kernels.silu_mul_quantise(x, format), encoded(kernels.silu_mul(x), format))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_every_size_a_number_has(dtype: torch.dtype) -> None:
+    """What a quotient leaves over must not underflow; only a GPU computes it."""
+    sizes = torch.logspace(-38, 37, 400, device=DEVICE)[:, None]
+    x = (torch.randn(400, 1024, device=DEVICE) * sizes).to(dtype)
+    assert_same(kernels.quantise_rows(x, "fp8"), encoded(x, "fp8"))

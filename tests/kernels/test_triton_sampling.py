@@ -80,7 +80,9 @@ def test_the_examples() -> None:
     logits = torch.tensor([[0.0, math.log(3), 0.0]] * 3)
     draws = [Draw(1.0, seed=4), Draw(1.0, top_k=1, seed=4), Draw(1.0, top_p=0.5, seed=4)]
     assert twins.uniform(4, 0) == pytest.approx(0.0686, abs=1e-4)
-    assert twins.sample_rows(logits, SampleParams.pack(draws)).tolist()[0] == [0, 1, 1]
+    params = SampleParams.pack(draws)
+    assert params.any_top_p and not SampleParams.pack(draws[:2]).any_top_p
+    assert twins.sample_rows(logits, params).tolist()[0] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
@@ -97,8 +99,24 @@ def test_the_same_tokens_of_a_small_vocabulary() -> None:
     check([ASKED[n] for n in (2, 3, 9, 12)], 300, "sharp", 1)
 
 
+def test_top_p_that_was_not_announced() -> None:
+    logits, rows = scores(1, 300, "flat"), rows_of([{"top_p": 0.7}], 4)
+    params = SampleParams(packed(rows).values, any_top_p=False)
+    assert kernels.sample_rows(logits, params)[0].tolist() == sample(logits, rows).token_ids
+
+
 def test_the_same_tokens_of_several_chunks() -> None:
     check([{"top_k": 30, "top_p": 0.9}], 4500, "sharp", 2)
+    check([{"top_p": 0.9, "min_p": 0.2}], 4500, "flat", 3)
+
+
+@pytest.mark.slow
+def test_more_equals_than_can_be_held() -> None:
+    """All of a row in one bucket, and in more blocks than are held."""
+    logits = torch.full((2, 4300), 0.25, device=DEVICE)
+    rows = rows_of([{"top_p": 0.4}, {"top_k": 3, "top_p": 0.9}], 6)
+    drawn = kernels.sample_rows(logits, packed(rows))
+    assert drawn[0].tolist() == sample(logits, rows).token_ids
 
 
 @pytest.mark.slow

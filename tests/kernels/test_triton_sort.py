@@ -96,6 +96,8 @@ def test_many_pairs(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of many pairs with few of them, so that chunks are small; 0: none at all."""
     monkeypatch.setattr(sort, "FEW_PAIRS", -1)
     monkeypatch.setattr(sort, "CHUNK", 64)
+    monkeypatch.setattr(sort, "PART", 16)
+    monkeypatch.setattr(sort, "COUNTS", 256)
     ids = draw_ids(limit and 47, 37, 5)
     if not limit:
         ids = torch.full((70, 2), 36, dtype=torch.int32, device=DEVICE)
@@ -172,3 +174,18 @@ def test_a_sum_of_no_rows() -> None:
     ids = torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)
     y, out = torch.empty(0, 8, device=DEVICE), torch.empty(0, 8, device=DEVICE)
     assert sort.sum_pairs(y, ids, out).shape == (0, 8)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4, 1.0])
+def test_one_pair_a_row_is_its_sum(missing: float) -> None:
+    """In place: what is somebody's stays to the bit, a NaN of nobody's becomes zero."""
+    ids = draw_ids(19, 3, 1, missing)
+    y = torch.randn(19, 2100, device=DEVICE).half()
+    y[ids.flatten() < 0] = torch.nan
+    expected = torch.where(ids < 0, 0.0, y)
+    twin = experts.sum_pairs.twin  # type: ignore[attr-defined]
+    assert torch.equal(twin(y.clone(), ids, out := y.clone()), expected) and out is not y
+    same = y.clone()
+    assert torch.equal(twin(same, ids, same), expected)
+    assert sort.sum_pairs(y, ids, y) is y
+    assert torch.equal(y, expected)

@@ -254,6 +254,23 @@ def test_rows_of_other_ranks() -> None:
     assert torch.equal(out[:11].cpu(), want) and out[11:].isnan().all()
 
 
+@pytest.mark.parametrize("count", [1, 11])
+def test_one_expert_a_token(count: int) -> None:
+    """The last product writes results where they are wanted; of nobody's rows they are zeros."""
+    format = WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]]
+    layer, x_TH, both = make_layer(format), tokens(count), routed(count, "spread")
+    both.ids_TK[2::3] = -1
+    topk = TopKOutput(both.ids_TK[:, :1].contiguous(), both.weights_TK[:, :1].contiguous())
+    payload = PAYLOAD_FORMATS[DTYPE_NAMES[DTYPE]].encode(x_TH.to(DEVICE))
+    out = torch.full((20, H), torch.nan, dtype=DTYPE, device=DEVICE)
+    ids, weights = topk.ids_TK.to(DEVICE), topk.weights_TK.to(DEVICE)
+    rows = StandardDispatchOutput("handle", payload, ids, weights, y_OH=out)
+    result = layer.runner.run(rows, layer.weights, layer.context.workspace)
+    assert isinstance(result, RowsCombineInput) and result.y_RH.data_ptr() == out.data_ptr()
+    assert out[count:].isnan().all() and (out[2:count:3] == 0).all()
+    agrees(out[:count].cpu(), x_TH, topk, numerics_of(format))
+
+
 @pytest.mark.parametrize("counts", [[0] * E, [3, 0, 24, 1, 17]])
 @pytest.mark.parametrize(
     ("runner", "weights", "payload"),

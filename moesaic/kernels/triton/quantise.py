@@ -5,6 +5,8 @@ Divisions are exact (div_rn): values are the same bits as the encoders of weight
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +20,27 @@ from moesaic.kernels.triton.launch import (
     release_next,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program takes: so many rows of so many groups of 128 channels, or fewer groups where
+    they would not come out even."""
+
+    rows: int
+    groups: int
+    warps: int
+
+
+# From so many rows on there are programs enough for wider ones.
+MANY_ROWS = 1024
+FEW = Tile(rows=1, groups=16, warps=8)
+MANY = Tile(rows=2, groups=16, warps=4)
 TINY = tl.constexpr(1.1754943508222875e-38)
 # Adding and taking it away rounds a float32 below 2**22 to an integer, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
-# Groups of 128 channels that a program takes.
-FP8_GROUPS = 16
+# Below this scales are lifted, so that nothing that is left over of them underflows.
+SMALL = tl.constexpr(2.0**-60)
+LIFT = tl.constexpr(2.0**64)
 SILU_CHANNELS = 1024
 
 
@@ -41,7 +59,25 @@ def fp8_scales(amax, finite):
 
 @triton.jit
 def to_fp8(x, scales):
-    return as_fp8(tl.math.div_rn(x, tl.broadcast_to(scales, x.shape)))
+    return as_fp8(divide(x, scales))
+
+
+@triton.jit
+def divide(x, scales):
+    """Rounded as one division is, of normal numbers, but with one reciprocal for all of a scale:
+    a first quotient, and what it leaves over. That is exact in float32 where it does not
+    underflow, which small numbers are kept from."""
+    if INTERPRETED:
+        # It rounds a fused product.
+        return tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
+    else:
+        lift = tl.where(scales < SMALL, LIFT, 1.0)
+        x, scales = x * lift, scales * lift
+        inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+        inverse = tl.broadcast_to(inverse, x.shape)
+        first = x * inverse
+        rest = tl.fma(first, tl.broadcast_to(-scales, x.shape), x)
+        return tl.fma(rest, inverse, first)
 
 
 @triton.jit
@@ -85,21 +121,30 @@ def _fp8_kernel(
     values_ptr,
     scales_ptr,
     stride,
+    rows,
     SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    """ROWS rows of GROUPS groups; programs side by side take a row's groups."""
+    ALL: tl.constexpr = (SIZE + 127) // 128
+    ACROSS: tl.constexpr = (ALL + GROUPS - 1) // GROUPS
+    place = tl.arange(0, ROWS * GROUPS)
+    row = tl.program_id(0) // ACROSS * ROWS + place // GROUPS
+    group = tl.program_id(0) % ACROSS * GROUPS + place % GROUPS
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = channel < SIZE
+    mask = (row < rows)[:, None] & (channel < SIZE)
     await_inputs(PDL)
     release_next(PDL)
-    x = _load(x_ptr, row * stride, channel, mask, SIZE, SILU).to(tl.float32)
-    scales = fp8_scales(tl.max(tl.abs(x), 1), tl.min(tl.where(x == x, 1, 0), 1))
-    tl.store(scales_ptr + row * tl.cdiv(SIZE, 128) + group, scales, group * 128 < SIZE)
-    tl.store(values_ptr + row * SIZE + channel, to_fp8(x, scales[:, None]), mask)
+    row = row.to(tl.int64)
+    x = _load(x_ptr, (row * stride)[:, None], channel, mask, SIZE, SILU).to(tl.float32)
+    # As integers a NaN is the largest of all.
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
+    tl.store(scales_ptr + row * ALL + group, scales, (row < rows) & (group < ALL))
+    tl.store(values_ptr + (row * SIZE)[:, None] + channel, to_fp8(x, scales[:, None]), mask)
 
 
 @triton.jit
@@ -180,11 +225,23 @@ def _quantise(x: Tensor, size: int, format: RowFormat, silu: bool) -> tuple[Tens
     values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(rows, groups, device=device)
     if rows:
-        tile = min(FP8_GROUPS, triton.next_power_of_2(groups))
-        warps = max(1, tile // 2)
-        grid = (rows, triton.cdiv(groups, tile))
-        _fp8_kernel[grid](x, values, scales, x.stride(0), GROUPS=tile, num_warps=warps, **fixed)
+        tile = fp8_tile(rows, groups)
+        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(groups, tile.groups),)
+        _fp8_kernel[grid](
+            x, values, scales, x.stride(0), rows,
+            ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps, **fixed,
+        )  # fmt: skip
     return values, scales
+
+
+def fp8_tile(rows: int, groups: int) -> Tile:
+    """As many elements as planned, in rows of as many groups as come out even, or half as many."""
+    tile = MANY if rows >= MANY_ROWS else FEW
+    even = groups & -groups
+    across = min(tile.groups, max(even, tile.groups // 2), triton.next_power_of_2(groups))
+    down = tile.rows * tile.groups // across if tile is MANY else tile.rows
+    warps = max(1, tile.warps * down * across // (tile.rows * tile.groups))
+    return Tile(down, across, warps)
 
 
 def _together(x: Tensor) -> Tensor:

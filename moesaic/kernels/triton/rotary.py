@@ -184,6 +184,10 @@ def enter_heads_kernel(
     slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
     at = token * qkv_row + head * D
     a, b = load_halves(qkv, at, is_q | is_k, D, DP, INTERLEAVED)
+    # Asked for together with the others, and before it is known whether there is a slot.
+    d = tl.arange(0, DP)
+    real_v = is_v[:, None] & (d[None, :] < D)
+    v = tl.load(qkv + at[:, None] + d[None, :], mask=real_v, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         factor = tl.rsqrt(squares / D + eps)[:, None]
@@ -200,11 +204,8 @@ def enter_heads_kernel(
     kept = (is_k & (slot >= 0))[:, None] & real
     tl.store(to, encode(x * k_factor, keys, FP8), mask=kept)
     tl.store(to + D // 2, encode(y * k_factor, keys, FP8), mask=kept)
-    d = tl.arange(0, DP)
-    kept = (is_v & (slot >= 0))[:, None] & (d[None, :] < D)
-    v = tl.load(qkv + at[:, None] + d[None, :], mask=kept, other=0.0).to(tl.float32)
     to = values + (slot * v_slot + (head - HEADS - KV_HEADS) * v_head)[:, None] + d[None, :]
-    tl.store(to, encode(v * v_factor, values, FP8), mask=kept)
+    tl.store(to, encode(v * v_factor, values, FP8), mask=real_v & (slot >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])

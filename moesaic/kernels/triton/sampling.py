@@ -4,11 +4,13 @@ R rows · V vocabulary · N blocks of 128 tokens · C chunks of 32 blocks · P =
 
     _peaks_kernel    the highest score of each block and chunk: all that greedy rows need
     _sums_kernel     the weight of each block, of rows that any token may be drawn from
+    narrow           for top-p alone: the few tokens of which one is the lowest kept
     _draw_kernel     a program a row: what top-k and top-p keep, and the draw
 
-Only blocks whose peak reaches the lowest score that can still matter are read again: a handful of a
-real model's distribution. The lowest score kept is searched by cutting its range in four; scores
-are compared as integers that order like them, so that the search ends.
+With top-k only blocks whose peak reaches the lowest score that can still matter are read again. The
+lowest score kept is searched by cutting its range in four, among tokens held in registers where
+they are few enough, as nearly always, else in all those blocks; scores are compared as integers
+that order like them, so that the search ends.
 """
 
 from __future__ import annotations
@@ -19,77 +21,31 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from moesaic.kernels.sampling import SampleParams, weight_scale
-from moesaic.kernels.triton.launch import (
-    INTERPRETED,
-    await_inputs,
-    dependent_launch,
-    release_next,
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.sampling_narrow import HELD, narrow
+from moesaic.kernels.triton.sampling_parts import (
+    BLOCKS,
+    COLUMNS,
+    WIDTH,
+    best_of,
+    float64_at,
+    is_greedy,
+    sort_key,
+    token_weights,
+    top_k_of,
+    uniform_at,
 )
 
-WIDTH = tl.constexpr(128)
-BLOCKS = tl.constexpr(32)
 # Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
-GATHER = tl.constexpr(16)
+GATHER = tl.constexpr(8)
 LEAST = tl.constexpr(-(2**31))
 # The key of -inf.
 BOTTOM = tl.constexpr(-2139095041)
 # Cuts of a range in scores before it is cut in integers; each leaves a quarter.
 SCORE_CUTS = tl.constexpr(3)
-COLUMNS = tl.constexpr(6)
 DRAW_WARPS = 16
-
-
-@triton.jit
-def _key(x):
-    """Orders like the numbers, with equal zeros; there is no NaN here."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _weights(scores, best, temperature, min_p, scale):
-    """Integers in float64, to the bit as torch computes them on the same kind of device."""
-    share = tl.maximum(tl.math.div_rn(scores - best, tl.zeros_like(scores) + temperature), -80.0)
-    if INTERPRETED:
-        share = tl.exp(share)
-    else:
-        share = libdevice.exp(share)
-    share = tl.where(share < min_p, 0.0, share) * scale
-    # Below 2**23 this rounds to an integer, ties to even; above, all numbers are integers.
-    return tl.where(share < 8388608.0, (share + 8388608.0) - 8388608.0, share).to(tl.float64)
-
-
-@triton.jit
-def _mix(value):
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
-    return value ^ (value >> 31)
-
-
-@triton.jit
-def _uniform(seed, position):
-    state = _mix(seed) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    return (_mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
-
-
-@triton.jit
-def _float64(ptr):
-    return tl.load(ptr).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _is_greedy(params_ptr):
-    return (_float64(params_ptr) < 1e-6) | (tl.load(params_ptr + 1) == 1)
-
-
-@triton.jit
-def _top_k(params_ptr, V):
-    """-1 where it keeps every token."""
-    top_k = tl.load(params_ptr + 1)
-    return tl.where(top_k < V, top_k, -1)
 
 
 @triton.jit
@@ -120,17 +76,6 @@ def _peaks_kernel(
     tl.store(token_ptr + row * chunks + chunk, first)
 
 
-@triton.jit
-def _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C: tl.constexpr):
-    """The highest score of a row, and the first token that has it."""
-    chunk = tl.arange(0, BLOCK_C)
-    mask = chunk < chunks
-    bests = tl.load(best_ptr + row * chunks + chunk, mask, -float("inf"))
-    tokens = tl.load(token_ptr + row * chunks + chunk, mask, 0x7FFFFFFF)
-    best = tl.max(bests, 0)
-    return best, tl.min(tl.where(bests == best, tokens, 0x7FFFFFFF), 0)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _greedy_kernel(
     best_ptr, token_ptr, drawn_ptr, rows, chunks, BLOCK_C: tl.constexpr, PDL: tl.constexpr
@@ -138,7 +83,7 @@ def _greedy_kernel(
     row = tl.program_id(0).to(tl.int64)
     await_inputs(PDL)
     release_next(PDL)
-    best, token = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+    best, token = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
     tl.store(drawn_ptr + row, token.to(tl.int64))
     tl.store(drawn_ptr + rows + row, (tl.abs(best) == float("inf")).to(tl.int64))
 
@@ -161,15 +106,15 @@ def _sums_kernel(
     await_inputs(PDL)
     release_next(PDL)
     params_ptr += row * COLUMNS
-    if not _is_greedy(params_ptr) and _top_k(params_ptr, V) == -1:
-        temperature = _float64(params_ptr).to(tl.float32)
+    if not is_greedy(params_ptr) and top_k_of(params_ptr, V) == -1:
+        temperature = float64_at(params_ptr).to(tl.float32)
         # With top-p the total is that of all tokens.
-        min_p = tl.where(_float64(params_ptr + 2) < 1, 0.0, _float64(params_ptr + 3))
-        best, _ = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+        min_p = tl.where(float64_at(params_ptr + 2) < 1, 0.0, float64_at(params_ptr + 3))
+        best, _ = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         token = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         x = tl.load(logits_ptr + row * stride + token, token < V, -float("inf")).to(tl.float32)
-        weights = _weights(x, best, temperature, min_p.to(tl.float32), scale)
+        weights = token_weights(x, best, temperature, min_p.to(tl.float32), scale)
         tl.store(sums_ptr + row * chunks * BLOCKS + block, tl.sum(weights, 1))
 
 
@@ -177,7 +122,7 @@ def _sums_kernel(
 def _peak_keys(peaks_ptr, blocks, BLOCK_N: tl.constexpr):
     every = tl.arange(0, BLOCK_N)
     peaks = tl.load(peaks_ptr + every, every < blocks, 0.0)
-    return tl.where(every < blocks, _key(peaks), LEAST)
+    return tl.where(every < blocks, sort_key(peaks), LEAST)
 
 
 @triton.jit
@@ -240,8 +185,8 @@ def _search(
             if COUNT:
                 weights = tl.full((GATHER, WIDTH), 1.0, tl.float64)
             else:
-                weights = _weights(x, best, temperature, 0.0, scale)
-            key = _key(x)
+                weights = token_weights(x, best, temperature, 0.0, scale)
+            key = sort_key(x)
             above1 += tl.where(key >= first.to(tl.int32), weights, 0.0)
             above2 += tl.where(key >= second.to(tl.int32), weights, 0.0)
             above3 += tl.where(key >= third.to(tl.int32), weights, 0.0)
@@ -262,7 +207,7 @@ def _number(key):
 
 @triton.jit
 def _key_between(x, low, high):
-    return tl.minimum(tl.maximum(_key(x).to(tl.int64), low + 1), high - 1)
+    return tl.minimum(tl.maximum(sort_key(x).to(tl.int64), low + 1), high - 1)
 
 
 @triton.jit
@@ -293,8 +238,8 @@ def _sum_blocks(
     total = tl.zeros((GATHER,), tl.float64)
     for start in range(0, count, GATHER):
         block, x = _load_blocks(logits_ptr, list_ptr, start, count, V)
-        weights = _weights(x, best, temperature, min_p, scale)
-        kept = tl.sum(tl.where(_key(x) >= floor.to(tl.int32), weights, 0.0), 1)
+        weights = token_weights(x, best, temperature, min_p, scale)
+        kept = tl.sum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 1)
         total += kept
         tl.store(sums_ptr + block, kept, start + tl.arange(0, GATHER) < count)
     tl.debug_barrier()
@@ -307,7 +252,8 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
     """The token at which the sum of weights passes the share `number` of all, in vocabulary
     order."""
     every = tl.arange(0, BLOCK_N)
-    sums = tl.load(sums_ptr + every, every < blocks, 0.0)
+    # Past the first cache, which atomic additions do not reach.
+    sums = tl.load(sums_ptr + every, every < blocks, 0.0, cache_modifier=".cg")
     total = tl.sum(sums, 0)
     mark = tl.minimum((number * total).to(tl.int64).to(tl.float64), total - 1)
     block = tl.sum((tl.cumsum(sums, 0) <= mark).to(tl.int32), 0)
@@ -315,32 +261,103 @@ def _walk(logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scal
     mark -= tl.sum(tl.where(every < block, sums, 0.0), 0)
     token = block * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(logits_ptr + token, token < V, -float("inf")).to(tl.float32)
-    weights = _weights(x, best, temperature, min_p, scale)
-    ends = tl.cumsum(tl.where(_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
+    weights = token_weights(x, best, temperature, min_p, scale)
+    ends = tl.cumsum(tl.where(sort_key(x) >= floor.to(tl.int32), weights, 0.0), 0)
     offset = tl.minimum(tl.sum((ends <= mark).to(tl.int32), 0), WIDTH - 1)
     return tl.minimum(block * WIDTH + offset, V - 1)
 
 
+@triton.jit
+def _search_held(key, amount, low, high, target):
+    """As `_search`, of keys in registers and what each of them counts."""
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        first, second = low + step, tl.minimum(low + 2 * step, high - 1)
+        third = tl.minimum(low + 3 * step, high - 1)
+        in1 = tl.sum(tl.where(key >= first.to(tl.int32), amount, 0.0), 0) >= target
+        in2 = tl.sum(tl.where(key >= second.to(tl.int32), amount, 0.0), 0) >= target
+        in3 = tl.sum(tl.where(key >= third.to(tl.int32), amount, 0.0), 0) >= target
+        high = tl.where(in3, high, tl.where(in2, third, tl.where(in1, second, first)))
+        low = tl.where(in3, third, tl.where(in2, second, tl.where(in1, first, low)))
+    return low
+
+
+@triton.jit
+def _floor_of_held(
+    logits_ptr, list_ptr, sums_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, above, best,
+    temperature, scale, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The lowest key kept, of listed tokens, or of the tokens of listed blocks with top-k; their
+    weights are added to those of their blocks."""
+    every, place = tl.arange(0, BLOCK_N), tl.arange(0, HELD)
+    with_k = top_k != -1
+    listed = tl.where(with_k, place // WIDTH, place)
+    token = tl.load(list_ptr + listed, listed < count, 0)
+    token = tl.where(with_k, token * WIDTH + place % WIDTH, token)
+    mask = (listed < count) & (token < V)
+    x = tl.load(logits_ptr + token, mask, -float("inf")).to(tl.float32)
+    key = tl.where(mask, sort_key(x), LEAST)
+    weights = tl.where(mask, token_weights(x, best, temperature, 0.0, scale), 0.0)
+    low = tl.min(tl.where(mask, key, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64) + 1
+    total = tl.full((), 0.0, tl.float64)
+    if with_k:
+        tl.store(kept_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
+        low = _search_held(key, mask.to(tl.float64), low, high, top_k.to(tl.float64))
+        total = tl.sum(tl.where(key >= low.to(tl.int32), weights, 0.0), 0)
+    else:
+        total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
+    if top_p < 1:
+        low = _search_held(key, weights, low, high, top_p * total - above)
+    tl.debug_barrier()
+    weights = token_weights(x, best, temperature, min_p, scale)
+    kept = mask & (key >= low.to(tl.int32)) & (weights > 0)
+    tl.atomic_add(kept_ptr + token // WIDTH, weights, kept, sem="relaxed")
+    tl.debug_barrier()
+    return low
+
+
+@triton.jit
+def _floor_of_all(
+    logits_ptr, list_ptr, sums_ptr, peaks_ptr, low, top, blocks, V, top_k, top_p, min_p, best,
+    temperature, scale, reach, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same from all blocks, where what could be kept is too much to hold. `low`: a key that
+    top-k keeps."""
+    total = tl.full((), 0.0, tl.float64)
+    floor = low
+    if top_k != -1:
+        floor = _search(
+            logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_k.to(tl.float64),
+            best, temperature, scale, True, BLOCK_N,
+        )  # fmt: skip
+    if top_p < 1:
+        if top_k == -1:
+            every = tl.arange(0, BLOCK_N)
+            total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
+        else:
+            total = _sum_blocks(
+                logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best,
+                temperature, 0.0, scale, BLOCK_N,
+            )  # fmt: skip
+        least = tl.maximum(floor, sort_key(best - temperature * reach).to(tl.int64))
+        floor = _search(
+            logits_ptr, list_ptr, peaks_ptr, blocks, V, least, top, top_p * total, best,
+            temperature, scale, False, BLOCK_N,
+        )  # fmt: skip
+    _sum_blocks(
+        logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature,
+        min_p, scale, BLOCK_N,
+    )  # fmt: skip
+    return floor
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _draw_kernel(
-    logits_ptr,
-    params_ptr,
-    peaks_ptr,
-    best_ptr,
-    token_ptr,
-    sums_ptr,
-    list_ptr,
-    drawn_ptr,
-    rows,
-    V,
-    stride,
-    chunks,
-    scale,
-    reach,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, params_ptr, peaks_ptr, best_ptr, token_ptr, sums_ptr, list_ptr, count_ptr,
+    above_ptr, kept_ptr, drawn_ptr, rows, V, stride, chunks, scale, reach, length,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """`reach`: how far below the best a score weighs nothing at temperature 1."""
     row = tl.program_id(0).to(tl.int64)
     await_inputs(PDL)
@@ -350,46 +367,43 @@ def _draw_kernel(
     params_ptr += row * COLUMNS
     peaks_ptr += row * blocks
     sums_ptr += row * blocks
-    list_ptr += row * blocks
-    best, token = _best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
+    kept_ptr += row * blocks
+    list_ptr += row * length
+    best, token = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
     broken = tl.abs(best) == float("inf")
-    if not (broken | _is_greedy(params_ptr)):
-        temperature = _float64(params_ptr).to(tl.float32)
-        top_k, top_p = _top_k(params_ptr, V), _float64(params_ptr + 2)
-        min_p = _float64(params_ptr + 3).to(tl.float32)
+    if not (broken | is_greedy(params_ptr)):
+        temperature = float64_at(params_ptr).to(tl.float32)
+        top_k, top_p = top_k_of(params_ptr, V), float64_at(params_ptr + 2)
+        min_p = float64_at(params_ptr + 3).to(tl.float32)
         floor = tl.full((), BOTTOM, tl.int64)
-        top = _key(best).to(tl.int64) + 1
+        from_ptr = sums_ptr
         if (top_k != -1) | (top_p < 1):
+            top = sort_key(best).to(tl.int64) + 1
+            above = tl.full((), 0.0, tl.float64)
             if top_k != -1:
                 peaks = _peak_keys(peaks_ptr, blocks, BLOCK_N)
-                low = _kth_peak(peaks, top_k, floor, top)
-                floor = _search(
-                    logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_k.to(tl.float64),
-                    best, temperature, scale, True, BLOCK_N,
+                floor = _kth_peak(peaks, top_k, floor, top)
+                count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
+                few = count * WIDTH <= HELD
+            else:
+                count, above = tl.load(count_ptr + row), tl.load(above_ptr + row)
+                few = count <= HELD
+            if few:
+                floor = _floor_of_held(
+                    logits_ptr, list_ptr, sums_ptr, kept_ptr, count, blocks, V, top_k, top_p,
+                    min_p, above, best, temperature, scale, BLOCK_N,
                 )  # fmt: skip
-            if top_p < 1:
-                if top_k == -1:
-                    every = tl.arange(0, BLOCK_N)
-                    total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
-                else:
-                    total = _sum_blocks(
-                        logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best,
-                        temperature, 0.0, scale, BLOCK_N,
-                    )  # fmt: skip
-                low = tl.maximum(floor, _key(best - temperature * reach).to(tl.int64))
-                floor = _search(
-                    logits_ptr, list_ptr, peaks_ptr, blocks, V, low, top, top_p * total, best,
-                    temperature, scale, False, BLOCK_N,
+                from_ptr = kept_ptr
+            else:
+                floor = _floor_of_all(
+                    logits_ptr, list_ptr, sums_ptr, peaks_ptr, floor, top, blocks, V, top_k,
+                    top_p, min_p, best, temperature, scale, reach, BLOCK_N,
                 )  # fmt: skip
-            _sum_blocks(
-                logits_ptr, list_ptr, sums_ptr, peaks_ptr, blocks, floor, V, best, temperature,
-                min_p, scale, BLOCK_N,
-            )  # fmt: skip
-        number = _uniform(
+        number = uniform_at(
             tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
         )
         token = _walk(
-            logits_ptr, sums_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
+            logits_ptr, from_ptr, blocks, floor, V, best, temperature, min_p, scale, number,
             BLOCK_N,
         )  # fmt: skip
     tl.store(drawn_ptr + row, token.to(tl.int64))
@@ -429,7 +443,6 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     blocks = chunks * BLOCKS.value
     peaks_RP = torch.empty(rows, blocks, device=device)
     sums_RP = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    list_RP = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     best_RC, token_RC = _peaks(logits_RV, peaks_RP)
     scale = weight_scale(vocab)
     sizes = (vocab, logits_RV.stride(0), chunks, scale)
@@ -437,6 +450,9 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     _sums_kernel[(rows, chunks)](
         logits_RV, params.values, best_RC, token_RC, sums_RP, *sizes, **fixed
     )
+    reach = math.log(scale) + 2
+    best = (best_RC, token_RC)
+    narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
     _draw_kernel[(rows,)](
         logits_RV,
         params.values,
@@ -444,11 +460,15 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
         best_RC,
         token_RC,
         sums_RP,
-        list_RP,
+        narrowed.list,
+        narrowed.count_R,
+        narrowed.above_R,
+        narrowed.kept_RP,
         drawn_2R,
         rows,
         *sizes,
-        math.log(scale) + 2,
+        reach,
+        narrowed.list.shape[1],
         BLOCK_N=triton.next_power_of_2(blocks),
         num_warps=DRAW_WARPS,
         **fixed,

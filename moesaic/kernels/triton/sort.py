@@ -1,11 +1,11 @@
 """Sorting pairs of row and expert, and summing what came out; see moesaic.kernels.experts.
 
-R rows · K chosen · N = R * K pairs · E experts · X tiles · C chunks of pairs.
+R rows · K chosen · N = R * K pairs · E experts · X tiles · C chunks of pairs · S parts of a chunk.
 
 Nothing here counts with atomics: a pair's place is the number of pairs before it in the order of
 (expert, pair), so the order is the same every time and nothing needs to be zero beforehand. Up to
-`FEW_PAIRS` each pair is compared with all others in one launch; above, chunks are counted first
-and pairs are compared within their chunk.
+`FEW_PAIRS` each pair is compared with all others in one launch; above, chunks and parts of them
+are counted first, and pairs are compared within their part.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ from moesaic.kernels.tuning import Shape, plan_for
 FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
 CHUNK = 512
+BINS = 1024
+"""Counts of a chunk: the more experts, the fewer parts it has."""
+PART = 32
+"""Pairs of a part, at least."""
 MAX_EXPERTS = 1024
-COUNTS = 8192
+COUNTS = 16384
 """Elements of `hist_CE` that a program adds at once."""
+PLACE_WARPS = 16
 ALIGN = 16
+ZEROED_ROWS = 8
+ZEROED_COLUMNS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +74,24 @@ def sort_pairs(
             num_warps=8 if width > 256 else 4, **pdl.options,
         )  # fmt: skip
         return groups
-    chunks = triton.cdiv(num_pairs, CHUNK)
+    chunks, parts = triton.cdiv(num_pairs, CHUNK), chunk_parts(sizes.padded)
+    # Counts of each chunk, and those of its parts before each part.
     hist_CE = torch.empty(chunks, sizes.padded, dtype=torch.int32, device=ids_RK.device)
+    before_CSE = hist_CE.new_empty(chunks, parts, sizes.padded)
     _count_chunks[(chunks,)](
-        ids_RK, hist_CE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PDL=pdl.on,
-        num_warps=4, **pdl.options,
+        ids_RK, hist_CE, before_CSE, num_pairs, EP=sizes.padded, CHUNK=CHUNK, PARTS=parts,
+        PDL=pdl.on, num_warps=4, **pdl.options,
     )  # fmt: skip
     _place_chunks[(chunks,)](
-        ids_RK, hist_CE, *out, load_E, num_pairs, groups.counters.numel(), chunks,
-        **sizes.constants(), CHUNK=CHUNK, BC=max(4, COUNTS // sizes.padded), BJ=32, PDL=pdl.on,
-        num_warps=8, **pdl.options,
+        ids_RK, hist_CE, before_CSE, *out, load_E, num_pairs, groups.counters.numel(), chunks,
+        **sizes.constants(), CHUNK=CHUNK, PARTS=parts, BC=min(128, COUNTS // sizes.padded), BJ=32,
+        PDL=pdl.on, num_warps=PLACE_WARPS, **pdl.options,
     )  # fmt: skip
     return groups
+
+
+def chunk_parts(padded: int) -> int:
+    return max(1, min(BINS // padded, CHUNK // PART))
 
 
 def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> Groups:
@@ -260,51 +273,70 @@ def _sort_few(
 
 
 @triton.jit
-def _count_chunks(ids, hist, num_pairs, EP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_chunks(
+    ids, hist, before, num_pairs,
+    EP: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_inputs(PDL)
     release_next(PDL)
     pid = tl.program_id(0)
-    key_I = _keys(ids, pid * CHUNK + tl.arange(0, CHUNK), num_pairs, EP)
-    count_E = tl.histogram(key_I, EP, mask=key_I < EP)
-    tl.store(hist + pid * EP + tl.arange(0, EP), count_E)
+    place_I = tl.arange(0, CHUNK)
+    key_I = _keys(ids, pid * CHUNK + place_I, num_pairs, EP)
+    bin_I = place_I // (CHUNK // PARTS) * EP + key_I
+    count_SE = tl.reshape(tl.histogram(bin_I, PARTS * EP, mask=key_I < EP), [PARTS, EP])
+    tl.store(hist + pid * EP + tl.arange(0, EP), tl.sum(count_SE, 0))
+    at = (pid * PARTS + tl.arange(0, PARTS))[:, None] * EP + tl.arange(0, EP)[None, :]
+    tl.store(before + at, tl.cumsum(count_SE, 0) - count_SE)
+
+
+@triton.jit
+def _earlier_in_part(
+    ids, begin, num_pairs,
+    EP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """How many pairs before each one of a chunk are of its part and expert: [PARTS, SIZE]."""
+    part_S = begin + tl.arange(0, PARTS) * SIZE
+    place_I = tl.arange(0, SIZE)
+    key_SI = _keys(ids, part_S[:, None] + place_I[None, :], num_pairs, EP)
+    earlier_SIJ = tl.zeros([PARTS, SIZE, BJ], dtype=tl.int32)
+    for start in range(0, SIZE, BJ):
+        place_J = start + tl.arange(0, BJ)
+        key_SJ = _keys(ids, part_S[:, None] + place_J[None, :], num_pairs, EP)
+        before_SIJ = (place_J[None, :] < place_I[:, None])[None, :, :]
+        same_SIJ = key_SJ[:, None, :] == key_SI[:, :, None]
+        earlier_SIJ += (same_SIJ & before_SIJ).to(tl.int32)
+    return tl.sum(earlier_SIJ, 2)
 
 
 @triton.jit(do_not_specialize=["num_counters", "num_chunks"])
 def _place_chunks(
-    ids, hist, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
+    ids, hist, before, order, first, count, tile_expert, tile_place, num_tiles, counters, load,
     num_pairs, num_counters, num_chunks,
-    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program places its chunk and writes its share of the tiles."""
     pid = tl.program_id(0)
-    pair_I = pid * CHUNK + tl.arange(0, CHUNK)
     await_inputs(PDL)
     release_next(PDL)
+    place_I = tl.arange(0, CHUNK)
+    key_I = _keys(ids, pid * CHUNK + place_I, num_pairs, EP)
+    part_I = pid * PARTS + place_I // (CHUNK // PARTS)
+    in_chunk_I = tl.load(before + part_I * EP + key_I, mask=key_I < EP, other=0)
     experts_E = tl.arange(0, EP)
-    all_CE = tl.zeros([BC, EP], dtype=tl.int32)
-    before_CE = tl.zeros([BC, EP], dtype=tl.int32)
+    count_E = tl.zeros([EP], dtype=tl.int32)
+    before_E = tl.zeros([EP], dtype=tl.int32)
     for start in range(0, num_chunks, BC):
         chunk_C = start + tl.arange(0, BC)
         at = chunk_C[:, None] * EP + experts_E[None, :]
         found_CE = tl.load(hist + at, mask=chunk_C[:, None] < num_chunks, other=0)
-        all_CE += found_CE
-        before_CE += tl.where(chunk_C[:, None] < pid, found_CE, 0)
-    count_E = tl.sum(all_CE, 0)
+        count_E += tl.sum(found_CE, 0)
+        before_E += tl.sum(tl.where(chunk_C[:, None] < pid, found_CE, 0), 0)
+    earlier_SI = _earlier_in_part(ids, pid * CHUNK, num_pairs, EP, PARTS, CHUNK // PARTS, BJ)
+    in_chunk_I += tl.reshape(earlier_SI, [CHUNK])
     first_E = tl.cumsum(count_E, 0) - count_E
-
-    key_I = _keys(ids, pair_I, num_pairs, EP)
-    own_E = tl.histogram(key_I, EP, mask=key_I < EP)
-    rank_I = key_I * CHUNK + tl.arange(0, CHUNK)
-    less_IJ = tl.zeros([CHUNK, BJ], dtype=tl.int32)
-    for start in range(0, CHUNK, BJ):
-        place_J = start + tl.arange(0, BJ)
-        rank_J = _keys(ids, pid * CHUNK + place_J, num_pairs, EP) * CHUNK + place_J
-        less_IJ += (rank_J[None, :] < rank_I[:, None]).to(tl.int32)
-    # Sorted within the chunk, then each expert's stretch moved to where it belongs.
-    offset_E = first_E + tl.sum(before_CE, 0) - (tl.cumsum(own_E, 0) - own_E)
-    offset_I = tl.gather(offset_E, tl.minimum(key_I, EP - 1), 0)
-    tl.store(order + offset_I + tl.sum(less_IJ, 1), pair_I, mask=key_I < EP)
+    to_I = tl.gather(first_E + before_E, tl.minimum(key_I, EP - 1), 0) + in_chunk_I
+    tl.store(order + to_I, pid * CHUNK + place_I, mask=key_I < EP)
 
     total = _write_tiles(
         count_E, first_E, experts_E, tile_expert, tile_place, pid, num_chunks, BLOCK
@@ -341,6 +373,9 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
         return out_RH
     assert y_NH.is_contiguous() and ids_RK.is_contiguous() and out_RH.is_contiguous()
     assert add_RH is None or add_RH.is_contiguous()
+    if add_RH is None and out_RH.data_ptr() == y_NH.data_ptr():
+        assert top_k == 1, top_k
+        return _zero_nobodies(out_RH, ids_RK)
     # Few rows: narrow programs, so that there are more of them.
     few = rows < 128
     width = min(_power_of_2(hidden), 512 if few else 2048)
@@ -380,3 +415,29 @@ def _sum_pairs(
     if add is not None:
         total += tl.load(add + row * H + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * H + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _zero_nobodies(y_RH: Tensor, ids_R1: Tensor) -> Tensor:
+    rows, hidden = y_RH.shape
+    width = min(triton.next_power_of_2(hidden), ZEROED_COLUMNS)
+    pdl = dependent_launch(y_RH)
+    _zero_nobodies_kernel[(triton.cdiv(rows, ZEROED_ROWS), triton.cdiv(hidden, width))](
+        y_RH, ids_R1, rows, H=hidden, BR=ZEROED_ROWS, BH=width, PDL=pdl.on,
+        num_warps=4, **pdl.options,
+    )  # fmt: skip
+    return y_RH
+
+
+@triton.jit
+def _zero_nobodies_kernel(
+    y, ids, rows, H: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
+):
+    row_R = tl.program_id(0) * BR + tl.arange(0, BR)
+    column_H = tl.program_id(1) * BH + tl.arange(0, BH)
+    await_inputs(PDL)
+    release_next(PDL)
+    empty_R = tl.load(ids + row_R, mask=row_R < rows, other=0) < 0
+    if tl.max(empty_R.to(tl.int32), 0) > 0:
+        to_RH = y + row_R.to(tl.int64)[:, None] * H + column_H[None, :]
+        zeros_RH = tl.zeros([BR, BH], dtype=y.dtype.element_ty)
+        tl.store(to_RH, zeros_RH, mask=empty_R[:, None] & (column_H < H)[None, :])

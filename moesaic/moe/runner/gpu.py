@@ -76,9 +76,25 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
     else:
         groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
     weights_RK = None if config.deterministic else rows.weights_RK
+    if _is_sum(rows, context):
+        return PlacesInput(x, groups, weights_RK, _results(rows, context))
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
     return PlacesInput(x, groups, weights_RK, y_NH)
+
+
+def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
+    """Whether a row's only pair is its result, so that products write it where it is wanted."""
+    return rows.ids_RK.shape[1] == 1 and not context.config.deterministic
+
+
+def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
+    """Where one result for each row goes."""
+    num_rows, config = len(rows.ids_RK), context.config
+    if rows.y_OH is not None and num_rows <= len(rows.y_OH):
+        return rows.y_OH[:num_rows]
+    shape = (num_rows, config.hidden_size)
+    return torch.empty(shape, dtype=config.dtype, device=rows.ids_RK.device)
 
 
 def post_permute_pairs(
@@ -88,12 +104,8 @@ def post_permute_pairs(
     count_e = inputs.groups.count_E
     if context.config.deterministic:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
-    num_rows = len(rows.ids_RK)
-    if rows.y_OH is not None and num_rows <= len(rows.y_OH):
-        out_RH = rows.y_OH[:num_rows]
-    else:
-        out_RH = outputs.y.new_empty(num_rows, context.config.hidden_size)
-    if num_rows:
+    out_RH = outputs.y if _is_sum(rows, context) else _results(rows, context)
+    if len(rows.ids_RK):
         sum_pairs(outputs.y, rows.ids_RK, out_RH)
     return RowsCombineInput(rows.handle, out_RH, count_e=count_e)
 
