@@ -249,9 +249,11 @@ def prefill_configs(case: Case) -> Iterator[Any]:
         attention_prefill.Config(rows, block, warps, stages)
         for (rows, warps), block, stages in product(((64, 4), (128, 8)), (64, 128), (2, 3))
     ]
-    if attention_hopper.can_run(two_parts(case.q), case.pages, case.out_TNV):
+    if attention_prefill.is_narrow(case.softmax.window):
+        table = "NARROW_CONFIGS"
+        configs += [attention_prefill.Config(64, 32, 4, 3), attention_prefill.Config(32, 32, 4, 3)]
+    elif attention_hopper.can_run(two_parts(case.q), case.pages, case.out_TNV):
         module = attention_hopper
-        table = "WINDOW_CONFIGS" if case.softmax.window else "CONFIGS"
         sizes = product((64, 128), (2, 3, 4, 6), (1, 2), (True, False))
         configs = [attention_hopper.RingConfig(*size) for size in sizes]
     chosen = getattr(module, table)

@@ -148,7 +148,7 @@ def norm_route_rows(
     return normed_TH, sum_TH, *chosen
 
 
-MAX_NORM_ROWS = 2
+MAX_NORM_ROWS = 1
 MAX_ROWS = 8
 """That `route_rows` takes: the programs that come last would have to sum too much for more."""
 

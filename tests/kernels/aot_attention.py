@@ -94,7 +94,7 @@ def decode(shape: Shape, page: int, splits: int = 2) -> Usage:
 
 
 def prefill(shape: Shape, page: int) -> Usage:
-    config = attention_prefill.choose_config((shape.dim + shape.rest) * 2)
+    config = attention_prefill.choose_config((shape.dim + shape.rest) * 2, shape.window)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "PER_TILE": min(shape.group, config.rows),
@@ -106,7 +106,7 @@ def prefill(shape: Shape, page: int) -> Usage:
 
 
 def specialised(shape: Shape, page: int) -> Usage:
-    config = attention_hopper.choose_config((shape.dim + shape.rest) * 2, shape.window)
+    config = attention_hopper.choose_config((shape.dim + shape.rest) * 2)
     plan = attention_hopper.Plan(
         shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
         shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,

@@ -433,10 +433,10 @@ def test_specialised_warps(
     name: str, turns: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, window, sinks = SPECIALISED[name]
-    for table in ("CONFIGS", "WINDOW_CONFIGS"):
-        rows = getattr(attention_hopper, table)
-        changed = tuple((size, replace(config, turns=turns)) for size, config in rows)
-        monkeypatch.setattr(attention_hopper, table, changed)
+    rows = attention_hopper.CONFIGS
+    changed = tuple((size, replace(config, turns=turns)) for size, config in rows)
+    monkeypatch.setattr(attention_hopper, "CONFIGS", changed)
+    monkeypatch.setattr(attention_prefill, "NARROW", 0)  # narrow windows, too
     case = make_case(shape, LONG_CHUNKS, dtype)
     softmax = replace(softmax_of(case, window, sinks), scale=shape.dim**-0.5)
     batch, out = case.prefill(), case.poisoned()

@@ -120,15 +120,15 @@ def test_splits_are_added_in_order(splits: int, turned: bool) -> None:
 
 
 def test_splits_follow_from_the_shape() -> None:
-    """About two programs for each of 132 processors; no split of less than two blocks."""
+    """About a program for each of 132 processors; no split of less than two blocks."""
 
     def splits(rows: int, outputs: int, inputs: int) -> tuple[int, int]:
         plan = kernels.plan_for(rows, outputs, inputs, 132)
         return plan.tiles, plan.splits
 
     assert splits(1, 2048, 4096) == (1024, 1)
-    assert splits(16, 2048, 4096) == (32, 8)
-    assert splits(16, 5120, 2048) == (80, 3)
+    assert splits(16, 2048, 4096) == (32, 4)
+    assert splits(16, 5120, 2048) == (80, 2)
     assert splits(16, 128, 2048) == (2, 8)
     assert splits(16, 151_936, 2048) == (2374, 1)
     assert splits(2, 128, 128) == (2, 1)

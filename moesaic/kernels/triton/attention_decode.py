@@ -215,8 +215,8 @@ def decode_kernel(
             prefetch_rows(keys + D1, slots * k_slot, D2, D2P)
         if not SHARED:
             prefetch_rows(values, slots * v_slot, V, VP)
-    await_inputs(PDL)
     release_next(PDL)
+    await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member

@@ -56,22 +56,16 @@ class RingConfig:
     turns: bool = True
 
 
-# By the bytes of a token's keys of one head, the first that holds them; with a window narrow blocks
-# pay, since fewer of their keys are seen by nobody.
+# By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
     (128, RingConfig(128, 3)),
     (256, RingConfig(128, 2)),
-    (384, RingConfig(64, 3, tiles=1)),
-)
-WINDOW_CONFIGS = (
-    (128, RingConfig(64, 6)),
-    (256, RingConfig(64, 3)),
-    (384, RingConfig(64, 3, tiles=1)),
+    (384, RingConfig(64, 3, tiles=1, turns=False)),
 )
 
 
-def choose_config(key_bytes: int, window: int | None) -> RingConfig:
-    return next(x for size, x in (WINDOW_CONFIGS if window else CONFIGS) if key_bytes <= size)
+def choose_config(key_bytes: int) -> RingConfig:
+    return next(config for size, config in CONFIGS if key_bytes <= size)
 
 
 @dataclass(frozen=True)
@@ -462,7 +456,7 @@ def launch(
     q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
 ) -> None:
     assert cache.values is not None
-    config = choose_config(2 * cache.keys.shape[-1], softmax.window)
+    config = choose_config(2 * cache.keys.shape[-1])
     pdl = dependent_launch(out_TNV)
     plan = plan_of(q, cache, softmax.window, config, pdl.on)
     tiles_X2 = batch.tiles(plan.positions)

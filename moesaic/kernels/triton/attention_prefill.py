@@ -39,8 +39,21 @@ CONFIGS = (
 )
 
 
-def choose_config(key_bytes: int) -> Config:
-    return next(config for size, config in CONFIGS if key_bytes <= size)
+# With a window of up to so many tokens, small tiles: of large ones most is seen by nobody.
+NARROW = 512
+NARROW_CONFIGS = (
+    (256, Config(64, 32, 4, 3)),
+    *CONFIGS[2:],
+)
+
+
+def is_narrow(window: int | None) -> bool:
+    return window is not None and 0 < window <= NARROW
+
+
+def choose_config(key_bytes: int, window: int | None) -> Config:
+    table = NARROW_CONFIGS if is_narrow(window) else CONFIGS
+    return next(config for size, config in table if key_bytes <= size)
 
 
 def prefill_attention(
@@ -49,7 +62,7 @@ def prefill_attention(
     if not len(batch.starts_B):
         return out_TNV
     q = two_parts(q)
-    if attention_hopper.can_run(q, cache, out_TNV):
+    if not is_narrow(softmax.window) and attention_hopper.can_run(q, cache, out_TNV):
         attention_hopper.launch(q, cache, batch, softmax, out_TNV)
     else:
         launch(q, cache, batch, softmax, out_TNV)
@@ -62,7 +75,7 @@ def launch(
     """On any GPU. `q`: in its two parts."""
     kv_heads = cache.keys.shape[2]
     per_kv = q.values.shape[1] // kv_heads
-    config = choose_config(cache.keys.shape[-1] * q.values.element_size())
+    config = choose_config(cache.keys.shape[-1] * q.values.element_size(), softmax.window)
     per_tile = min(per_kv, config.rows)
     parts = kv_heads * -(-per_kv // per_tile)
     tiles_X2 = batch.tiles(config.rows // per_tile)

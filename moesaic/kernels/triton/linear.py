@@ -61,7 +61,11 @@ FEW_ROWS = ((1 << 20, 64), (1 << 25, 64), (1 << 62, 64))
 # Rows of a matrix that are loaded at once, before x is there, so that all of a layer's matrix can
 # be on its way: by their padded length, then by the number of outputs.
 WHOLE_ROWS = {
-    2048: ((1024, Tile(1, 2, 2048, 4)), (1 << 62, Tile(1, 8, 2048, 4))),
+    2048: (
+        (1024, Tile(1, 2, 2048, 4)),
+        (16_384, Tile(1, 8, 2048, 4)),
+        (1 << 62, Tile(1, 4, 2048, 4)),
+    ),
     4096: ((1024, Tile(1, 1, 4096, 4)), (1 << 62, Tile(1, 2, 4096, 4))),
 }
 # Shorter and longer rows, by blocks.
@@ -72,13 +76,12 @@ ONE_ROW = (
     (1 << 62, Tile(1, 8, 1024, 8)),
 )
 # Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
-# fewer splits. As many bytes as can be are on their way: two programs fill a processor's shared
-# memory.
+# fewer splits.
 TILES = (
-    Tile(8, 64, 128, 4, 6, turned=True),
-    Tile(16, 64, 128, 4, 5, turned=True),
-    Tile(32, 64, 128, 4, 4, turned=True),
-    Tile(64, 64, 64, 4, 6, turned=True),
+    Tile(8, 64, 128, 4, 6, programs=1, turned=True),
+    Tile(16, 64, 128, 4, 5, programs=1, turned=True),
+    Tile(32, 64, 128, 4, 4, programs=1, turned=True),
+    Tile(64, 64, 64, 4, 6, programs=1, turned=True),
     Tile(128, 128, 64, 8, 4, programs=1),
 )
 # Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
@@ -88,8 +91,6 @@ SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
 # A matrix that the L2 cache can hold beside others is asked for before the rows are there.
 PREFETCH_BYTES = 32 << 20
-# By rows (2) or by lines of the cache (1).
-PREFETCH_BY = 2
 MAX_COUNTERS = 4096
 MAX_STREAMS = 64
 
@@ -187,8 +188,7 @@ def add_splits(
 def _few_rows(
     x, w, bias, y, partial, arrived, num_rows, num_outputs, num_inputs, x_stride, num_tiles,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`EVEN`: the inputs are a multiple of BLOCK_I. More rows than a tile has are computed by
     programs of their own, which only works without splits."""
@@ -201,11 +201,8 @@ def _few_rows(
     share = tl.cdiv(tl.cdiv(num_inputs, BLOCK_I), SPLITS) * BLOCK_I
     start = split * share
     stop = tl.minimum(start + share, num_inputs)
+    # Asking for weights before the rows are there was measured, and took longer.
     release_next(PDL)
-    if PDL and PREFETCH == 2:
-        prefetch_tile(w, tile * BLOCK_O, start, stop, num_outputs, num_inputs, BLOCK_O, GATED)
-    elif PDL and PREFETCH == 1:
-        prefetch_matrix(w, row_O, start, stop, num_inputs, 8)
     await_inputs(PDL)
     t, i = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_I)
     x_at = x + t.to(tl.int64)[:, None] * x_stride + i[None, :]
@@ -256,7 +253,7 @@ def _one_row(
         x_I = tl.load(x + i, mask=i < num_inputs, other=0.0)
         acc_OI = next_OI.to(tl.float32) * x_I.to(tl.float32)[None, :]
     else:
-        if PDL and PREFETCH > 0:
+        if PDL and PREFETCH:
             prefetch_tile(
                 w, tile * BLOCK_O, BLOCK_I, num_inputs, num_outputs, num_inputs, BLOCK_O, GATED
             )
@@ -346,13 +343,12 @@ def multiply(
         "BLOCK_I": tile.inputs,
         "GATED": gated,
         "EVEN": inputs % tile.inputs == 0,
-        "PREFETCH": PREFETCH_BY if plan.prefetch else 0,
         "PDL": pdl.on,
         "num_warps": tile.warps,
         **pdl.options,
     }
     if tile.rows == 1:
-        constants["WHOLE"] = inputs <= tile.inputs
+        constants |= {"WHOLE": inputs <= tile.inputs, "PREFETCH": plan.prefetch}
         _one_row[(plan.tiles,)](x_TI, weight_OI, bias_O, y_TO, outputs, inputs, **constants)
         return y_TO
     chunks = -(-rows // tile.rows)

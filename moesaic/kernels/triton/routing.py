@@ -21,7 +21,7 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
 # Experts and channels of a program of `route_rows`, by rows; it computes without matrix units.
-ROUTER_TILES = {1: (4, 512), 2: (8, 256), 4: (8, 256), 8: (8, 256)}
+ROUTER_TILES = {1: (8, 256), 2: (8, 256), 4: (8, 256), 8: (8, 256)}
 
 
 @triton.jit
