@@ -114,7 +114,8 @@ def check_router(rows: int, norm: bool = False) -> None:
 def check_quantise(rows: int, size: int, silu: bool) -> None:
     tile = quantise.fp8_tile(rows, size // 128)
     usage = use(
-        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups, SILU=silu,
+        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups, BY_COLUMN=size == 2048,
+        SILU=silu,
         num_warps=tile.warps,
     )  # fmt: skip
     loads = tile.rows * tile.groups * 128 // (tile.warps * 32 * 8)

@@ -143,6 +143,15 @@ def test_rows_are_loaded_whole_where_that_wastes_little() -> None:
     ]  # fmt: skip
 
 
+def test_tiles_of_one_row_of_fp8() -> None:
+    """By outputs and inputs: qkv and o of Qwen3, q_a of DeepSeek, a narrow one, a head."""
+    shapes = ((5120, 2048), (2048, 4096), (1536, 7168), (576, 7168), (151_936, 2048))
+    tiles = [fp8_kernels.plan_for(1, *shape, 132).tile for shape in shapes]
+    assert [(tile.outputs, tile.inputs, tile.warps) for tile in tiles] == [
+        (2, 1024, 2), (4, 2048, 4), (4, 1024, 2), (2, 1024, 2), (8, 2048, 4),
+    ]  # fmt: skip
+
+
 def test_one_row_in_one_block_or_more() -> None:
     for dtype in SHORT:
         check(1, 6, 2000, dtype, True)
@@ -294,6 +303,25 @@ def test_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         y = kernels.linear(x, weight)
     for _ in range(20):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 50, 128])
+def test_fp8_in_a_graph(rows: int) -> None:
+    """By whichever way so many rows are multiplied; run once before, as the engine does."""
+    x, weight = drawn(rows, 2048, dtype=torch.bfloat16), Fp8Matrix.of(drawn(640, 2048))
+    eager = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
+    wanted = twins.linear_fp8.twin(quantise_groups(x), weight, None, torch.float32)
+    assert relative_error(eager, wanted) < 6e-3
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
+    for _ in range(3):
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, eager)
