@@ -126,6 +126,14 @@ def gate_up_silu_fp8(
     return silu_and_mul(gate, up).to(dtype)
 
 
+@native(LINEAR_FP8)
+def scales_by_column(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    """Whether `linear_fp8` wants the scales of such rows so: `by_column` of who quantises them."""
+    return False
+
+
 def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:
     """In float32."""
     quantised = quantise_groups(x.values) if x.scales is None else x

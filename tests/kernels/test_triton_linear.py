@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.kernels import linear as twins
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, quantise_groups
+from moesaic.kernels.norm import add_rms_norm, add_rms_norm_fp8
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
 from moesaic.kernels.triton.linear import Plan, Tile
@@ -325,6 +326,22 @@ def test_fp8_in_a_graph(rows: int) -> None:
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 256, 1000])
+def test_fp8_of_quantised_norms(rows: int) -> None:
+    """Scales lie as the product wants them: the same bits as when it quantises."""
+    x, residual = (drawn(rows, 2048, dtype=torch.bfloat16) for _ in range(2))
+    norm, weight = drawn(2048, dtype=torch.bfloat16), Fp8Matrix.of(drawn(640, 2048))
+    normed, total = add_rms_norm(x, residual, norm, 1e-6)
+    wanted = twins.linear_fp8(Rows(normed), weight, None, torch.bfloat16)
+    by_column = twins.scales_by_column(x, weight, None, torch.bfloat16)
+    assert not by_column or (rows > 16 and rows % 4 == 0)
+    quantised, again = add_rms_norm_fp8(x, residual, norm, 1e-6, by_column)
+    assert torch.equal(again, total)
+    assert torch.equal(twins.linear_fp8(quantised, weight, None, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize("which", ["main", pytest.param("all", marks=pytest.mark.slow)])

@@ -268,9 +268,8 @@ def gate_up_silu_fp8(
 def _product(
     x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype, gated: bool
 ) -> Tensor:
-    rows, numbers = len(x.values), weight.values.numel()
-    few = next(few for most, few in FEW_ROWS if numbers <= most)
-    if rows > few and _torch_fits(x.values, weight, bias_O, dtype):
+    rows = len(x.values)
+    if _torch_is_faster(x.values, weight, bias_O, dtype):
         y_TO = _by_torch(x, weight, dtype)
         return silu_mul(y_TO) if gated else y_TO
     if x.scales is None:
@@ -361,8 +360,19 @@ def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
     assert halves, f"up begins inside of a block of scales: {outputs} rows"
 
 
-def _torch_fits(x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch's product scales by blocks here, and gets these."""
+def scales_by_column(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return len(x_TI) % 4 == 0 and _torch_is_faster(x_TI, weight, bias_O, dtype)
+
+
+def _torch_is_faster(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    """With more than a few rows, where its product scales by blocks and gets these."""
+    few = next(rows for most, rows in FEW_ROWS if weight.values.numel() <= most)
+    if len(x_TI) <= few:
+        return False
     whole = all(size % GROUP.value == 0 for size in weight.values.shape)
     fits = weight.rows == GROUP.value and whole and bias_O is None and dtype == torch.bfloat16
     return fits and x_TI.is_cuda and _torch_works(x_TI.device)
