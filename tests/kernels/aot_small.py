@@ -76,9 +76,7 @@ def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
 
 
 def check_norm(size: int, add: bool, fp8: bool) -> None:
-    usage = use(
-        norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, BY_COLUMN=fp8, **norm.tiling(size)
-    )
+    usage = use(norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, BY_COLUMN=fp8, **norm.tiling(size))
     assert usage.registers <= 64 and usage.count("ld.global.v4") >= 1 + add
     assert fp8 == (usage.count("cvt.rn.satfinite.e4m3x2") > 0)
 
