@@ -126,6 +126,14 @@ def gate_up_silu_fp8(
     return silu_and_mul(gate, up).to(dtype)
 
 
+@native(LINEAR_FP8)
+def scales_by_column(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    """Whether `linear_fp8` wants the scales of such rows so: `by_column` of who quantises them."""
+    return False
+
+
 def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:
     """In float32."""
     quantised = quantise_groups(x.values) if x.scales is None else x
@@ -134,10 +142,10 @@ def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:
     return (quantised.values.float() * spread) @ weight.dense().T
 
 
-def quantise_groups(x_TI: Tensor) -> Rows:
+def quantise_groups(x_TI: Tensor, by_column: bool = False) -> Rows:
     """float8 values and a float32 scale for each 128 channels, the last group may be smaller. A
-    group of zeros has scale 1, one that is not finite NaN.
+    group of zeros has scale 1, one that is not finite NaN. `by_column`: as in `quantise_rows`.
 
     [[-4, 1]]: values [[-448, 112]], scales [[4 / 448]].
     """
-    return Rows(*quantise_rows(x_TI, "fp8"))
+    return Rows(*quantise_rows(x_TI, "fp8", by_column))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import quantise_rows
 
@@ -37,10 +38,12 @@ def add_rms_norm(
 
 @native(NORM)
 def add_rms_norm_fp8(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `add_rms_norm`, with the normed rows quantised too, as `quantise_rows` does it: (normed,
-    sum, fp8 values [T, H], float32 scales [T, H / 128])."""
-    sum_TH = residual_TH + x_TH
-    normed_TH = F.rms_norm(sum_TH, weight_H.shape, weight_H, eps)
-    return normed_TH, sum_TH, *quantise_rows(normed_TH, "fp8")
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, by_column: bool = False
+) -> tuple[Rows, Tensor]:
+    """As `add_rms_norm`, with the normed rows quantised, as `quantise_rows` does it.
+
+    x [1, 1], residual [1, 3], weight [1, 1], eps 0: sum [2, 4], normed [0.6325, 1.2649], which is
+    [224, 448] with scale 0.002823.
+    """
+    normed_TH, sum_TH = add_rms_norm.twin(x_TH, residual_TH, weight_H, eps)
+    return Rows(*quantise_rows(normed_TH, "fp8", by_column)), sum_TH

@@ -23,12 +23,16 @@ RowFormat = Literal["fp8", "int8"]
 
 
 @native(QUANTISE)
-def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    x_TH: Tensor, format: RowFormat, by_column: bool = False
+) -> tuple[Tensor, Tensor]:
     """Values [T, H] and float32 scales: of 128 channels each [T, G] for fp8 (e4m3; the last group
     may be smaller), of whole rows [T, 1] for int8.
 
     The largest value of a group becomes 448 or 127. A group of zeros has scale 1, one that is not
     finite scale NaN. int8 of [[1, -0.5, 0.25]]: [[127, -64, 32]], scale 1 / 127.
+
+    `by_column`: scales of fp8 lie so, [T, G] with strides (1, T), which our kernels do not read.
     """
     x_TH = x_TH.float()
     if format == "int8":
@@ -39,6 +43,8 @@ def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
     grouped = F.pad(x_TH, (0, -size % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
     scales_TG = absmax_scales(grouped.abs().amax(-1), FP8_MAX)
     scaled = (grouped / scales_TG.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+    if by_column:
+        scales_TG = scales_TG.t().contiguous().t()
     return scaled.flatten(-2)[:, :size].to(torch.float8_e4m3fn).contiguous(), scales_TG
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.mesh import share
+from moesaic.kernels.experts import Rows
 from moesaic.layers.context import AttentionSpec, ForwardContext, HeadParts, LatentParts
 from moesaic.layers.linear import (
     Linear,
@@ -126,8 +127,14 @@ class Attention(Module):
         self.cuts = {"sinks": Cut.of((config.num_heads,), heads.queries)}
         self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
 
-    def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
-        if not len(x_TH):
+    def add_norm(
+        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
+    ) -> tuple[Tensor | Rows, Tensor]:
+        """As `norm.add`; the normed rows are for `forward`."""
+        return self.qkv_proj.add_norm(norm, x_TH, residual_TH)
+
+    def forward(self, x_TH: Tensor | Rows, ctx: ForwardContext) -> Tensor:
+        if isinstance(x_TH, Tensor) and not len(x_TH):
             return x_TH
         qkv_TX, angles = self.qkv_proj(x_TH), (ctx.cos, ctx.sin)
         mixed_TND = ctx.attention.attend_heads(self.spec, qkv_TX, self.parts, angles)
@@ -194,6 +201,12 @@ class LatentAttention(Module):
         )
         self.parts = LatentParts(config.rope_dim, rope, self.kv_a_layernorm)
         self.spec = AttentionSpec(parallel.in_stage(layer), config.scale)
+
+    def add_norm(
+        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `norm.add`: two layers multiply the normed rows, each as it will."""
+        return norm.add(x_TH, residual_TH)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(x_TH):

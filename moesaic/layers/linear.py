@@ -17,7 +17,9 @@ from moesaic.kernels.linear import (
     gate_up_silu_fp8,
     linear,
     linear_fp8,
+    scales_by_column,
 )
+from moesaic.kernels.norm import add_rms_norm_fp8
 from moesaic.layers import invariant
 from moesaic.layers.module import (
     Cut,
@@ -28,6 +30,7 @@ from moesaic.layers.module import (
     parameter,
     slot,
 )
+from moesaic.layers.norm import RMSNorm
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ALL = slice(None)
@@ -94,7 +97,7 @@ class Linear(Module):
         super().__init__()
         outputs = range(config.outputs) if outputs is None else outputs
         inputs = range(config.inputs) if inputs is None else inputs
-        self.deterministic = config.deterministic
+        self.deterministic, self.dtype = config.deterministic, config.dtype
         self.weight: nn.Parameter = parameter(len(outputs), len(inputs), dtype=config.dtype)
         self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
         self.product = product(config.deterministic)
@@ -249,6 +252,22 @@ class MergedLinear(Linear):
             )
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
+
+    def forward(self, x_TI: Tensor | Rows) -> Tensor:
+        """`Rows`: as `add_norm` gives them."""
+        if isinstance(x_TI, Rows):
+            assert self.format is not None
+            return linear_fp8(x_TI, self._fp8(self.format), self.bias, self.dtype)
+        return super().forward(x_TI)
+
+    def add_norm(
+        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
+    ) -> tuple[Tensor | Rows, Tensor]:
+        """As `norm.add`, for this layer alone: the normed rows as it multiplies them."""
+        if self.format is None or residual_TH is None or not len(x_TH):
+            return norm.add(x_TH, residual_TH)
+        by_column = scales_by_column(x_TH, self._fp8(self.format), self.bias, self.dtype)
+        return add_rms_norm_fp8(x_TH, residual_TH, norm.weight, norm.eps, by_column)
 
     def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
         return self.forward(x_TI).split(self.sizes, dim=-1)

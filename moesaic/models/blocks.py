@@ -190,8 +190,9 @@ class DecoderLayer(Module):
         """(x, residual), whose sum is the layer's output: the norm that comes next adds them. So
         are those that are given."""
         begin = self._spans.clock()
-        normed_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
-        mixed_TH = self.self_attn(normed_TH, ctx)
+        attention, norm = self.self_attn, self.input_layernorm
+        normed_TH, residual_TH = attention.add_norm(norm, x_TH, residual_TH)
+        mixed_TH = attention(normed_TH, ctx)
         if begin:
             self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
         norm, step = self.post_attention_layernorm, ctx.step

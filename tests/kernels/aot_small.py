@@ -76,7 +76,7 @@ def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
 
 
 def check_norm(size: int, add: bool, fp8: bool) -> None:
-    usage = use(norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, **norm.tiling(size))
+    usage = use(norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, BY_COLUMN=fp8, **norm.tiling(size))
     assert usage.registers <= 64 and usage.count("ld.global.v4") >= 1 + add
     assert fp8 == (usage.count("cvt.rn.satfinite.e4m3x2") > 0)
 
@@ -114,7 +114,8 @@ def check_router(rows: int, norm: bool = False) -> None:
 def check_quantise(rows: int, size: int, silu: bool) -> None:
     tile = quantise.fp8_tile(rows, size // 128)
     usage = use(
-        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups, SILU=silu,
+        quantise._fp8_kernel, {}, SIZE=size, ROWS=tile.rows, GROUPS=tile.groups,
+        BY_COLUMN=size == 2048, SILU=silu,
         num_warps=tile.warps,
     )  # fmt: skip
     loads = tile.rows * tile.groups * 128 // (tile.warps * 32 * 8)

@@ -213,6 +213,9 @@ def test_what_is_taken_where_nothing_was_measured() -> None:
     w = random_matrices(replace(case, format="fp8_block"), 1, 300, 256)
     config = large_config(quantised, w)
     assert config.block_k == 128
+    # Rows that are still to be quantised: steps are of what they become.
+    for dtype in (torch.bfloat16, torch.float32):
+        assert large_config(random_rows(1, 256, dtype), w, 128) == large_config(quantised, w, 128)
     assert product_of(quantised, w, False).num_strips(config) == 2
     w13 = replace(w, shape=(2, 2 * 768, 256), parts=2)
     assert product_of(quantised, w13, True).num_strips(config) == 6

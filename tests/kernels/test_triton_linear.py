@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.kernels import linear as twins
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, quantise_groups
+from moesaic.kernels.norm import add_rms_norm, add_rms_norm_fp8
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
 from moesaic.kernels.triton.linear import Plan, Tile
@@ -140,6 +141,15 @@ def test_rows_are_loaded_whole_where_that_wastes_little() -> None:
 
     assert [inputs(size) for size in (768, 1536, 1600, 2048, 2880, 4096, 7168)] == [
         1024, 1024, 2048, 2048, 1024, 4096, 1024,
+    ]  # fmt: skip
+
+
+def test_tiles_of_one_row_of_fp8() -> None:
+    """By outputs and inputs: qkv and o of Qwen3, q_a of DeepSeek, a narrow one, a head."""
+    shapes = ((5120, 2048), (2048, 4096), (1536, 7168), (576, 7168), (151_936, 2048))
+    tiles = [fp8_kernels.plan_for(1, *shape, 132).tile for shape in shapes]
+    assert [(tile.outputs, tile.inputs, tile.warps) for tile in tiles] == [
+        (2, 1024, 2), (4, 2048, 4), (4, 1024, 2), (2, 1024, 2), (8, 2048, 4),
     ]  # fmt: skip
 
 
@@ -297,6 +307,41 @@ def test_in_a_graph() -> None:
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 50, 128])
+def test_fp8_in_a_graph(rows: int) -> None:
+    """By whichever way so many rows are multiplied; run once before, as the engine does."""
+    x, weight = drawn(rows, 2048, dtype=torch.bfloat16), Fp8Matrix.of(drawn(640, 2048))
+    eager = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
+    wanted = twins.linear_fp8.twin(quantise_groups(x), weight, None, torch.float32)
+    assert relative_error(eager, wanted) < 6e-3
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
+    for _ in range(3):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 256, 1000])
+def test_fp8_of_quantised_norms(rows: int) -> None:
+    """Scales lie as the product wants them: the same bits as when it quantises."""
+    x, residual = (drawn(rows, 2048, dtype=torch.bfloat16) for _ in range(2))
+    norm, weight = drawn(2048, dtype=torch.bfloat16), Fp8Matrix.of(drawn(640, 2048))
+    normed, total = add_rms_norm(x, residual, norm, 1e-6)
+    wanted = twins.linear_fp8(Rows(normed), weight, None, torch.bfloat16)
+    by_column = twins.scales_by_column(x, weight, None, torch.bfloat16)
+    assert not by_column or (rows > 16 and rows % 4 == 0)
+    quantised, again = add_rms_norm_fp8(x, residual, norm, 1e-6, by_column)
+    assert torch.equal(again, total)
+    assert torch.equal(twins.linear_fp8(quantised, weight, None, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize("which", ["main", pytest.param("all", marks=pytest.mark.slow)])

@@ -31,6 +31,9 @@ def test_the_examples() -> None:
     normed, total = twins.add_rms_norm(ones, rest, weight, 0.0)
     assert torch.equal(total, x)
     torch.testing.assert_close(normed, wanted, atol=1e-4, rtol=0)
+    rows, total = twins.add_rms_norm_fp8(ones, torch.tensor([[1.0, 3.0]]), ones[0], 0.0)
+    assert total.tolist() == [[2, 4]] and rows.values.tolist() == [[224, 448]]
+    torch.testing.assert_close(rows.scales, torch.tensor([[0.002823]]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -63,13 +66,17 @@ def test_a_row_of_nan_stays_alone() -> None:
 def test_the_quantised_norm() -> None:
     dtype, size = torch.float16, 256 + 64
     x, residual, weight = (draw(n, size, dtype=dtype) for n in (2, 2, 1))
-    normed, total, values, scales = kernels.add_rms_norm_fp8(x, residual, weight[0], 1e-6)
-    wanted = twins.add_rms_norm_fp8.twin(x, residual, weight[0], 1e-6)
-    assert torch.equal(total, wanted[1]) and scales.shape == (2, 3)
-    assert_near(normed, wanted[0])
-    again, again_scales = twins.quantise_rows.twin(normed, "fp8")
-    assert torch.equal(values.float(), again.float())  # the interpreter loses the sign of zero
-    assert torch.equal(scales, again_scales)
+    normed, total = kernels.add_rms_norm(x, residual, weight[0], 1e-6)
+    values, scales = twins.quantise_rows.twin(normed, "fp8")
+    for by_column in (False, True):
+        rows, again = kernels.add_rms_norm_fp8(x, residual, weight[0], 1e-6, by_column)
+        assert torch.equal(total, again) and torch.equal(scales, rows.scales)
+        assert rows.scales.stride() == ((1, 2) if by_column else (3, 1))
+        # As numbers: the interpreter loses the sign of zero.
+        assert torch.equal(values.float(), rows.values.float())
+    twin, again = twins.add_rms_norm_fp8.twin(x, residual, weight[0], 1e-6)
+    assert torch.equal(total, again)
+    torch.testing.assert_close(twin.scales, scales, rtol=2e-3, atol=0)
 
 
 @pytest.mark.gpu

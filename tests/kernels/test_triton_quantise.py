@@ -51,6 +51,16 @@ def test_the_same_bits(rows: int, size: int, dtype: torch.dtype, format: twins.R
     wanted = encoded(x, format)
     assert_same(twins.quantise_rows.twin(x, format), wanted)
     assert_same(kernels.quantise_rows(x, format), wanted)
+    if format == "fp8":
+        check_by_column(x, wanted)
+
+
+def check_by_column(x: torch.Tensor, wanted: Quantised) -> None:
+    """The same, but for where scales lie."""
+    for quantise in (kernels.quantise_rows, twins.quantise_rows.twin):
+        values, scales = quantise(x, "fp8", by_column=True)
+        assert_same((values, scales), wanted)
+        assert scales.t().is_contiguous() and (len(x) < 2 or scales.stride() == (1, len(x)))
 
 
 def test_tiles_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +69,7 @@ def test_tiles_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, size in ((5, 300), (3, 7 * 256)):
         x = rows_of(rows, size + 8, torch.float16)[:, :size]
         assert_same(kernels.quantise_rows(x, "fp8"), encoded(x, "fp8"))
+        check_by_column(x, encoded(x, "fp8"))
 
 
 def test_tiles_come_out_even() -> None:

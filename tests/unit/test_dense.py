@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moesaic.comm.collective import Outline
 from moesaic.engine.dense_setup import dense_weights, stored_weights
+from moesaic.kernels.experts import Rows
 from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, Part, linears
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
@@ -145,6 +146,22 @@ def merged(*sizes: int) -> MergedLinear:
     config = LinearConfig(128, sum(sizes), torch.float32)
     parts = {f"part{n}": Part(size, range(size)) for n, size in enumerate(sizes)}
     return MergedLinear(config, parts)
+
+
+def test_rows_are_normed_as_a_projection_takes_them(stored: dict[str, Path]) -> None:
+    """The same bits as when it quantises the normed rows itself."""
+    for dense in (kept(stored["fp8"]), None):
+        layer = loaded(stored["fp8"], dense).model.layers[0]
+        attention, norm = layer.self_attn, layer.input_layernorm
+        for rows in (0, 1, 5):
+            x, residual = torch.randn(rows, 128), torch.randn(rows, 128)
+            normed, total = norm.add(x, residual)
+            mine, mine_total = attention.add_norm(norm, x, residual)
+            assert isinstance(mine, Rows) == (dense is not None and rows > 0)
+            assert torch.equal(mine_total, total)
+            assert torch.equal(attention.qkv_proj(mine), attention.qkv_proj(normed))
+        mine, mine_total = attention.add_norm(norm, x, None)
+        assert torch.equal(mine, norm(x)) and mine_total is x
 
 
 def test_parts_must_be_whole_blocks() -> None:

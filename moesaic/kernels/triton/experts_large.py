@@ -20,8 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
-from moesaic.kernels.experts import Groups, Matrices, Rows
-from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
+from moesaic.kernels.experts import Groups, Matrices, Rows, operand
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_gather import gather_rows
 from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
@@ -65,8 +65,8 @@ class LargeConfig:
 
 def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
     """What to take where nothing was measured, for tiles of `block` places if given. A step is 128
-    bytes of a row, one line of the copy engine's widest swizzle; one tile holds 128 x 256 sums,
-    half of the registers.
+    bytes of a row of weights (rows of another type become as they are, by `operand`), one line of
+    the copy engine's widest swizzle; one tile holds 128 x 256 sums, half of the registers.
 
     Items and rounds of 132 processors with tiles of 128 (of 64) places, where the expected last
     tile of an expert is half empty:
@@ -82,7 +82,7 @@ def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
     they would read 80 bytes a cycle for each processor instead of 48, and the L2 cache gives about
     50. So 128.
     """
-    return _large_config(x.values.dtype, _copy_engine(x.values), block)
+    return _large_config(w.planes["values"].dtype, _copy_engine(x.values), block)
 
 
 @cache
@@ -121,13 +121,6 @@ class Product:
         return -(-self.columns // self.strip(config))
 
 
-def _operand(x: Rows, w: Matrices) -> Rows:
-    """Many rows are quantised once, before, and not by every tile that reads them."""
-    if x.scales is not None or SCALING.get(w.format, PLAIN) == PLAIN:
-        return x
-    return Rows(*quantise_rows(x.values, "fp8"), x.scale)
-
-
 def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
     if w.format not in SCALING:
         raise ValueError(f"weight format {w.format} has no kernel for many rows; has {[*SCALING]}")
@@ -147,7 +140,8 @@ def gate_up_large(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: LargeConfig
 ) -> Rows:
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
-    x = _operand(x, w13)
+    # Many rows are quantised once, before, and not by every tile that reads them.
+    x = operand(x, w13)
     product = product_of(x, w13, groups.order_P is not None)
     if config.gather_first and product.gather and groups.num_places:
         x, product = gather_rows(x, groups), replace(product, gather=False)
@@ -178,7 +172,7 @@ def down_large(
     config: LargeConfig,
 ) -> Tensor:
     """`down` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
-    h = _operand(h, w2)
+    h = operand(h, w2)
     product = product_of(h, w2, False)
     extra = {
         "out": y,

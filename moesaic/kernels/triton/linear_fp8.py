@@ -36,13 +36,21 @@ from moesaic.kernels.triton.linear import (
 logger = logging.getLogger(__name__)
 
 GROUP = tl.constexpr(128)
-# Up to so many rows a matrix is read once, by tiles of these; beyond, torch's own product is tried.
-FEW_ROWS = 128
+# Matrices of up to so many numbers, and the rows beyond which torch's own product is faster.
+FEW_ROWS = ((1 << 20, 16), (1 << 25, 16), (1 << 62, 16))
+# By the most inputs, then by the most outputs. Threads times 16 inputs are a tile's: so each has a
+# piece of all outputs.
+HUGE = 1 << 62
 ONE_ROW = (
-    # Threads times 16 inputs are a tile's: so each has a piece of all outputs.
-    (1024, Tile(1, 2, 1024, 2)),
-    (16_384, Tile(1, 4, 1024, 2)),
-    (1 << 62, Tile(1, 8, 2048, 4)),
+    (2048, ((16_384, Tile(1, 2, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4)))),
+    (
+        4096,
+        ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4))),
+    ),
+    (
+        HUGE,
+        ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4))),
+    ),
 )
 TILES = (
     Tile(16, 32, 128, 4, 6),
@@ -261,14 +269,14 @@ def _product(
     x: Rows, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype, gated: bool
 ) -> Tensor:
     rows = len(x.values)
-    if x.scales is None:
-        x = quantise_groups(x.values)
-    if rows > FEW_ROWS and _torch_fits(x.values, weight, bias_O, dtype):
+    if _torch_is_faster(x.values, weight, bias_O, dtype):
         y_TO = _by_torch(x, weight, dtype)
         return silu_mul(y_TO) if gated else y_TO
+    if x.scales is None:
+        x = quantise_groups(x.values)
     outputs = len(weight.values) // (2 if gated else 1)
     y_TO = x.values.new_empty(rows, outputs, dtype=dtype)
-    multiply = multiply_few if rows <= FEW_ROWS else multiply_many
+    multiply = multiply_few if rows <= TILES[-1].rows else multiply_many
     return multiply(x, weight, bias_O, y_TO, gated)
 
 
@@ -313,7 +321,8 @@ def multiply_few(
 
 @cache
 def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> Plan:
-    return plan_with(ONE_ROW, TILES, rows, outputs, inputs, 1, processors)
+    one_row = next(tiles for most, tiles in ONE_ROW if inputs <= most)
+    return plan_with(one_row, TILES, rows, outputs, inputs, 1, processors)
 
 
 def multiply_many(
@@ -351,8 +360,19 @@ def _check(x: Rows, weight: Fp8Matrix, y_TO: Tensor) -> None:
     assert halves, f"up begins inside of a block of scales: {outputs} rows"
 
 
-def _torch_fits(x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch's product scales by blocks here, and gets these."""
+def scales_by_column(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return len(x_TI) % 4 == 0 and _torch_is_faster(x_TI, weight, bias_O, dtype)
+
+
+def _torch_is_faster(
+    x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: torch.dtype
+) -> bool:
+    """With more than a few rows, where its product scales by blocks and gets these."""
+    few = next(rows for most, rows in FEW_ROWS if weight.values.numel() <= most)
+    if len(x_TI) <= few:
+        return False
     whole = all(size % GROUP.value == 0 for size in weight.values.shape)
     fits = weight.rows == GROUP.value and whole and bias_O is None and dtype == torch.bfloat16
     return fits and x_TI.is_cuda and _torch_works(x_TI.device)
@@ -361,6 +381,8 @@ def _torch_fits(x_TI: Tensor, weight: Fp8Matrix, bias_O: Tensor | None, dtype: t
 def _by_torch(x: Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
     """cuBLAS wants the scales of rows column by column, rows in fours, and the scales of a row of
     blocks in fours."""
+    if x.scales is None:
+        x = quantise_groups(x.values, by_column=True)
     assert x.scales is not None
     rows, blocks = len(x.values), weight.scales.shape[1]
     values, scales = x.values, x.scales
@@ -407,11 +429,13 @@ def _problem_with(product: Callable[[Rows, Fp8Matrix], Tensor], device: torch.de
         .repeat_interleave(128, 1)
     )
     x_TI *= torch.linspace(0.1, 10, 258, device=device)[:, None]
-    x, weight = quantise_groups(x_TI), Fp8Matrix.of(w_OI)
-    try:
-        y_TO = product(x, weight)
-    except Exception as error:  # whatever a version or a GPU does not know
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    expected = multiplied_fp8(x, weight)
-    off = float((y_TO.float() - expected).norm() / expected.norm())
+    weight, off = Fp8Matrix.of(w_OI), 0.0
+    # Rows as they come in a step, and some whose number is no multiple of 4.
+    for x in (quantise_groups(x_TI[:256], by_column=True), quantise_groups(x_TI)):
+        try:
+            y_TO = product(x, weight)
+        except Exception as error:  # whatever a version or a GPU does not know
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        expected = multiplied_fp8(x, weight)
+        off = max(off, float((y_TO.float() - expected).norm() / expected.norm()))
     return "" if off < PROBE_ERROR else f"it is off by {off:.2g}"

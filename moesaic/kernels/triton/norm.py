@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.experts import Rows
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
@@ -40,6 +41,7 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     FP8: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner."""
@@ -59,17 +61,18 @@ def _norm_kernel(
     x = x.to(tl.float32)
     mean = tl.sum(x * x, 1)[:, None] / H
     normed = x * tl.math.rsqrt(mean + eps) * weight
-    normed = normed.to(normed_ptr.dtype.element_ty)
-    tl.store(normed_ptr + out, normed, mask)
-    if FP8:
+    normed = normed.to(x_ptr.dtype.element_ty)
+    if not FP8:
+        tl.store(normed_ptr + out, normed, mask)
+    else:
         GROUPS: tl.constexpr = BLOCK_H // 128
         grouped = tl.reshape(normed.to(tl.float32), (ROWS, GROUPS, 128))
-        scales = fp8_scales(
-            tl.max(tl.abs(grouped), 2), tl.min(tl.where(grouped == grouped, 1, 0), 2)
-        )
+        # As integers a NaN is the largest of all.
+        bits = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+        scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
         group = tl.arange(0, GROUPS)[None, :]
-        of_row = row * tl.cdiv(H, 128) + group
-        tl.store(scales_ptr + of_row, scales, (row < rows) & (group * 128 < H))
+        spot = group.to(tl.int64) * rows + row if BY_COLUMN else row * tl.cdiv(H, 128) + group
+        tl.store(scales_ptr + spot, scales, (row < rows) & (group * 128 < H))
         values = tl.reshape(to_fp8(grouped, scales[:, :, None]), (ROWS, BLOCK_H))
         tl.store(values_ptr + out, values, mask)
 
@@ -89,15 +92,16 @@ def add_rms_norm(
 
 
 def add_rms_norm_fp8(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, by_column: bool = False
+) -> tuple[Rows, Tensor]:
     rows, size = residual_TH.shape
-    normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    values_TH = torch.empty_like(residual_TH, dtype=torch.float8_e4m3fn)
-    scales_TG = torch.empty(rows, -(-size // FP8_GROUP), device=x_TH.device)
-    out = (normed_TH, sum_TH, values_TH, scales_TG)
-    _run(_rows_of(x_TH), residual_TH, weight_H, eps, *out)
-    return out
+    shape = (rows, -(-size // FP8_GROUP))
+    sum_TH = residual_TH.new_empty(rows, size)
+    values_TH = residual_TH.new_empty(rows, size, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(shape[::-1] if by_column else shape, device=x_TH.device)
+    out = (None, sum_TH, values_TH, scales)
+    _run(_rows_of(x_TH), residual_TH, weight_H, eps, *out, by_column)
+    return Rows(values_TH, scales.t() if by_column else scales), sum_TH
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -119,10 +123,11 @@ def _run(
     residual_TH: Tensor | None,
     weight_H: Tensor,
     eps: float,
-    normed: Tensor,
+    normed: Tensor | None,
     sum_TH: Tensor | None = None,
     values_TH: Tensor | None = None,
-    scales_TG: Tensor | None = None,
+    scales: Tensor | None = None,
+    by_column: bool = False,
 ) -> None:
     size = x.shape[-1]
     rows = x.numel() // size
@@ -137,7 +142,7 @@ def _run(
         normed,
         sum_TH,
         values_TH,
-        scales_TG,
+        scales,
         rows,
         1 if x.dim() == 2 else x.shape[1],
         x.stride(0),
@@ -147,6 +152,7 @@ def _run(
         H=size,
         ADD=residual_TH is not None,
         FP8=values_TH is not None,
+        BY_COLUMN=by_column,
         **tile,
         PDL=pdl.on,
         **pdl.options,

@@ -125,6 +125,7 @@ def _fp8_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -143,7 +144,8 @@ def _fp8_kernel(
     # As integers a NaN is the largest of all.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
-    tl.store(scales_ptr + row * ALL + group, scales, (row < rows) & (group < ALL))
+    spot = group.to(tl.int64) * rows + row if BY_COLUMN else row * ALL + group
+    tl.store(scales_ptr + spot, scales, (row < rows) & (group < ALL))
     tl.store(values_ptr + (row * SIZE)[:, None] + channel, to_fp8(x, scales[:, None]), mask)
 
 
@@ -185,8 +187,10 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * SIZE + channel, y, mask)
 
 
-def quantise_rows(x_TH: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
-    return _quantise(x_TH, x_TH.shape[1], format, silu=False)
+def quantise_rows(
+    x_TH: Tensor, format: RowFormat, by_column: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _quantise(x_TH, x_TH.shape[1], format, silu=False, by_column=by_column)
 
 
 def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
@@ -206,7 +210,9 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     return out_TI
 
 
-def _quantise(x: Tensor, size: int, format: RowFormat, silu: bool) -> tuple[Tensor, Tensor]:
+def _quantise(
+    x: Tensor, size: int, format: RowFormat, silu: bool, by_column: bool = False
+) -> tuple[Tensor, Tensor]:
     rows, device, pdl = len(x), x.device, dependent_launch(x)
     x = _together(x)
     fixed = {"SIZE": size, "SILU": silu, "PDL": pdl.on, **pdl.options}
@@ -223,15 +229,17 @@ def _quantise(x: Tensor, size: int, format: RowFormat, silu: bool) -> tuple[Tens
         return values, scales
     groups = triton.cdiv(size, FP8_GROUP)
     values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(rows, groups, device=device)
+    shape = (groups, rows) if by_column else (rows, groups)
+    scales = torch.empty(shape, device=device)
     if rows:
         tile = fp8_tile(rows, groups)
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(groups, tile.groups),)
         _fp8_kernel[grid](
             x, values, scales, x.stride(0), rows,
-            ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps, **fixed,
+            ROWS=tile.rows, GROUPS=tile.groups, BY_COLUMN=by_column, num_warps=tile.warps,
+            **fixed,
         )  # fmt: skip
-    return values, scales
+    return values, scales.t() if by_column else scales
 
 
 def fp8_tile(rows: int, groups: int) -> Tile:
