@@ -16,17 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _rows(a_bufs, stage, WHICH: gl.constexpr):
-    """A group's 64 rows of a stage. No buffer can have 192: the last 64 are in one of their own."""
-    if WHICH == 2:
-        rows = a_bufs[1].index(stage)
-    else:
-        rows = a_bufs[0].index(stage).slice(64 * WHICH, 64)
-    return rows
-
-
-@gluon.jit
-def wide_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
+def plain_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
     """[64, 256] of an item, the last product still under way."""
     a_bufs, b_bufs, ready, empty = ring
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -37,38 +27,13 @@ def wide_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
         if P.GATHER:
             # What threads wrote, not the copy engine, must be fenced from the matrix units.
             fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage).permute((1, 0))
         sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))
         mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
         step += 1
     return sums, step
-
-
-@gluon.jit
-def narrow_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
-    """Both blocks [64, 128] of an item, the last products still under way. With three groups the
-    assembler has no registers for one product of both."""
-    a_bufs, b_bufs, ready, empty = ring
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    first = gl.zeros([64, 128], gl.float32, mma)
-    second = gl.zeros([64, 128], gl.float32, mma)
-    for k in range(P.steps):
-        stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
-        b = b_bufs.index(stage)
-        near = b.slice(0, 128).permute((1, 0))
-        far = b.slice(128, 128).permute((1, 0))
-        first = warpgroup_mma(a, near, first, use_acc=k > 0, is_async=True)
-        second = warpgroup_mma(a, far, second, use_acc=k > 0, is_async=True)
-        first, second = warpgroup_mma_wait(2, deps=(first, second))
-        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
-        step += 1
-    return first, second, step
 
 
 @gluon.jit
@@ -101,7 +66,7 @@ def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH
         mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
         if P.GATHER:
             fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage)
         part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
         near_by = x_scale * near_scale
