@@ -127,8 +127,8 @@ def _large(shape: Shape, block: int) -> Iterator[Any]:
     kind = tuning.config_class("large")
     base = kind(block_m=block, block_k=tuning.LINE // tuning.ITEM_BYTES[shape.format])
     if block == tuning.LARGE_BLOCK:
-        for group, ring, skew in product((4, 16), (3, 4), (1, 2)):
-            yield replace(base, specialised=True, group=group, ring=ring, skew=skew)
+        for group, ring in product((4, 8, 16), (3, 4)):
+            yield replace(base, specialised=True, group=group, ring=ring)
     for group, stages in product((4, 16), (3,) if block == tuning.LARGE_BLOCK else (3, 4)):
         yield replace(base, specialised=False, group=group, stages=stages)
 

@@ -168,12 +168,6 @@ def test_without_the_copy_engine_or_weights() -> None:
     check_down(case, groups, None, config, case.rows * case.top_k)
 
 
-def test_rows_gathered_first() -> None:
-    case = replace(FP8_CASE, rows=20)
-    config = replace(TINY_FP8, gather_first=True)
-    check_gate_up(case, sort_pairs.twin(random_ids(case), 3, 16), case.rows, config)
-
-
 def test_blocks_of_rows() -> None:
     """The masked layout, with an expert that has nothing and one that is full."""
     case = Case()
@@ -207,8 +201,6 @@ def test_what_is_taken_where_nothing_was_measured() -> None:
     x = random_rows(1, case.hidden, torch.float16)
     config = large_config(x, random_matrices(case, 2, case.inner, case.hidden))
     assert (config.block_m, config.block_k) == (128, 64)
-    wide = large_config(x, random_matrices(case, 2, case.inner, case.hidden), 192)
-    assert (wide.block_m, wide.ring) == (192, 3)
     quantised = random_rows(1, 256, FP8)
     w = random_matrices(replace(case, format="fp8_block"), 1, 300, 256)
     config = large_config(quantised, w)
@@ -278,28 +270,13 @@ def test_on_hopper(name: str, specialised: bool) -> None:
 @hopper
 @pytest.mark.parametrize("name", ["bf16", "fp8 blocks"])
 def test_rows_at_places_on_hopper(name: str) -> None:
-    """Rows that the copy engine loads: the masked layout, and rows gathered before."""
+    """The masked layout, whose rows the copy engine loads."""
     case = HOPPER_CASES[name]
     config = hopper_config(case, True)
     counts = torch.randint(0, 200, (case.experts,), device=DEVICE)
     masked = blocks.twin(counts, 200, config.block_m)
     check_gate_up(case, masked, case.experts * 200, config)
     check_down(case, masked, None, config, case.experts * 200)
-    groups = sort_pairs.twin(random_ids(case), case.experts, config.block_m)
-    check_gate_up(case, groups, case.rows, replace(config, gather_first=True))
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("name", ["bias and limit", "one row", "nobody", "many items", "qwen3"])
-def test_wide_tiles_on_hopper(name: str) -> None:
-    case = HOPPER_CASES[name]
-    config = replace(hopper_config(case, True), block_m=192, ring=3)
-    check(case, config)
-    counts = torch.randint(0, 400, (case.experts,), device=DEVICE)
-    masked = blocks.twin(counts, 400, config.block_m)
-    check_gate_up(case, masked, case.experts * 400, config)
-    check_down(case, masked, None, config, case.experts * 400)
 
 
 @pytest.mark.gpu
@@ -322,7 +299,11 @@ def test_claims_leave_zeros(name: str) -> None:
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("ring, skew", [(3, 2), (4, 0)])
-def test_rings_on_hopper(ring: int, skew: int) -> None:
-    case = HOPPER_CASES["many items"]
-    check(case, replace(hopper_config(case, True), ring=ring, skew=skew, group=3))
+@pytest.mark.parametrize(
+    "name, ring, ahead",
+    [("many items", 2, True), ("fp8 tensor", 2, True), ("fp8 tensor", 3, True),
+     ("fp8 blocks", 4, False)],
+)  # fmt: skip
+def test_rings_on_hopper(name: str, ring: int, ahead: bool) -> None:
+    case = HOPPER_CASES[name]
+    check(case, replace(hopper_config(case, True), ring=ring, ahead=ahead, group=3))

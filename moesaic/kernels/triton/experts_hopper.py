@@ -1,12 +1,12 @@
 """The products of experts_large.py on Hopper, by warps that each do one thing.
 
-K inner size · N columns of a part · one item: 128 places, or 192, x two blocks of 128 columns.
+K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns.
 
 Four warps load: weights by the copy engine, rows by it too or, gathered, by 16 bytes a thread. Two
-groups of four warps, or three, multiply 64 places each, and store them. In between a ring of
-stages: `ready` counts what has arrived in one, `empty` who is done with it. The loaders are up to a
-ring ahead, so that they fetch the next item's first steps while the others store. Each group starts
-`skew` steps after the one before it, and so stores while the others multiply.
+groups of four warps multiply 64 places each, and store them. In between a ring of stages: `ready`
+counts what has arrived in one, `empty` who is done with it. The loaders are up to a ring ahead, so
+that they fetch the next item's first steps while the others store. The second group starts a step
+after the first, so that one can scale or store while the other multiplies.
 
 Items differ: a tile with at most 64 rows takes half the time. So a program claims its next item
 when it begins one, from a counter of all programs, and whoever is free takes the next. Tiles of one
@@ -42,12 +42,11 @@ from moesaic.kernels.triton.experts_epilogue import (
     store_block,
 )
 from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
-from moesaic.kernels.triton.experts_sums import narrow_sums, scaled_sums, wide_sums
+from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
 from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
 
-# By groups that multiply, of each of their and the loading warps' threads before they share them
-# out: 65,536 in all.
-REGISTERS = {2: 168, 3: 128}
+# Of each thread before groups share them out: 65,536 in all.
+REGISTERS = 168
 # Items that the loaders tell of: at most an item ahead, as the ring is no longer than an item, they
 # never overwrite what was not heard.
 TOLD = gl.constexpr(4)
@@ -74,16 +73,11 @@ class Plan:
     SCATTER: bool
     LIMITED: bool
     STAGES: int
-    SKEW: int
-    SHARES: tuple[int, ...]
-    """Registers of the groups after the first, which has as many, and of the loading warps."""
+    AHEAD: bool
+    SHARES: tuple[int, int]
+    """Registers of the second group, of which the first has as many, and of the loading warps."""
     SCALED: bool = False
     PDL: bool = True
-
-    @property
-    def groups(self) -> int:
-        """Of warps that multiply."""
-        return self.BM // 64
 
     @property
     def steps(self) -> int:
@@ -144,10 +138,10 @@ def _hear(told, number):
 
 
 @gluon.jit
-def _row_pointers(x, order, place, end, ROWS: gl.constexpr, P: gl.constexpr):
-    """To the first channels of some rows, 16 bytes for each thread; which of them there are."""
+def _row_pointers(x, order, place, end, P: gl.constexpr):
+    """To the first channels of an item's rows, 16 bytes for each thread; which rows there are."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    places = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
     rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
     ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
     return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :], (places < end)[:, None]
@@ -156,8 +150,7 @@ def _row_pointers(x, order, place, end, ROWS: gl.constexpr, P: gl.constexpr):
 @gluon.jit
 def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
     order = tables[0]
-    x_bufs, b_bufs, ready, empty = ring
-    a_bufs, third_bufs = x_bufs
+    a_bufs, b_bufs, ready, empty = ring
     tiles = gl.load(tables[5])
     total = tiles * P.NUM_STRIPS
     WEIGHTS: gl.constexpr = 2 * w_desc.block_type.nbytes
@@ -173,11 +166,8 @@ def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
         claim = gl.atomic_add(counter + threads, one, mask=threads == 0, sem="relaxed")
         row = expert * P.rows + strip * P.STRIP
         both = place + 64 < end
-        third = place + 128 < end
         if P.GATHER:
-            pointers, there = _row_pointers(x, order, place, end, 128, P)
-            if P.groups == 3:
-                more, more_there = _row_pointers(x, order, place + 128, end, 64, P)
+            pointers, there = _row_pointers(x, order, place, end, P)
         for k in range(0, P.K, P.BK):
             stage = step % P.STAGES
             bar = ready.index(stage)
@@ -189,14 +179,7 @@ def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
             else:
                 ROWS: gl.constexpr = x_desc.block_type.nbytes
                 mbarrier.expect(bar, WEIGHTS + ROWS, pred=not both)
-                if P.groups == 3:
-                    mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both & (not third))
-                    mbarrier.expect(bar, WEIGHTS + 3 * ROWS, pred=third)
-                    tma.async_copy_global_to_shared(
-                        x_desc, [place + 128, k], bar, third_bufs.index(stage), pred=third
-                    )
-                else:
-                    mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both)
+                mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both)
                 tma.async_copy_global_to_shared(x_desc, [place, k], bar, a.slice(0, 64))
                 tma.async_copy_global_to_shared(
                     x_desc, [place + 64, k], bar, a.slice(64, 64), pred=both
@@ -205,10 +188,6 @@ def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
             tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
             if P.GATHER:
                 async_copy.async_copy_global_to_shared(a, pointers + k, mask=there)
-                if P.groups == 3:
-                    async_copy.async_copy_global_to_shared(
-                        third_bufs.index(stage), more + k, mask=more_there
-                    )
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
         gl.store(counter + threads, one - 1, mask=(threads == 0) & (claim == total - 1))
@@ -241,21 +220,15 @@ def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHIC
         targets = find_targets(out, order, place, end, P)
     else:
         targets = find_targets(out, order, place, end, P)
-        if P.groups == 3:
-            first, second, step = narrow_sums(ring, step, P, WHICH)
-        else:
-            sums, step = wide_sums(ring, step, P, WHICH)
+        sums, step = plain_sums(ring, step, P, WHICH)
     if weights is not None:
         # While the last product is under way.
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
     if not P.PROMOTE:
-        if P.groups == 3:
-            first, second = warpgroup_mma_wait(0, deps=(first, second))
-        else:
-            sums = warpgroup_mma_wait(0, deps=(sums,))
-            first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-            first = gl.convert_layout(first, mma, assert_trivial=True)
-            second = gl.convert_layout(second, mma, assert_trivial=True)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+        first = gl.convert_layout(first, mma, assert_trivial=True)
+        second = gl.convert_layout(second, mma, assert_trivial=True)
         mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
     first = finish(first, scales, bias, scale, expert, column, P, mma)
     staged = staging.index(WHICH)
@@ -292,8 +265,8 @@ def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH:
     strip, expert, place, end = _look(gl.program_id(0), tables, gl.load(tables[5]), P)
     number = 0
     step = 0
-    if WHICH * P.SKEW > 0:
-        mbarrier.wait(ring[2].index(WHICH * P.SKEW), 0, pred=strip >= 0)
+    if WHICH == 1:
+        mbarrier.wait(ring[2].index(1), 0, pred=strip >= 0)
     while strip >= 0:
         if place + 64 * WHICH < end:
             found = (strip, expert, place, end)
@@ -330,10 +303,6 @@ def experts_kernel(
     STAGES: gl.constexpr = P.STAGES
     out_type: gl.constexpr = out.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, P.BK], w_desc.layout)
-    if P.groups == 3:
-        third_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, P.BK], w_desc.layout)
-    else:
-        third_bufs = a_bufs
     b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 256, P.BK], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -341,55 +310,42 @@ def experts_kernel(
     values = gl.allocate_shared_memory(gl.int32, [TOLD, 4], flat)
     made = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
-    staging = gl.allocate_shared_memory(out_type, [P.groups, 64, 128], staged)
+    staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
     for i in gl.static_range(STAGES):
         # With rows gathered, each of 128 threads says that its own have arrived.
         mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
-        mbarrier.init(empty.index(i), count=P.groups)
+        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(TOLD):
         mbarrier.init(made.index(i), count=1)
     fence_async_shared()
     if P.PDL:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
-    ring = ((a_bufs, third_bufs), b_bufs, ready, empty)
+    ring = (a_bufs, b_bufs, ready, empty)
     told = (values, made)
     scales = (x_scales, w_scales)
     ends = (bias, out, out_scales, weights, staging)
     numbers = (scale, alpha, limit)
     loaders: gl.constexpr = 4 if P.GATHER else 1
-    if P.groups == 3:
-        gl.warp_specialize(
-            [
-                (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
-                (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
-                (_multiply, (tables, ring, told, scales, ends, numbers, P, 2)),
-                (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
-            ],
-            [4, 4, loaders],
-            P.SHARES,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
-                (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
-                (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
-            ],
-            [4, loaders],
-            P.SHARES,
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
+            (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
+            (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
+        ],
+        [4, loaders],
+        P.SHARES,
+    )
 
 
 def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeConfig) -> bool:
-    """On a Hopper GPU, for tiles of 128 x (128 + 128), or 192 x as many where sums need no second
-    registers, and steps of 128 bytes, with at least as many steps as the ring has stages."""
+    """On a Hopper GPU, for tiles of 128 x (128 + 128) and steps of 128 bytes, with at least as many
+    steps as the ring has stages."""
     values = w.planes["values"]
     return (
         _is_hopper(x.values.device.index)
-        and config.block_m in ((128,) if product.promote else (128, 192))
-        and config.block_n == 128
-        and (config.block_m // 64 - 1) * config.skew < config.ring
+        and config.block_m == config.block_n == 128
+        and config.ring >= 2
         and config.block_k * x.values.element_size() == 128
         and values.dtype == x.values.dtype
         and product.promote == (values.dtype == FP8)
@@ -420,16 +376,14 @@ def plan_of(
         SCATTER=scatter,
         LIMITED=limited,
         STAGES=config.ring,
-        SKEW=config.skew,
-        SHARES=_shares(product, config),
+        AHEAD=config.ahead,
+        SHARES=_shares(product),
         SCALED=scaled,
         PDL=pdl,
     )
 
 
-def _shares(product: Product, config: LargeConfig) -> tuple[int, ...]:
-    if config.block_m == 192:
-        return 160, 160, 32
+def _shares(product: Product) -> tuple[int, int]:
     if not product.gather:
         return 232, 40
     return (224, 56) if product.promote else (208, 88)
@@ -470,7 +424,7 @@ def launch(
         extra["limit"],
         plan,
         num_warps=4,
-        maxnreg=REGISTERS[plan.groups],
+        maxnreg=REGISTERS,
         **pdl.options,
     )
 

@@ -9,7 +9,7 @@ back. What both kernels here and in experts_hopper.py need to know of a product 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows, operand
 from moesaic.kernels.quantise import FP8_GROUP
-from moesaic.kernels.triton.experts_gather import gather_rows
 from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import HOPPER, await_inputs, dependent_launch, num_processors
 from moesaic.kernels.triton.quantise import as_fp8, fp8_scales
@@ -45,22 +44,21 @@ class LargeConfig:
     blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
     strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
     programs of a processor. `copies`: weights by the copy engine where there is one.
-    `gather_first`: rows are copied to their places by a kernel of its own, and read from there.
-    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages, `skew`: the
-    steps by which its second group of warps starts later."""
+    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages;
+    `ahead`: its groups of warps await a step's operands before they scale the sums of fp8 products
+    of the last one."""
 
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
     warps: int = 8
     stages: int = 3
-    group: int = 16
+    group: int = 8
     occupancy: int = 1
     copies: bool = True
-    gather_first: bool = False
     specialised: bool = True
     ring: int = 4
-    skew: int = 1
+    ahead: bool = True
 
 
 def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
@@ -95,8 +93,7 @@ def _large_config(dtype: torch.dtype, copies: bool, block: int | None) -> LargeC
     if block is None:
         # Before Hopper the matrix units take both operands from registers: too many for 128 places.
         block = 128 if copies else 64
-    # Wider tiles leave room for fewer, wider stages.
-    return LargeConfig(block_m=block, block_k=step, ring=3 if block > 128 else 4)
+    return LargeConfig(block_m=block, block_k=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,6 @@ def gate_up_large(
     # Many rows are quantised once, before, and not by every tile that reads them.
     x = operand(x, w13)
     product = product_of(x, w13, groups.order_P is not None)
-    if config.gather_first and product.gather and groups.num_places:
-        x, product = gather_rows(x, groups), replace(product, gather=False)
     if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
         raise ValueError(
             f"h is quantised by {FP8_GROUP} channels: blocks of {config.block_n} of "

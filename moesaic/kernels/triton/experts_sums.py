@@ -16,28 +16,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _rows(a_bufs, stage, WHICH: gl.constexpr):
-    """A group's 64 rows of a stage. No buffer can have 192: the last 64 are in one of their own."""
-    if WHICH == 2:
-        rows = a_bufs[1].index(stage)
-    else:
-        rows = a_bufs[0].index(stage).slice(64 * WHICH, 64)
-    return rows
+def _await(ring, step, P: gl.constexpr):
+    """A step's rows and weights."""
+    mbarrier.wait(ring[2].index(step % P.STAGES), step // P.STAGES & 1)
+    if P.GATHER:
+        # What threads wrote, not the copy engine, must be fenced from the matrix units.
+        fence_async_shared()
 
 
 @gluon.jit
-def wide_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
+def plain_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
     """[64, 256] of an item, the last product still under way."""
-    a_bufs, b_bufs, ready, empty = ring
+    a_bufs, b_bufs, _, empty = ring
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     sums = gl.zeros([64, 256], gl.float32, wide)
     for k in range(P.steps):
         stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            # What threads wrote, not the copy engine, must be fenced from the matrix units.
-            fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
+        _await(ring, step, P)
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage).permute((1, 0))
         sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))
@@ -47,34 +43,23 @@ def wide_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def narrow_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
-    """Both blocks [64, 128] of an item, the last products still under way. With three groups the
-    assembler has no registers for one product of both."""
-    a_bufs, b_bufs, ready, empty = ring
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    first = gl.zeros([64, 128], gl.float32, mma)
-    second = gl.zeros([64, 128], gl.float32, mma)
-    for k in range(P.steps):
-        stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
-        b = b_bufs.index(stage)
-        near = b.slice(0, 128).permute((1, 0))
-        far = b.slice(128, 128).permute((1, 0))
-        first = warpgroup_mma(a, near, first, use_acc=k > 0, is_async=True)
-        second = warpgroup_mma(a, far, second, use_acc=k > 0, is_async=True)
-        first, second = warpgroup_mma_wait(2, deps=(first, second))
-        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
-        step += 1
-    return first, second, step
+def _add_scaled(sums, part, scale):
+    """In its place among the products: as an expression the compiler would move it behind the next
+    one, which then needs registers of its own."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [part, scale[:, None], sums],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH: gl.constexpr):
     """Both blocks [64, 128] of an item; each 128 channels' products are scaled on their own."""
-    a_bufs, b_bufs, ready, empty = ring
+    a_bufs, b_bufs, _, empty = ring
     x_scales, w_scales = scales
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     first = gl.zeros([64, 128], gl.float32, mma)
@@ -96,30 +81,40 @@ def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH
         far_at = w_scales + far.to(gl.int64) * P.inner_blocks
         near_scale = gl.load(near_at)
         far_scale = gl.load(far_at)
+    if P.AHEAD:
+        _await(ring, step, P)
     for k in range(P.steps):
+        if not P.AHEAD:
+            _await(ring, step, P)
         stage = step % P.STAGES
-        mbarrier.wait(ready.index(stage), step // P.STAGES & 1)
-        if P.GATHER:
-            fence_async_shared()
-        a = _rows(a_bufs, stage, WHICH)
+        a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage)
         part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
+        if P.AHEAD:
+            # Not before the product was issued: a group's warps meet for this.
+            mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
         near_by = x_scale * near_scale
         far_by = x_scale * far_scale
-        # The next step's scales are under way while this step is computed.
         following = gl.minimum(k + 1, P.steps - 1)
+        if P.AHEAD:
+            # So that between two products there is nothing but the sums' scaling.
+            _await(ring, step + following - k, P)
+        # The next step's scales are under way while this step is computed.
         if x_scales is not None:
             x_scale = gl.load(x_at + following)
         if P.SCALING == 2:
             near_scale = gl.load(near_at + following)
             far_scale = gl.load(far_at + following)
         part = warpgroup_mma_wait(0, deps=(part,))
-        first += part * near_by[:, None]
+        first = _add_scaled(first, part, near_by)
         part = warpgroup_mma(
             a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True
         )
         part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        second += part * far_by[:, None]
+        if not P.AHEAD:
+            mbarrier.arrive(empty.index(stage), count=1)
+        second = _add_scaled(second, part, far_by)
         step += 1
+    if P.AHEAD:
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1)
     return first, second, step
