@@ -428,16 +428,9 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
         best_RC, token_RC = _peaks(logits_RV, None)
         chunks = best_RC.shape[1]
         _greedy_kernel[(rows,)](
-            best_RC,
-            token_RC,
-            drawn_2R,
-            rows,
-            chunks,
-            BLOCK_C=triton.next_power_of_2(chunks),
-            num_warps=1,
-            PDL=pdl.on,
-            **pdl.options,
-        )
+            best_RC, token_RC, drawn_2R, rows, chunks, BLOCK_C=triton.next_power_of_2(chunks),
+            num_warps=1, PDL=pdl.on, **pdl.options,
+        )  # fmt: skip
     return drawn_2R
 
 
@@ -464,25 +457,11 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     best = (best_RC, token_RC)
     narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
     _draw_kernel[(rows,)](
-        logits_RV,
-        params.values,
-        peaks_RP,
-        best_RC,
-        token_RC,
-        sums_RP,
-        narrowed.list,
-        narrowed.count_R,
-        narrowed.above_R2C,
-        narrowed.kept_RP,
-        drawn_2R,
-        rows,
-        *sizes,
-        reach,
-        narrowed.list.shape[1],
-        BLOCK_N=triton.next_power_of_2(blocks),
-        num_warps=DRAW_WARPS,
+        logits_RV, params.values, peaks_RP, *best, sums_RP, narrowed.list, narrowed.count_R,
+        narrowed.above_R2C, narrowed.kept_RP, drawn_2R, rows, *sizes, reach,
+        narrowed.list.shape[1], BLOCK_N=triton.next_power_of_2(blocks), num_warps=DRAW_WARPS,
         **fixed,
-    )
+    )  # fmt: skip
     return drawn_2R
 
 
