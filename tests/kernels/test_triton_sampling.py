@@ -145,8 +145,8 @@ def test_samples_of_a_real_vocabulary(kind: str) -> None:
 
 @pytest.mark.slow
 def test_more_equals_than_can_be_held() -> None:
-    """All of a row in one bucket, and in more blocks than are held."""
-    logits = torch.full((2, 4300), 0.25, device=DEVICE)
+    """More listed tokens than are held, and more blocks."""
+    logits = torch.full((2, HELD.value + 300), 0.25, device=DEVICE)
     rows = rows_of([{"top_p": 0.4}, {"top_k": 3, "top_p": 0.9}], 6)
     drawn = kernels.sample_rows(logits, packed(rows))
     assert drawn[0].tolist() == sample(logits, rows).token_ids
