@@ -41,7 +41,6 @@ TYPES = {
     "sums_ptr": "*fp64",
     "kept_ptr": "*fp64",
     "above_ptr": "*fp64",
-    "masses_ptr": "*fp64",
     "ranges_ptr": "*fp32",
     "list_ptr": "*i32",
     "drawn_ptr": "*i64",
@@ -142,11 +141,12 @@ def check_draw() -> None:
     usage = use(sampling._sums_kernel, {}, BLOCK_C=64)
     # The exact division, and the exponential that torch has.
     assert usage.count("div.rn.f32") == 32 and usage.count("ex2.approx.ftz.f32") == 32
-    sizes = {"BLOCK_C": 64, "BLOCK_N": 2048, "num_warps": sampling_narrow.WARPS}
-    for level in range(2):
-        usage = use(sampling_narrow._masses_kernel, {}, LEVEL=level, **sizes)
-        assert usage.registers <= 128 and usage.count("ld.global.v4") >= 4
-    assert use(sampling_narrow._list_kernel, {}, **sizes).registers <= 128
+    warps = sampling_narrow.RANGE_WARPS
+    usage = use(sampling_narrow._range_kernel, {}, BLOCK_C=64, BLOCK_N=2048, num_warps=warps)
+    assert usage.registers <= 128
+    warps = sampling_narrow.LIST_WARPS
+    usage = use(sampling_narrow._list_kernel, {}, BLOCK_C=64, num_warps=warps)
+    assert usage.registers <= 128 and usage.count("ld.global.v4") >= 4
     warps = sampling.DRAW_WARPS
     usage = use(sampling._draw_kernel, {}, BLOCK_C=64, BLOCK_N=2048, num_warps=warps)
     assert usage.shared <= 32 * 1024

@@ -15,6 +15,7 @@ from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
 from moesaic.kernels.sampling import Draw, SampleParams
 from moesaic.kernels.triton import sampling as kernels
+from moesaic.kernels.triton.sampling_narrow import HELD
 from tests.kernels.triton_cases import DEVICE, GPU
 
 ASKED: list[dict[str, Any]] = [
@@ -110,10 +111,42 @@ def test_the_same_tokens_of_several_chunks() -> None:
     check([{"top_p": 0.9, "min_p": 0.2}], 4500, "flat", 3)
 
 
+def narrowed_share(vocab: int, kind: str, top_ps: list[float]) -> list[float]:
+    """The share of rows whose lowest score kept is in a list; all their tokens must be right."""
+    rows = rows_of([{"top_p": top_p} for top_p in top_ps], 8)
+    logits, found = scores(len(rows), vocab, kind), []
+
+    def narrow(*inputs: Any) -> Any:
+        found.append((inputs[3].sum(1), real(*inputs)))
+        return found[-1][1]
+
+    real = kernels.narrow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "narrow", narrow)
+        assert (
+            kernels.sample_rows(logits, packed(rows))[0].tolist() == sample(logits, rows).token_ids
+        )
+    total_R, out = found[0]
+    above_R, within_R = out.above_R2C.sum(2).unbind(1)
+    target_R = total_R * torch.tensor(top_ps, dtype=torch.float64, device=DEVICE)
+    right_R = (above_R < target_R) & (within_R >= target_R)
+    return (right_R & (out.count_R <= HELD.value)).float().mean().item()
+
+
+def test_a_sample_tells_where_the_lowest_score_is() -> None:
+    assert narrowed_share(20_000, "flat", [0.9]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharp", "flat"])
+def test_samples_of_a_real_vocabulary(kind: str) -> None:
+    assert narrowed_share(151_936, kind, [0.1, 0.5, 0.8, 0.9, 0.95, 0.99]) == 1
+
+
 @pytest.mark.slow
 def test_more_equals_than_can_be_held() -> None:
-    """All of a row in one bucket, and in more blocks than are held."""
-    logits = torch.full((2, 4300), 0.25, device=DEVICE)
+    """More listed tokens than are held, and more blocks."""
+    logits = torch.full((2, HELD.value + 300), 0.25, device=DEVICE)
     rows = rows_of([{"top_p": 0.4}, {"top_k": 3, "top_p": 0.9}], 6)
     drawn = kernels.sample_rows(logits, packed(rows))
     assert drawn[0].tolist() == sample(logits, rows).token_ids
@@ -197,6 +230,14 @@ def test_real_sizes(kind: str, vocab: int) -> None:
     logits = scores(256, vocab, kind).bfloat16()
     wanted = sample(logits, rows_of([{"temperature": 0.0}] * 256, 0)).token_ids
     assert kernels.greedy_rows(logits)[0].tolist() == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["sharp", "flat"])
+def test_samples_of_many_rows(kind: str) -> None:
+    """A guess may fail, but by chance alone."""
+    assert narrowed_share(151_936, kind, [0.5, 0.8, 0.9, 0.95] * 64) > 0.99
 
 
 @pytest.mark.gpu

@@ -73,11 +73,12 @@ def divide(x, scales):
     else:
         lift = tl.where(scales < SMALL, LIFT, 1.0)
         x, scales = x * lift, scales * lift
-        inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+        # Negated, as so a zero keeps its sign.
+        inverse = tl.math.div_rn(tl.full(scales.shape, -1.0, tl.float32), scales)
         inverse = tl.broadcast_to(inverse, x.shape)
         first = x * inverse
-        rest = tl.fma(first, tl.broadcast_to(-scales, x.shape), x)
-        return tl.fma(rest, inverse, first)
+        rest = tl.fma(first, tl.broadcast_to(scales, x.shape), x)
+        return -tl.fma(rest, inverse, first)
 
 
 @triton.jit

@@ -40,6 +40,8 @@ from moesaic.kernels.triton.sampling_parts import (
 
 # Blocks that are gathered at once; with more, the sums of a search do not fit the registers.
 GATHER = tl.constexpr(8)
+# Tokens of blocks that are held at once with top-k.
+HELD_K = tl.constexpr(4096)
 LEAST = tl.constexpr(-(2**31))
 # The key of -inf.
 BOTTOM = tl.constexpr(-2139095041)
@@ -284,31 +286,28 @@ def _search_held(key, amount, low, high, target):
 
 @triton.jit
 def _floor_of_held(
-    logits_ptr, list_ptr, sums_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, above, best,
-    temperature, scale, BLOCK_N: tl.constexpr,
+    logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p, target, best,
+    temperature, scale, SIZE: tl.constexpr, WITH_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key kept, of listed tokens, or of the tokens of listed blocks with top-k; their
-    weights are added to those of their blocks."""
-    every, place = tl.arange(0, BLOCK_N), tl.arange(0, HELD)
-    with_k = top_k != -1
-    listed = tl.where(with_k, place // WIDTH, place)
+    """The lowest key kept, of SIZE listed tokens that are to weigh `target`, or of the tokens of
+    listed blocks with top-k; their weights are added to those of their blocks."""
+    every, place = tl.arange(0, BLOCK_N), tl.arange(0, SIZE)
+    listed = place // WIDTH if WITH_K else place
     token = tl.load(list_ptr + listed, listed < count, 0)
-    token = tl.where(with_k, token * WIDTH + place % WIDTH, token)
+    if WITH_K:
+        token = token * WIDTH + place % WIDTH
     mask = (listed < count) & (token < V)
     x = tl.load(logits_ptr + token, mask, -float("inf")).to(tl.float32)
     key = tl.where(mask, sort_key(x), LEAST)
     weights = tl.where(mask, token_weights(x, best, temperature, 0.0, scale), 0.0)
     low = tl.min(tl.where(mask, key, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
-    total = tl.full((), 0.0, tl.float64)
-    if with_k:
+    if WITH_K:
         tl.store(kept_ptr + every, tl.zeros((BLOCK_N,), tl.float64), every < blocks)
         low = _search_held(key, mask.to(tl.float64), low, high, top_k.to(tl.float64))
-        total = tl.sum(tl.where(key >= low.to(tl.int32), weights, 0.0), 0)
-    else:
-        total = tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
+        target = top_p * tl.sum(tl.where(key >= low.to(tl.int32), weights, 0.0), 0)
     if top_p < 1:
-        low = _search_held(key, weights, low, high, top_p * total - above)
+        low = _search_held(key, weights, low, high, target)
     tl.debug_barrier()
     weights = token_weights(x, best, temperature, min_p, scale)
     kept = mask & (key >= low.to(tl.int32)) & (weights > 0)
@@ -368,6 +367,7 @@ def _draw_kernel(
     peaks_ptr += row * blocks
     sums_ptr += row * blocks
     kept_ptr += row * blocks
+    above_ptr += row * 2 * chunks
     list_ptr += row * length
     best, token = best_of(best_ptr, token_ptr, row, chunks, BLOCK_C)
     broken = tl.abs(best) == float("inf")
@@ -379,26 +379,36 @@ def _draw_kernel(
         from_ptr = sums_ptr
         if (top_k != -1) | (top_p < 1):
             top = sort_key(best).to(tl.int64) + 1
-            above = tl.full((), 0.0, tl.float64)
+            few = False
+            from_ptr = kept_ptr
             if top_k != -1:
                 peaks = _peak_keys(peaks_ptr, blocks, BLOCK_N)
                 floor = _kth_peak(peaks, top_k, floor, top)
                 count = _list_blocks(peaks_ptr, list_ptr, floor, blocks, BLOCK_N)
-                few = count * WIDTH <= HELD
+                few = count * WIDTH <= HELD_K
+                if few:
+                    floor = _floor_of_held(
+                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
+                        0.0, best, temperature, scale, HELD_K, True, BLOCK_N,
+                    )  # fmt: skip
             else:
-                count, above = tl.load(count_ptr + row), tl.load(above_ptr + row)
-                few = count <= HELD
-            if few:
-                floor = _floor_of_held(
-                    logits_ptr, list_ptr, sums_ptr, kept_ptr, count, blocks, V, top_k, top_p,
-                    min_p, above, best, temperature, scale, BLOCK_N,
-                )  # fmt: skip
-                from_ptr = kept_ptr
-            else:
+                every, chunk = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
+                target = top_p * tl.sum(tl.load(sums_ptr + every, every < blocks, 0.0), 0)
+                above = tl.sum(tl.load(above_ptr + chunk, chunk < chunks, 0.0), 0)
+                within = tl.sum(tl.load(above_ptr + chunks + chunk, chunk < chunks, 0.0), 0)
+                count = tl.load(count_ptr + row)
+                few = (count <= HELD) & (above < target) & (within >= target)
+                if few:
+                    floor = _floor_of_held(
+                        logits_ptr, list_ptr, kept_ptr, count, blocks, V, top_k, top_p, min_p,
+                        target - above, best, temperature, scale, HELD, False, BLOCK_N,
+                    )  # fmt: skip
+            if not few:
                 floor = _floor_of_all(
                     logits_ptr, list_ptr, sums_ptr, peaks_ptr, floor, top, blocks, V, top_k,
                     top_p, min_p, best, temperature, scale, reach, BLOCK_N,
                 )  # fmt: skip
+                from_ptr = sums_ptr
         number = uniform_at(
             tl.load(params_ptr + 4).to(tl.uint64, bitcast=True), tl.load(params_ptr + 5)
         )
@@ -418,16 +428,9 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
         best_RC, token_RC = _peaks(logits_RV, None)
         chunks = best_RC.shape[1]
         _greedy_kernel[(rows,)](
-            best_RC,
-            token_RC,
-            drawn_2R,
-            rows,
-            chunks,
-            BLOCK_C=triton.next_power_of_2(chunks),
-            num_warps=1,
-            PDL=pdl.on,
-            **pdl.options,
-        )
+            best_RC, token_RC, drawn_2R, rows, chunks, BLOCK_C=triton.next_power_of_2(chunks),
+            num_warps=1, PDL=pdl.on, **pdl.options,
+        )  # fmt: skip
     return drawn_2R
 
 
@@ -454,25 +457,11 @@ def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
     best = (best_RC, token_RC)
     narrowed = narrow(logits_RV, params, best, sums_RP, sizes, reach, pdl)
     _draw_kernel[(rows,)](
-        logits_RV,
-        params.values,
-        peaks_RP,
-        best_RC,
-        token_RC,
-        sums_RP,
-        narrowed.list,
-        narrowed.count_R,
-        narrowed.above_R,
-        narrowed.kept_RP,
-        drawn_2R,
-        rows,
-        *sizes,
-        reach,
-        narrowed.list.shape[1],
-        BLOCK_N=triton.next_power_of_2(blocks),
-        num_warps=DRAW_WARPS,
+        logits_RV, params.values, peaks_RP, *best, sums_RP, narrowed.list, narrowed.count_R,
+        narrowed.above_R2C, narrowed.kept_RP, drawn_2R, rows, *sizes, reach,
+        narrowed.list.shape[1], BLOCK_N=triton.next_power_of_2(blocks), num_warps=DRAW_WARPS,
         **fixed,
-    )
+    )  # fmt: skip
     return drawn_2R
 
 

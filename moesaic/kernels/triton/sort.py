@@ -25,7 +25,7 @@ from moesaic.kernels.tuning import Shape, plan_for
 FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
 CHUNK = 512
-BINS = 1024
+BINS = 512
 """Counts of a chunk: the more experts, the fewer parts it has."""
 PART = 32
 """Pairs of a part, at least."""
