@@ -342,7 +342,7 @@ def told_the_limit(model: PreTrainedModel) -> PreTrainedModel:
     config says."""
     for module in model.modules():
         if type(module).__name__ == "GptOssExperts":
-            module.limit = model.config.swiglu_limit
+            module.limit = getattr(model.config, "swiglu_limit", module.limit)
     return model
 
 

@@ -73,7 +73,6 @@ class Plan:
     SCATTER: bool
     LIMITED: bool
     STAGES: int
-    AHEAD: bool
     SHARES: tuple[int, int]
     """Registers of the second group, of which the first has as many, and of the loading warps."""
     SCALED: bool = False
@@ -376,7 +375,6 @@ def plan_of(
         SCATTER=scatter,
         LIMITED=limited,
         STAGES=config.ring,
-        AHEAD=config.ahead,
         SHARES=_shares(product),
         SCALED=scaled,
         PDL=pdl,

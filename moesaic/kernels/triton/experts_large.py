@@ -44,9 +44,7 @@ class LargeConfig:
     blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
     strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
     programs of a processor. `copies`: weights by the copy engine where there is one.
-    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages;
-    `ahead`: its groups of warps await a step's operands before they scale the sums of fp8 products
-    of the last one."""
+    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages."""
 
     block_m: int = 128
     block_n: int = 128
@@ -58,7 +56,6 @@ class LargeConfig:
     copies: bool = True
     specialised: bool = True
     ring: int = 4
-    ahead: bool = True
 
 
 def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:

@@ -81,24 +81,19 @@ def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH
         far_at = w_scales + far.to(gl.int64) * P.inner_blocks
         near_scale = gl.load(near_at)
         far_scale = gl.load(far_at)
-    if P.AHEAD:
-        _await(ring, step, P)
+    _await(ring, step, P)
     for k in range(P.steps):
-        if not P.AHEAD:
-            _await(ring, step, P)
         stage = step % P.STAGES
         a = a_bufs.index(stage).slice(64 * WHICH, 64)
         b = b_bufs.index(stage)
         part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
-        if P.AHEAD:
-            # Not before the product was issued: a group's warps meet for this.
-            mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
+        # Not before the product was issued: a group's warps meet for this.
+        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1, pred=k > 0)
         near_by = x_scale * near_scale
         far_by = x_scale * far_scale
         following = gl.minimum(k + 1, P.steps - 1)
-        if P.AHEAD:
-            # So that between two products there is nothing but the sums' scaling.
-            _await(ring, step + following - k, P)
+        # So that between two products there is nothing but the sums' scaling.
+        _await(ring, step + following - k, P)
         # The next step's scales are under way while this step is computed.
         if x_scales is not None:
             x_scale = gl.load(x_at + following)
@@ -111,10 +106,7 @@ def scaled_sums(ring, step, scales, rows, expert, column, P: gl.constexpr, WHICH
             a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True
         )
         part = warpgroup_mma_wait(0, deps=(part,))
-        if not P.AHEAD:
-            mbarrier.arrive(empty.index(stage), count=1)
         second = _add_scaled(second, part, far_by)
         step += 1
-    if P.AHEAD:
-        mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1)
+    mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1)
     return first, second, step

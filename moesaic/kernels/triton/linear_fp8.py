@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 GROUP = tl.constexpr(128)
 # Matrices of up to so many numbers, and the rows beyond which torch's own product is faster.
-FEW_ROWS = ((1 << 20, 16), (1 << 25, 16), (1 << 62, 16))
+FEW_ROWS = ((1 << 23, 128), (1 << 62, 64))
 # By the most inputs, then by the most outputs. Threads times 16 inputs are a tile's: so each has a
 # piece of all outputs.
 HUGE = 1 << 62
 ONE_ROW = (
-    (2048, ((16_384, Tile(1, 2, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4)))),
+    (2048, ((16_384, Tile(1, 2, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4)))),
     (
         4096,
         ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4))),

@@ -66,19 +66,18 @@ def to_fp8(x, scales):
 def divide(x, scales):
     """Rounded as one division is, of normal numbers, but with one reciprocal for all of a scale:
     a first quotient, and what it leaves over. That is exact in float32 where it does not
-    underflow, which small numbers are kept from."""
+    underflow, which small numbers are kept from. A zero loses its sign."""
     if INTERPRETED:
         # It rounds a fused product.
         return tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
     else:
         lift = tl.where(scales < SMALL, LIFT, 1.0)
         x, scales = x * lift, scales * lift
-        # Negated, as so a zero keeps its sign.
-        inverse = tl.math.div_rn(tl.full(scales.shape, -1.0, tl.float32), scales)
+        inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
         inverse = tl.broadcast_to(inverse, x.shape)
         first = x * inverse
-        rest = tl.fma(first, tl.broadcast_to(scales, x.shape), x)
-        return -tl.fma(rest, inverse, first)
+        rest = tl.fma(first, tl.broadcast_to(-scales, x.shape), x)
+        return tl.fma(rest, inverse, first)
 
 
 @triton.jit
