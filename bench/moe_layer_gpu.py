@@ -150,7 +150,7 @@ def peers(layer: FusedMoE, x_TH: Tensor, topk: TopKOutput) -> Iterator[tuple[str
     yield "torch._grouped_mm (products)", grouped
     ids, weights = topk.ids_TK.long(), topk.weights_TK.to(x_TH.dtype)
     for name, experts in transformers_experts(layer, w13, w2).items():
-        if name != "batched_mm" or len(flat) <= 512:  # it copies the weights of every pair
+        if name != "batched_mm" or len(flat) <= 64:  # it copies the weights of every pair
             yield f"transformers {name} (layer)", partial(experts, x_TH, ids, weights)
 
 
