@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +16,22 @@ from moesaic.kernels import experts as contract
 from moesaic.kernels.experts import Matrices, Rows
 from moesaic.kernels.triton import experts_row
 from moesaic.kernels.triton.experts_row import RowTile
+from moesaic.moe.context import DTYPE_NAMES
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.runner import gpu
 from tests.kernels.test_triton_experts import BOUNDS, Layer, draw_ids, gpu_layer, needs_gpu
-from tests.kernels.triton_cases import DEVICE, relative_error
-from tests.unit.test_gpu_runner import agrees, forward, make_layer, numerics_of, routed, tokens
+from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+from tests.unit.test_gpu_runner import (
+    DTYPE,
+    distance,
+    forward,
+    make_layer,
+    numerics_of,
+    routed,
+    tokens,
+)
 
+ROOT = Path(__file__).parents[2]
 FP8 = ("fp8_block", "fp8_channel", "fp8_tensor")
 
 
@@ -69,15 +81,23 @@ def test_odd_sizes(ids: list[int], bias: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("format", FP8)
-def test_fp8(format: str) -> None:
+def test_fp8(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of lines; the last block of channels is not whole."""
+    monkeypatch.setattr(experts_row, "row_tile", lambda *_: RowTile(16, 256, 1, 3))
     layer = Layer.random(3, 136, 300, format, torch.float16)
     check(layer, draw_ids(1, 3, 3, missing=0.3)[0])
 
 
-@pytest.mark.parametrize("format", [("fp32"), pytest.param("fp8_block", marks=pytest.mark.slow)])
-def test_layer_of_one_token(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products of a single row write its result where it is wanted."""
+@pytest.mark.parametrize(
+    ("format", "bound"),
+    [
+        (DTYPE_NAMES[DTYPE], 1e-2 if GPU else 1e-6),
+        # The oracle quantises what stands between the products.
+        pytest.param("fp8_block", 4e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_layer_of_one_token(format: str, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sum behind the products."""
     kernels = {
         "sort": ("group_pairs", "sum_pairs"),
         "experts": ("gate_up", "down", "gate_up_down"),
@@ -94,12 +114,14 @@ def test_layer_of_one_token(format: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 return kernel(*args)
 
             monkeypatch.setattr(gpu, name, call)
+    monkeypatch.setattr(experts_row, "row_tile", lambda *_: RowTile(32, 128, 1, 2))
     weights = WEIGHT_FORMATS[format]
     layer = make_layer(weights, "triton")
     for how in ("each to two", "one takes all"):
         x_TH, topk = tokens(1), routed(1, how)
         y_TH = forward(layer, x_TH, topk, torch.int32)
-        agrees(y_TH, x_TH, topk, numerics_of(weights, topk.ids_TK.numel()))
+        off = distance(y_TH, x_TH, topk, numerics_of(weights, topk.ids_TK.numel()))
+        assert off < bound
     assert called == ["group_pairs", "gate_up", "down_row"] * 2
 
 
@@ -114,13 +136,13 @@ def test_real_sizes(format: str, experts: int, top_k: int, hidden: int, inner: i
         check(layer, draw_ids(1, experts, top_k, missing)[0])
 
 
+def compile_row(*arguments: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.aot_experts_row", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_compiled_for_hopper() -> None:
-    command = [sys.executable, "-m", "tests.kernels.aot_experts_row"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=_compiling())
-    assert ran.returncode == 0, ran.stderr
-
-
-def _compiling() -> dict[str, str]:
-    import os
-
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    compile_row("--all")

@@ -8,7 +8,6 @@ the same channels of all its outputs; what is on its way waits in registers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import triton
 import triton.language as tl
@@ -31,18 +30,20 @@ class RowTile:
     ahead: int
 
 
-# A warp loads 256 channels at once. Longer steps where rows divide by them, as each is unrolled.
-STEPS = ((1024, 4), (512, 2), (256, 1))
-# Outputs, and steps on their way, by the bytes of a weight. Many small programs: some find room
-# beside those of `gate_up`, and all processors get the same. More outputs do not fit in registers.
-WIDTHS = {4: (1, 6), 2: (2, 8), 1: (4, 6)}
+# By the bytes of a weight: the first whose steps divide a row, else the last; as each step is
+# unrolled, the longer the better. Programs are small: some find room beside those of `gate_up`, and
+# all processors get the same. Of fp8 a program is one warp: h, whose pieces are of other threads
+# than those of the weights, changes hands without memory.
+TILES = {
+    4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
+    2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
+    1: (RowTile(2, 512, 1, 6), RowTile(4, 256, 1, 6)),
+}
 
 
-@cache
 def row_tile(inner: int, item: int) -> RowTile:
-    inputs, warps = next((step for step in STEPS if inner % step[0] == 0), STEPS[-1])
-    outputs, ahead = WIDTHS[item]
-    return RowTile(outputs, inputs, warps, ahead)
+    tiles = TILES[item]
+    return next((tile for tile in tiles if inner % tile.inputs == 0), tiles[-1])
 
 
 def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
@@ -63,32 +64,32 @@ def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Ten
 
 
 @triton.jit
-def _load_h(h, chosen, STEP: tl.constexpr, INNER: tl.constexpr, BI: tl.constexpr):
+def _load_h(h, STEP: tl.constexpr, INNER: tl.constexpr, BI: tl.constexpr):
     """[I] of a pair's row; nobody's may hold anything."""
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     i = STEP % blocks * BI + tl.arange(0, BI)
-    there = chosen[STEP // blocks] >= 0
     if INNER % BI:
-        there = there & (i < INNER)
-    return tl.load(h + STEP // blocks * INNER + i, mask=there, other=0.0)
+        return tl.load(h + STEP // blocks * INNER + i, mask=i < INNER, other=0.0)
+    else:
+        return tl.load(h + STEP // blocks * INNER + i)
 
 
 @triton.jit
 def _load_w(
-    w, line_O, chosen, STEP: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BI: tl.constexpr,
+    w, first, line_O, chosen, known, STEP: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """[O, I] of an expert."""
+    """[O, I] of an expert. For nobody all programs read the same of a known one, which is in the
+    cache: with masks, which are zeros before they are loads, twice the registers were needed."""
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     i = STEP % blocks * BI + tl.arange(0, BI)
     id = chosen[STEP // blocks]
-    there = id >= 0
+    line = tl.where(id >= 0, id.to(tl.int64) * HIDDEN + first, known)
+    place = (w + line * INNER) + (line_O[:, None] * INNER + i[None, :])
     if INNER % BI:
-        there = there & (i < INNER)[None, :]
-    expert = tl.maximum(id, 0).to(tl.int64)
-    # In this order only the first sum is an address of its own; an expert has less than 2^31 bytes.
-    place = (w + expert * (HIDDEN * INNER)) + (line_O[:, None] * INNER + i[None, :])
-    return tl.load(place, mask=there, other=0.0)
+        return tl.load(place, mask=(i < INNER)[None, :], other=0.0)
+    else:
+        return tl.load(place)
 
 
 @triton.jit
@@ -104,12 +105,14 @@ def _load_scales(
     id = tl.maximum(chosen[STEP // blocks], 0).to(tl.int64)
     found = ()
     if not BLOCK_SCALES:
-        found = found + (tl.load(w_scales + id * HIDDEN + line_O),)
+        found = found + (tl.load(w_scales + (id * HIDDEN + first) + line_O),)
     else:
         place = w_scales + (id * lines + first // GROUP) * groups
         for group in tl.static_range(BI // GROUP):
             # Those past the end of a row are multiplied with zeros.
-            found = found + (tl.load(place + min(STEP % blocks * (BI // GROUP) + group, groups - 1)),)
+            found = found + (
+                tl.load(place + min(STEP % blocks * (BI // GROUP) + group, groups - 1)),
+            )
     return found
 
 
@@ -135,20 +138,23 @@ def _down_row_kernel(
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     steps: tl.constexpr = K * blocks
     first = tl.program_id(0) * BO
-    o = first + tl.arange(0, BO)
-    line_O = o
+    line_O = tl.arange(0, BO)
     if HIDDEN % BO:
         # Lines past the end repeat the last one; what comes of them is not stored.
-        line_O = tl.minimum(o, HIDDEN - 1)
+        line_O = tl.minimum(line_O, HIDDEN - 1 - first)
     # Before it has waited, and past the first cache, where a layer before may have left the same
     # places of memory.
     chosen, factors = (), ()
     for k in tl.static_range(K):
         chosen = chosen + (tl.load(ids + k, cache_modifier=".cg").to(tl.int32),)
         factors = factors + (tl.load(weights + k, cache_modifier=".cg"),)
+    most = chosen[0]
+    for k in tl.static_range(1, K):
+        most = tl.maximum(most, chosen[k])
+    known = tl.maximum(most, 0).to(tl.int64) * HIDDEN
     all_w, all_scales, all_h = (), (), ()
     for step in tl.static_range(min(AHEAD, steps)):
-        all_w = all_w + (_load_w(w, line_O, chosen, step, HIDDEN, INNER, BI),)
+        all_w = all_w + (_load_w(w, first, line_O, chosen, known, step, HIDDEN, INNER, BI),)
         if w_scales is not None:
             all_scales = all_scales + (_load_scales(
                 w_scales, line_O, first, chosen, step, HIDDEN, INNER, BI, BLOCK_SCALES
@@ -156,20 +162,21 @@ def _down_row_kernel(
     await_inputs(PDL)
     release_next(PDL)
     for step in tl.static_range(min(AHEAD, steps)):
-        all_h = all_h + (_load_h(h, chosen, step, INNER, BI),)
+        all_h = all_h + (_load_h(h, step, INNER, BI),)
     acc_OI = tl.zeros([BO, BI], tl.float32)
     for step in tl.static_range(steps):
         if step + AHEAD < steps:
-            all_w = all_w + (_load_w(w, line_O, chosen, step + AHEAD, HIDDEN, INNER, BI),)
-            all_h = all_h + (_load_h(h, chosen, step + AHEAD, INNER, BI),)
+            all_w = all_w + (
+                _load_w(w, first, line_O, chosen, known, step + AHEAD, HIDDEN, INNER, BI),
+            )
+            all_h = all_h + (_load_h(h, step + AHEAD, INNER, BI),)
             if w_scales is not None:
                 all_scales = all_scales + (_load_scales(
                     w_scales, line_O, first, chosen, step + AHEAD, HIDDEN, INNER, BI, BLOCK_SCALES
                 ),)  # fmt: skip
-        w_OI = all_w[step].to(tl.float32)
-        # Nobody's weight may be anything, too.
-        factor = tl.where(chosen[step // blocks] >= 0, factors[step // blocks], 0.0)
-        h_I = all_h[step].to(tl.float32) * factor
+        w_OI, there = all_w[step].to(tl.float32), chosen[step // blocks] >= 0
+        h_I = all_h[step].to(tl.float32)
+        h_I = tl.where(there, h_I * factors[step // blocks], 0.0)
         if BLOCK_SCALES:
             h_I *= _spread(all_scales[step], BI)
         elif w_scales is not None:
@@ -178,7 +185,9 @@ def _down_row_kernel(
     y_O = tl.sum(acc_OI, 1)
     if bias is not None:
         for k in tl.static_range(K):
-            at_O = tl.maximum(chosen[k], 0).to(tl.int64) * HIDDEN + line_O
-            bias_O = tl.load(bias + at_O, mask=chosen[k] >= 0, other=0.0).to(tl.float32)
-            y_O += bias_O * tl.where(chosen[k] >= 0, factors[k], 0.0)
-    tl.store(y + o, y_O.to(y.dtype.element_ty), mask=o < HIDDEN)
+            at_O = (tl.maximum(chosen[k], 0).to(tl.int64) * HIDDEN + first) + line_O
+            bias_O = tl.load(bias + at_O).to(tl.float32)
+            y_O += tl.where(chosen[k] >= 0, bias_O * factors[k], 0.0)
+    y_O = tl.where(most >= 0, y_O, 0.0)
+    o = tl.arange(0, BO)
+    tl.store(y + first + o, y_O.to(y.dtype.element_ty), mask=first + o < HIDDEN)
