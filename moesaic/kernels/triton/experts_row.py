@@ -37,7 +37,7 @@ class RowTile:
 TILES = {
     4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
     2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
-    1: (RowTile(2, 512, 1, 6), RowTile(4, 256, 1, 6)),
+    1: (RowTile(1, 512, 1, 8), RowTile(2, 256, 1, 8)),
 }
 
 
