@@ -7,6 +7,7 @@ I intermediate · J = 2 * I · X tiles at most.
     gate_up          h = activation(x · w13), at places; quantised if the next product wants it
     down             y = h · w2, weighted, back at pairs
     sum_pairs        one row for each row of x
+    down_row         of a single row, instead of both
 
 `gate_up_down` is both products. A *place* is a row of the sorted order. Rows of a fixed block for
 each slot (the masked layout) are places already: `blocks` describes them in the same terms.
@@ -28,6 +29,7 @@ from moesaic.kernels.tuning import block_for
 
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
+ROW = "moesaic.kernels.triton.experts_row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,25 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
             product *= weights_RK.flatten()[to, None]
         y[to] = product.to(y.dtype)
     return y
+
+
+@native(ROW)
+def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
+    """y[0] = sum over k with ids[k] >= 0 of weights[0, k] * (h[k] · w2 + bias), in float32; h[k] of
+    others may hold anything. h is in a float type, and not quantised for weights in fp8.
+
+    h [[1], [2], [nan]], experts [[3]] and [[5]], ids [1, 0, -1], weights [[1, 10, 1]]: y [[65]].
+    """
+    h_KI = dense(h)
+    total = torch.zeros(w2.shape[1], dtype=torch.float32, device=y_1H.device)
+    for k, expert in enumerate(ids_K.tolist()):
+        if expert < 0:
+            continue
+        product = dense_matrix(w2, expert) @ h_KI[k]
+        if w2.bias_EN is not None:
+            product += w2.bias_EN[expert].float()
+        total += product * weights_RK[0, k]
+    return y_1H.copy_(total[None])
 
 
 @native(EXPERTS)

@@ -24,6 +24,7 @@ from moesaic.kernels.experts import (
     Rows,
     blocks,
     down,
+    down_row,
     gate_up,
     gate_up_down,
     group_pairs,
@@ -76,7 +77,7 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
     else:
         groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
     weights_RK = None if config.deterministic else rows.weights_RK
-    if _is_sum(rows, context):
+    if _sums_row(groups) or _is_sum(rows, context):
         return PlacesInput(x, groups, weights_RK, _results(rows, context))
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
@@ -86,6 +87,11 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
 def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
     """Whether a row's only pair is its result, so that products write it where it is wanted."""
     return rows.ids_RK.shape[1] == 1 and not context.config.deterministic
+
+
+def _sums_row(groups: Groups) -> bool:
+    """Whether the last product of a single row adds its pairs, too."""
+    return groups.ids_K is not None and groups.top_k > 1
 
 
 def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
@@ -104,6 +110,8 @@ def post_permute_pairs(
     count_e = inputs.groups.count_E
     if context.config.deterministic:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
+    if _sums_row(inputs.groups):
+        return RowsCombineInput(rows.handle, outputs.y, count_e=count_e)
     out_RH = outputs.y if _is_sum(rows, context) else _results(rows, context)
     if len(rows.ids_RK):
         sum_pairs(outputs.y, rows.ids_RK, out_RH)
@@ -196,6 +204,8 @@ class PlacesCore(MoeRunnerCore):
         if groups.num_places == 0:
             return RunnerOutput(inputs.y_NH)
         experts = self._experts(weights)
+        if _sums_row(groups):
+            return RunnerOutput(self._run_row(inputs, experts))
         h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
         if ready:
             y_NH = gate_up_down(inputs.x, experts, groups, inputs.weights_RK, h, inputs.y_NH)
@@ -203,6 +213,15 @@ class PlacesCore(MoeRunnerCore):
         gate_up(inputs.x, experts.w13, groups, self.activation, h)
         h = on_grid(h.values, weights.w2_eHI.format.activation, weights.inner_scale)
         return RunnerOutput(down(h, experts.w2, groups, inputs.weights_RK, inputs.y_NH))
+
+    def _run_row(self, inputs: PlacesInput, experts: FeedForward) -> Tensor:
+        """h stays as it is whatever the weights are: nobody has to quantise it."""
+        groups, config = inputs.groups, self.config
+        assert groups.ids_K is not None and inputs.weights_RK is not None
+        shape = (groups.num_places, config.intermediate_size)
+        h = Rows(torch.empty(shape, dtype=config.dtype, device=inputs.y_NH.device))
+        gate_up(inputs.x, experts.w13, groups, self.activation, h)
+        return down_row(h, experts.w2, groups.ids_K, inputs.weights_RK, inputs.y_NH)
 
     def _experts(self, weights: ExpertWeights) -> FeedForward:
         """The same in every step."""

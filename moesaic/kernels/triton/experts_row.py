@@ -1,0 +1,193 @@
+"""The last product of one row's experts, and their sum: nothing is written but the finished row.
+
+K chosen experts · O outputs of a program · I channels of a step. A program has few outputs and goes
+through all experts itself, without tensor cores: one row leaves them nothing to do. Each thread has
+the same channels of all its outputs; what is on its way waits in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.experts import Matrices, Rows
+from moesaic.kernels.triton.experts_small import BLOCK_SCALED
+from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+
+GROUP = tl.constexpr(128)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """`ahead`: steps whose weights are on their way, for the first of them before h is there."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    ahead: int
+
+
+# By the bytes of a weight: the first whose steps divide a row, else the last; as each step is
+# unrolled, the longer the better. Programs are small: some find room beside those of `gate_up`, and
+# all processors get the same. Of fp8 a program is one warp: h, whose pieces are of other threads
+# than those of the weights, changes hands without memory.
+TILES = {
+    4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
+    2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
+    1: (RowTile(1, 512, 1, 8), RowTile(2, 256, 1, 8)),
+}
+
+
+def row_tile(inner: int, item: int) -> RowTile:
+    tiles = TILES[item]
+    return next((tile for tile in tiles if inner % tile.inputs == 0), tiles[-1])
+
+
+def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
+    """Right behind `gate_up` of these ids, which has seen them come before it lets this begin."""
+    _, hidden, inner = w2.shape
+    values, scales = w2.planes["values"], w2.planes.get("scales")
+    assert h.scales is None and h.scale == 1.0, "h in a float type is what this takes"
+    arrays = (h.values, values, scales, w2.bias_EN, ids_K, weights_RK, y_1H)
+    assert all(array is None or array.is_contiguous() for array in arrays)
+    tile = row_tile(inner, values.element_size())
+    pdl = dependent_launch(y_1H)
+    _down_row_kernel[(triton.cdiv(hidden, tile.outputs),)](
+        *arrays, HIDDEN=hidden, INNER=inner, K=ids_K.numel(),
+        BO=tile.outputs, BI=tile.inputs, AHEAD=tile.ahead,
+        BLOCK_SCALES=w2.format in BLOCK_SCALED, PDL=pdl.on, num_warps=tile.warps, **pdl.options,
+    )  # fmt: skip
+    return y_1H
+
+
+@triton.jit
+def _load_h(h, STEP: tl.constexpr, INNER: tl.constexpr, BI: tl.constexpr):
+    """[I] of a pair's row; nobody's may hold anything."""
+    blocks: tl.constexpr = (INNER + BI - 1) // BI
+    i = STEP % blocks * BI + tl.arange(0, BI)
+    if INNER % BI:
+        return tl.load(h + STEP // blocks * INNER + i, mask=i < INNER, other=0.0)
+    else:
+        return tl.load(h + STEP // blocks * INNER + i)
+
+
+@triton.jit
+def _load_w(
+    w, first, line_O, chosen, known, STEP: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """[O, I] of an expert. For nobody all programs read the same of a known one, which is in the
+    cache: with masks, which are zeros before they are loads, twice the registers were needed."""
+    blocks: tl.constexpr = (INNER + BI - 1) // BI
+    i = STEP % blocks * BI + tl.arange(0, BI)
+    id = chosen[STEP // blocks]
+    line = tl.where(id >= 0, id.to(tl.int64) * HIDDEN + first, known)
+    place = (w + line * INNER) + (line_O[:, None] * INNER + i[None, :])
+    if INNER % BI:
+        return tl.load(place, mask=(i < INNER)[None, :], other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def _load_scales(
+    w_scales, line_O, first, chosen, STEP: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, BI: tl.constexpr, BLOCK_SCALES: tl.constexpr,
+):  # fmt: skip
+    """One for each group of channels of a step, as all lines of a program are in one block; or one
+    for each line."""
+    blocks: tl.constexpr = (INNER + BI - 1) // BI
+    lines: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
+    groups: tl.constexpr = (INNER + GROUP - 1) // GROUP
+    id = tl.maximum(chosen[STEP // blocks], 0).to(tl.int64)
+    found = ()
+    if not BLOCK_SCALES:
+        found = found + (tl.load(w_scales + (id * HIDDEN + first) + line_O),)
+    else:
+        place = w_scales + (id * lines + first // GROUP) * groups
+        for group in tl.static_range(BI // GROUP):
+            # Those past the end of a row are multiplied with zeros.
+            found = found + (
+                tl.load(place + min(STEP % blocks * (BI // GROUP) + group, groups - 1)),
+            )
+    return found
+
+
+@triton.jit
+def _spread(scales, BI: tl.constexpr):
+    """[I] of a scale for each group."""
+    group_I = tl.arange(0, BI) // GROUP
+    scale_I = tl.zeros([BI], tl.float32) + scales[0]
+    for group in tl.static_range(1, BI // GROUP):
+        scale_I = tl.where(group_I == group, scales[group], scale_I)
+    return scale_I
+
+
+@triton.jit
+def _down_row_kernel(
+    h, w, w_scales, bias, ids, weights, y,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
+    BO: tl.constexpr, BI: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All steps of all experts are one sequence, so that the next expert's weights come while one
+    is multiplied."""
+    blocks: tl.constexpr = (INNER + BI - 1) // BI
+    steps: tl.constexpr = K * blocks
+    first = tl.program_id(0) * BO
+    line_O = tl.arange(0, BO)
+    if HIDDEN % BO:
+        # Lines past the end repeat the last one; what comes of them is not stored.
+        line_O = tl.minimum(line_O, HIDDEN - 1 - first)
+    # Before it has waited, and past the first cache, where a layer before may have left the same
+    # places of memory.
+    chosen, factors = (), ()
+    for k in tl.static_range(K):
+        chosen = chosen + (tl.load(ids + k, cache_modifier=".cg").to(tl.int32),)
+        factors = factors + (tl.load(weights + k, cache_modifier=".cg"),)
+    most = chosen[0]
+    for k in tl.static_range(1, K):
+        most = tl.maximum(most, chosen[k])
+    known = tl.maximum(most, 0).to(tl.int64) * HIDDEN
+    all_w, all_scales, all_h = (), (), ()
+    for step in tl.static_range(min(AHEAD, steps)):
+        all_w = all_w + (_load_w(w, first, line_O, chosen, known, step, HIDDEN, INNER, BI),)
+        if w_scales is not None:
+            all_scales = all_scales + (_load_scales(
+                w_scales, line_O, first, chosen, step, HIDDEN, INNER, BI, BLOCK_SCALES
+            ),)  # fmt: skip
+    await_inputs(PDL)
+    release_next(PDL)
+    for step in tl.static_range(min(AHEAD, steps)):
+        all_h = all_h + (_load_h(h, step, INNER, BI),)
+    acc_OI = tl.zeros([BO, BI], tl.float32)
+    for step in tl.static_range(steps):
+        if step + AHEAD < steps:
+            all_w = all_w + (
+                _load_w(w, first, line_O, chosen, known, step + AHEAD, HIDDEN, INNER, BI),
+            )
+            all_h = all_h + (_load_h(h, step + AHEAD, INNER, BI),)
+            if w_scales is not None:
+                all_scales = all_scales + (_load_scales(
+                    w_scales, line_O, first, chosen, step + AHEAD, HIDDEN, INNER, BI, BLOCK_SCALES
+                ),)  # fmt: skip
+        w_OI, there = all_w[step].to(tl.float32), chosen[step // blocks] >= 0
+        h_I = all_h[step].to(tl.float32)
+        h_I = tl.where(there, h_I * factors[step // blocks], 0.0)
+        if BLOCK_SCALES:
+            h_I *= _spread(all_scales[step], BI)
+        elif w_scales is not None:
+            w_OI *= all_scales[step][0][:, None]
+        acc_OI += w_OI * h_I[None, :]
+    y_O = tl.sum(acc_OI, 1)
+    if bias is not None:
+        for k in tl.static_range(K):
+            at_O = (tl.maximum(chosen[k], 0).to(tl.int64) * HIDDEN + first) + line_O
+            bias_O = tl.load(bias + at_O).to(tl.float32)
+            y_O += tl.where(chosen[k] >= 0, bias_O * factors[k], 0.0)
+    y_O = tl.where(most >= 0, y_O, 0.0)
+    o = tl.arange(0, BO)
+    tl.store(y + first + o, y_O.to(y.dtype.element_ty), mask=first + o < HIDDEN)
