@@ -85,11 +85,7 @@ def decode_attention(
     config = choose_config(per_kv, key_bytes, splits.count)
     tiles = kv_heads * -(-per_kv // config.rows)
     assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
-    partial = sums = out_TNV
-    if splits.count > 1:
-        size = (num_seqs, splits.count, num_heads)
-        partial = torch.empty(*size, cache.value_dim, dtype=torch.float32, device=out_TNV.device)
-        sums = torch.empty(*size, dtype=torch.float32, device=out_TNV.device)
+    partial, sums = _partials((num_seqs, splits.count, num_heads), out_TNV)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
@@ -134,6 +130,14 @@ def decode_attention(
         **pdl.options,
     )
     return out_TNV
+
+
+def _partials(size: tuple[int, int, int], out_TNV: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what each split of a sequence finds for each head; one split needs none."""
+    if size[1] == 1:
+        return out_TNV, out_TNV
+    parts = torch.empty(*size, out_TNV.shape[-1], dtype=torch.float32, device=out_TNV.device)
+    return parts, torch.empty(size, dtype=torch.float32, device=out_TNV.device)
 
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
