@@ -68,7 +68,7 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     monkeypatch.setattr(runner.model, "logits", logits)
-    with pytest.raises(ValueError, match="a step of 1 tokens .* --chunked-prefill-size"):
+    with pytest.raises(ValueError, match=r"a step of 1 tokens .* --chunked-prefill-size"):
         warm_up(runner, args, *samplers(runner.kind, runner.device))
 
 
