@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_sampler import DeviceSampler, _packed
+from moesaic.engine.gpu_sampler import DeviceSampler
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
 from moesaic.kernels.sampling import Draw, SampleParams
@@ -111,7 +111,7 @@ def test_the_same_tokens_of_several_chunks() -> None:
     check([{"top_p": 0.9, "min_p": 0.2}], 4500, "flat", 3)
 
 
-def narrowed_share(vocab: int, kind: str, top_ps: list[float]) -> list[float]:
+def narrowed_share(vocab: int, kind: str, top_ps: list[float]) -> float:
     """The share of rows whose lowest score kept is in a list; all their tokens must be right."""
     rows = rows_of([{"top_p": top_p} for top_p in top_ps], 8)
     logits, found = scores(len(rows), vocab, kind), []
@@ -224,8 +224,7 @@ def test_samples_of_many_rows(kind: str) -> None:
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_a_graph_draws_anew_each_time() -> None:
     vocab = 151_936
-    logits, rows = scores(len(ASKED), vocab, "flat"), rows_of(ASKED, 0)
-    params = SampleParams(_packed(rows).values.to(DEVICE))
+    logits, params = scores(len(ASKED), vocab, "flat"), packed(rows_of(ASKED, 0))
     kernels.sample_rows(logits, params)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -234,6 +233,6 @@ def test_a_graph_draws_anew_each_time() -> None:
     for seed in range(5):
         rows = rows_of(ASKED, seed)
         logits.copy_(scores(len(ASKED), vocab, "flat"))
-        params.values.copy_(_packed(rows).values)
+        params.values.copy_(packed(rows).values)
         graph.replay()
         assert drawn_2R[0].tolist() == sample(logits, rows).token_ids
