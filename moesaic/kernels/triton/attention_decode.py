@@ -214,11 +214,11 @@ def decode_kernel(
     page = pages_at(pages, low, offs_n, high, PAGE, BLOCK_N)
     if PDL:
         slots = slots_at(page, low, offs_n, PAGE, BLOCK_N)
-        prefetch_rows(keys, slots * k_slot, D1, D1P)
+        prefetch_tokens(keys, slots * k_slot, D1, D1P)
         if D2 > 0:
-            prefetch_rows(keys + D1, slots * k_slot, D2, D2P)
+            prefetch_tokens(keys + D1, slots * k_slot, D2, D2P)
         if not SHARED:
-            prefetch_rows(values, slots * v_slot, V, VP)
+            prefetch_tokens(values, slots * v_slot, V, VP)
     release_next(PDL)
     await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
@@ -267,8 +267,8 @@ def decode_kernel(
 
 
 @triton.jit
-def prefetch_rows(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Asks for rows of SIZE channels to come into the L2 cache, which is where all processors see
+def prefetch_tokens(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Asks for SIZE channels of tokens to come into the L2 cache, which is where all processors see
     what others write: it may be too early for that."""
     PER_LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, max(1, TILE // PER_LINE)) * PER_LINE
