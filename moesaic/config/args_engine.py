@@ -139,7 +139,12 @@ class ServeArgs:
             choices=("llguidance", "none"),
         ),
     ] = None
-    skip_server_warmup: Annotated[bool, Flag("Send no request of our own at start.")] = False
+    skip_server_warmup: Annotated[
+        bool,
+        Flag(
+            "Send no request of our own at start, nor compile a GPU's kernels before they are used."
+        ),
+    ] = False
     enable_cache_report: Annotated[bool, Flag("Report cached tokens in usage.")] = False
     log_requests: Annotated[bool, Flag("Log every request.")] = False
     log_requests_level: Annotated[

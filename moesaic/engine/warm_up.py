@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # A context that few programs share, besides none and the longest.
 SOME_TOKENS = 2048
-DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9, top_k=40), seed=0, position=1)
+# Without top-k: only rows that have top-p alone need all kernels.
+DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1)
 
 
 def step_sizes(most: int) -> list[int]:
@@ -64,7 +65,13 @@ def warm_up(
     contexts = (1, min(SOME_TOKENS, longest), longest)
     for number, size in enumerate(sizes):
         spans = warm_spans(size, contexts[number % len(contexts)], args.page_size)
-        logits_RV = _logits(runner, spans, size)
+        try:
+            logits_RV = _logits(runner, spans, size)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a step of {size} tokens does not fit beside the weights: lower "
+                "--chunked-prefill-size or --max-running-requests, or end what else runs there"
+            ) from error
         greedy(logits_RV)
         draw(logits_RV[:1], [DRAWN])
     if runner.device.type == "cuda":

@@ -57,12 +57,6 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     return silu_and_mul(*gate_up_TJ.chunk(2, dim=-1))
 
 
-@native(QUANTISE)
-def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` of `silu_mul`."""
-    return quantise_rows(silu_mul(gate_up_TJ), format)
-
-
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """By element, in float32 too, where F.silu computes the last few of a tensor otherwise."""
     silu = gate / (1 + torch.exp(-gate)) if gate.dtype == torch.float32 else F.silu(gate)

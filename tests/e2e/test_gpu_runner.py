@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -98,10 +99,10 @@ def plainly(runner: ModelRunner, steps: int) -> list[list[int]]:
     return work.tokens
 
 
-def ahead(runner: GpuRunner, steps: int) -> list[list[int]]:
+def ahead(runner: GpuRunner, steps: int, count: int = 5) -> list[list[int]]:
     """Every step begins before the results of the one before are known."""
-    work = Sequences(prompts(), KINDS, 8)
-    everyone = list(range(5))
+    work = Sequences(prompts()[:count], KINDS[:count], 8)
+    everyone = list(range(count))
     length = [len(tokens) for tokens in work.tokens]
     items = [work.item(n, length[n]) for n in everyone]
     under_way = [runner.begin(StepPlan(items, [p for pages in work.pages for p in pages], True))]
@@ -356,6 +357,25 @@ def test_graphs_give_what_launches_give(family: str, monkeypatch: pytest.MonkeyP
     assert ahead(launched, 6) == expected
     assert ahead(captured, 6) == expected
     assert ran == [], "sizes that were not captured"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_that_start_early_change_no_bit(family: str, monkeypatch: pytest.MonkeyPatch):
+    """All of a step, in the type that all kernels are made for: with five rows, two and one."""
+    launch = import_module("moesaic.kernels.triton.launch")  # needs Triton
+    args = arguments(family, device="cuda", dtype="bfloat16")
+    found = []
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr(launch, "_launch_on", lambda device: launch.OFF)
+        runner = GpuRunner(args)
+        for count in (5, 2, 1):
+            tokens = ahead(runner, 6, count)
+            found.append((tokens, runner._logits_BV[:count].clone()))
+    for on, off in zip(found[:3], found[3:], strict=True):
+        assert on[0] == off[0] and torch.equal(on[1], off[1])
 
 
 @pytest.mark.gpu

@@ -9,10 +9,11 @@ import torch
 
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_runner import GpuRunner, samplers
+from moesaic.engine.gpu_runner import GpuRunner, Way, samplers
+from moesaic.engine.gpu_sampler import _packed
 from moesaic.engine.plan import PlanItem, StepPlan
 from moesaic.engine.sampler import SampleRow
-from moesaic.engine.warm_up import step_sizes, warm_spans, warm_up
+from moesaic.engine.warm_up import DRAWN, step_sizes, warm_spans, warm_up
 from moesaic.layers.torch_attention import Span
 from moesaic.models.tiny import materialise
 
@@ -52,6 +53,23 @@ def test_sizes_reach_each_power_of_two_odd_and_even():
 def test_spans_are_a_token_with_context_and_a_prompt():
     assert warm_spans(2, 9, PAGE) == [Span(0, 2, 2, [1])]
     assert warm_spans(8, 9, PAGE) == [Span(0, 1, 9, [1, 1, 1]), Span(1, 7, 7, [1, 1])]
+
+
+def test_the_row_that_is_drawn_takes_every_kernel():
+    """Kernels that narrow top-p run for rows without top-k alone: the most common ones."""
+    assert Way.of(DRAWN) is Way.DRAW and _packed([DRAWN]).any_top_p
+
+
+def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):
+    args = arguments()
+    runner = GpuRunner(replace(args, skip_server_warmup=True))
+
+    def logits(x_RH: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    monkeypatch.setattr(runner.model, "logits", logits)
+    with pytest.raises(ValueError, match=r"a step of 1 tokens .* --chunked-prefill-size"):
+        warm_up(runner, args, *samplers(runner.kind, runner.device))
 
 
 def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):

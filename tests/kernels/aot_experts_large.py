@@ -91,13 +91,14 @@ def portable(product: Product, sorted_rows: bool) -> Usage:
     )
 
 
-def specialised(product: Product, sorted_rows: bool) -> Usage:
+def specialised(product: Product, sorted_rows: bool, limited: bool = False) -> Usage:
     config = config_of(product)
     kind = TYPES[product.scaling]
     layout = gl.NVMMASharedLayout(128, 8 if product.promote else 16, 2)
     descriptor = f"tensordesc<{kind}[128, {config.block_k}],{layout!r}>"
     types, none = arguments(product, sorted_rows)
-    plan = experts_hopper.plan_of(product, 8, sorted_rows and product.parts == 1, False, config)
+    scatter = sorted_rows and product.parts == 1
+    plan = experts_hopper.plan_of(product, 8, scatter, limited, config)
     if product.gather:
         none["x_desc"] = None
     else:
@@ -156,5 +157,17 @@ def check_scaling(name: str, usage: Usage) -> None:
         assert after.split("wgmma.mma_async")[0].count("fma.rn.f32") >= 64, name
 
 
+def check_limit() -> None:
+    """What is no number stays so: a plain minimum would give the limit."""
+    usage = specialised(PRODUCTS["gate and up"], True, limited=True)
+    check("gate and up, limited", usage, 0)
+    assert usage.count("min.NaN.f32") and not usage.count("min.f32")
+    assert usage.count("max.NaN.f32") and not usage.count("max.f32")
+
+
 if __name__ == "__main__":
-    main(tuple(PRODUCTS) if sys.argv[1:] == ["all"] else QUICK)
+    if sys.argv[1:] == ["all"]:
+        main(tuple(PRODUCTS))
+        check_limit()
+    else:
+        main(QUICK)

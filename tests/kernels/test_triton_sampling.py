@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_sampler import DeviceSampler, SampleBuffers, can_sample_on_device
+from moesaic.engine.gpu_sampler import DeviceSampler
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
 from moesaic.kernels.sampling import Draw, SampleParams
@@ -111,7 +111,7 @@ def test_the_same_tokens_of_several_chunks() -> None:
     check([{"top_p": 0.9, "min_p": 0.2}], 4500, "flat", 3)
 
 
-def narrowed_share(vocab: int, kind: str, top_ps: list[float]) -> list[float]:
+def narrowed_share(vocab: int, kind: str, top_ps: list[float]) -> float:
     """The share of rows whose lowest score kept is in a list; all their tokens must be right."""
     rows = rows_of([{"top_p": top_p} for top_p in top_ps], 8)
     logits, found = scores(len(rows), vocab, kind), []
@@ -190,34 +190,14 @@ def test_the_engine_s_joint() -> None:
     """Through the sampler of the engine, on whatever device there is."""
     sampler = DeviceSampler(torch.device(DEVICE))
     logits, rows = scores(len(ASKED), 300, "sharp"), rows_of(ASKED, 5)
-    assert can_sample_on_device(rows)
     wanted = sample(logits, rows).token_ids
-    drawing = sampler.begin(logits, rows)
-    assert drawing.tokens_R.device.type == DEVICE and drawing.wait() == (wanted, [])
+    drawn = sampler.draw(logits, rows)
+    assert drawn.device.type == DEVICE and drawn.tolist() == [wanted, [0] * len(rows)]
     logits[2, 5] = torch.nan
-    assert sampler.begin(logits, rows).wait()[1] == [2]
+    broken = sampler.draw(logits, rows)[1].tolist()
+    assert [row for row, flag in enumerate(broken) if flag] == [2]
     greedy = [replace(row, params=SamplingParams(temperature=0.0)) for row in rows]
-    assert sampler.begin(logits, greedy).wait()[0][0] == wanted[0]
-    buffers = SampleBuffers(sampler, 20)
-    buffers.fill(rows[2:5])
-    filled = sampler.send(buffers.draw(logits[2:6])).wait()
-    assert filled[0][1:3] == wanted[3:5] and filled[0][3] == int(logits[5].argmax())
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"logit_bias": {3: 1.0}},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"min_new_tokens": 2},
-        {"regex": "a*"},
-    ],
-)
-def test_what_needs_the_host(row: dict[str, Any]) -> None:
-    plain, asking = rows_of([{}, row], 0)
-    assert can_sample_on_device([plain, plain]) and not can_sample_on_device([plain, asking])
-    assert not can_sample_on_device([replace(plain, return_logprob=True)])
+    assert int(sampler.draw(logits, greedy)[0, 0]) == wanted[0]
 
 
 @pytest.mark.gpu
@@ -243,16 +223,16 @@ def test_samples_of_many_rows(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_a_graph_draws_anew_each_time() -> None:
-    sampler, vocab = DeviceSampler(torch.device(DEVICE)), 151_936
-    buffers, logits = SampleBuffers(sampler, len(ASKED)), scores(len(ASKED), vocab, "flat")
-    buffers.draw(logits)
+    vocab = 151_936
+    logits, params = scores(len(ASKED), vocab, "flat"), packed(rows_of(ASKED, 0))
+    kernels.sample_rows(logits, params)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn_2R = buffers.draw(logits)
+        drawn_2R = kernels.sample_rows(logits, params)
     for seed in range(5):
         rows = rows_of(ASKED, seed)
         logits.copy_(scores(len(ASKED), vocab, "flat"))
-        buffers.fill(rows)
+        params.values.copy_(packed(rows).values)
         graph.replay()
         assert drawn_2R[0].tolist() == sample(logits, rows).token_ids

@@ -85,11 +85,7 @@ def decode_attention(
     config = choose_config(per_kv, key_bytes, splits.count)
     tiles = kv_heads * -(-per_kv // config.rows)
     assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
-    partial = sums = out_TNV
-    if splits.count > 1:
-        size = (num_seqs, splits.count, num_heads)
-        partial = torch.empty(*size, cache.value_dim, dtype=torch.float32, device=out_TNV.device)
-        sums = torch.empty(*size, dtype=torch.float32, device=out_TNV.device)
+    partial, sums = _partials((num_seqs, splits.count, num_heads), out_TNV)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
@@ -134,6 +130,14 @@ def decode_attention(
         **pdl.options,
     )
     return out_TNV
+
+
+def _partials(size: tuple[int, int, int], out_TNV: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what each split of a sequence finds for each head; one split needs none."""
+    if size[1] == 1:
+        return out_TNV, out_TNV
+    parts = torch.empty(*size, out_TNV.shape[-1], dtype=torch.float32, device=out_TNV.device)
+    return parts, torch.empty(size, dtype=torch.float32, device=out_TNV.device)
 
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
@@ -210,11 +214,11 @@ def decode_kernel(
     page = pages_at(pages, low, offs_n, high, PAGE, BLOCK_N)
     if PDL:
         slots = slots_at(page, low, offs_n, PAGE, BLOCK_N)
-        prefetch_rows(keys, slots * k_slot, D1, D1P)
+        prefetch_tokens(keys, slots * k_slot, D1, D1P)
         if D2 > 0:
-            prefetch_rows(keys + D1, slots * k_slot, D2, D2P)
+            prefetch_tokens(keys + D1, slots * k_slot, D2, D2P)
         if not SHARED:
-            prefetch_rows(values, slots * v_slot, V, VP)
+            prefetch_tokens(values, slots * v_slot, V, VP)
     release_next(PDL)
     await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
@@ -263,8 +267,8 @@ def decode_kernel(
 
 
 @triton.jit
-def prefetch_rows(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Asks for rows of SIZE channels to come into the L2 cache, which is where all processors see
+def prefetch_tokens(base, offsets, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Asks for SIZE channels of tokens to come into the L2 cache, which is where all processors see
     what others write: it may be too early for that."""
     PER_LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, max(1, TILE // PER_LINE)) * PER_LINE

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
 
 from moesaic.kernels.quantise import FP8_MAX, TINY
 
 FP8_LIMIT = gl.constexpr(FP8_MAX)
 LEAST = gl.constexpr(TINY)
+# A limit must not hide what is no number.
+EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
@@ -51,8 +54,9 @@ def _sigmoid(x):
 @gluon.jit
 def activate(gate, up, alpha, limit, P: gl.constexpr):
     if P.LIMITED:
-        gate = gl.minimum(gate, limit)
-        up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
+        gate = gl.minimum(gate, limit, propagate_nan=EVERY_NAN)
+        up = gl.maximum(up, -limit, propagate_nan=EVERY_NAN)
+        up = gl.minimum(up, limit, propagate_nan=EVERY_NAN) + 1.0
         up = up * _sigmoid(alpha * gate)
     else:
         up = up * _sigmoid(gate)

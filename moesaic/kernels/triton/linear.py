@@ -56,8 +56,8 @@ class Plan:
     prefetch: bool
 
 
-# Matrices of up to so many numbers, and the rows beyond which cuBLAS is faster.
-FEW_ROWS = ((1 << 20, 64), (1 << 25, 64), (1 << 62, 64))
+# Beyond so many rows cuBLAS is faster.
+FEW_ROWS = 64
 # Rows of a matrix that are loaded at once, before x is there, so that all of a layer's matrix can
 # be on its way: by their padded length, then by the number of outputs.
 WHOLE_ROWS = {
@@ -291,8 +291,7 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 def _fits(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Few rows of a type that tensor cores know."""
-    most = next(rows for numbers, rows in FEW_ROWS if weight_OI.numel() <= numbers)
-    few = len(x_TI) <= most
+    few = len(x_TI) <= FEW_ROWS
     return few and x_TI.dtype == weight_OI.dtype and x_TI.element_size() == 2
 
 

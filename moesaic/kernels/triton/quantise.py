@@ -107,15 +107,6 @@ def silu_times(gate, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, start, channel, mask, SIZE: tl.constexpr, SILU: tl.constexpr):
-    x = tl.load(x_ptr + start + channel, mask, 0.0)
-    if SILU:
-        up = tl.load(x_ptr + start + SIZE + channel, mask, 0.0)
-        x = silu_times(x, up, x_ptr.dtype.element_ty)
-    return x
-
-
-@triton.jit
 def _fp8_kernel(
     x_ptr,
     values_ptr,
@@ -126,7 +117,6 @@ def _fp8_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     BY_COLUMN: tl.constexpr,
-    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS rows of GROUPS groups; programs side by side take a row's groups."""
@@ -140,7 +130,7 @@ def _fp8_kernel(
     await_inputs(PDL)
     release_next(PDL)
     row = row.to(tl.int64)
-    x = _load(x_ptr, (row * stride)[:, None], channel, mask, SIZE, SILU).to(tl.float32)
+    x = tl.load(x_ptr + (row * stride)[:, None] + channel, mask, 0.0).to(tl.float32)
     # As integers a NaN is the largest of all.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scales = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
@@ -157,7 +147,6 @@ def _int8_kernel(
     stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -165,7 +154,7 @@ def _int8_kernel(
     mask = channel < SIZE
     await_inputs(PDL)
     release_next(PDL)
-    x = _load(x_ptr, row * stride, channel, mask, SIZE, SILU).to(tl.float32)
+    x = tl.load(x_ptr + row * stride + channel, mask, 0.0).to(tl.float32)
     scale = absmax_scales(tl.max(tl.abs(x), 0), tl.min(tl.where(x == x, 1, 0), 0), 127.0)
     tl.store(scales_ptr + row, scale)
     scaled = tl.math.div_rn(x, tl.full((BLOCK,), 0.0, tl.float32) + scale)
@@ -183,18 +172,10 @@ def _silu_mul_kernel(
     mask = channel < SIZE
     await_inputs(PDL)
     release_next(PDL)
-    y = _load(x_ptr, row * stride, channel, mask, SIZE, True)
+    gate = tl.load(x_ptr + row * stride + channel, mask, 0.0)
+    up = tl.load(x_ptr + row * stride + SIZE + channel, mask, 0.0)
+    y = silu_times(gate, up, x_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + channel, y, mask)
-
-
-def quantise_rows(
-    x_TH: Tensor, format: RowFormat, by_column: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _quantise(x_TH, x_TH.shape[1], format, silu=False, by_column=by_column)
-
-
-def silu_mul_quantise(gate_up_TJ: Tensor, format: RowFormat) -> tuple[Tensor, Tensor]:
-    return _quantise(gate_up_TJ, gate_up_TJ.shape[1] // 2, format, silu=True)
 
 
 def silu_mul(gate_up_TJ: Tensor) -> Tensor:
@@ -210,12 +191,12 @@ def silu_mul(gate_up_TJ: Tensor) -> Tensor:
     return out_TI
 
 
-def _quantise(
-    x: Tensor, size: int, format: RowFormat, silu: bool, by_column: bool = False
+def quantise_rows(
+    x_TH: Tensor, format: RowFormat, by_column: bool = False
 ) -> tuple[Tensor, Tensor]:
-    rows, device, pdl = len(x), x.device, dependent_launch(x)
-    x = _together(x)
-    fixed = {"SIZE": size, "SILU": silu, "PDL": pdl.on, **pdl.options}
+    (rows, size), device, pdl = x_TH.shape, x_TH.device, dependent_launch(x_TH)
+    x = _together(x_TH)
+    fixed = {"SIZE": size, "PDL": pdl.on, **pdl.options}
     if format == "int8":
         values = torch.empty(rows, size, dtype=torch.int8, device=device)
         scales = torch.empty(rows, 1, device=device)

@@ -20,8 +20,8 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 # Below the key of any number, -inf included.
 LEAST = tl.constexpr(-(2**31))
 INFINITY_KEY = tl.constexpr(0x7F800000)
-# Experts and channels of a program of `route_rows`, by rows; it computes without matrix units.
-ROUTER_TILES = {1: (8, 256), 2: (8, 256), 4: (8, 256), 8: (8, 256)}
+# Experts and channels of a program of `route_rows`, which computes without matrix units.
+ROUTER_TILE = (8, 256)
 
 
 @triton.jit
@@ -401,7 +401,7 @@ def _run_router(
         return
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     tile = triton.next_power_of_2(rows)
-    experts, channels = ROUTER_TILES[tile]
+    experts, channels = ROUTER_TILE
     splits = triton.cdiv(hidden, channels)
     partial = torch.empty(splits, tile, fixed["BLOCK_E"], device=x_TH.device)
     pdl = dependent_launch(x_TH)
