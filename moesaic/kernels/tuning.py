@@ -30,6 +30,7 @@ import torch
 
 TUNED = Path(__file__).parent / "tuned"
 VARIABLE = "MOESAIC_TUNED"
+MEND = "remove it, or replace it by `moesaic tune … --again`"
 KIB = 1024
 LINE = 128
 """Bytes of a cache line."""
@@ -310,22 +311,22 @@ def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int]
     path = folder / file_name(device, format)
     return {
         (shape, int(pairs)): _decode(entry, path)
-        for shape, sizes in _read(path).items()
+        for shape, sizes in read(path).items()
         for pairs, entry in sizes.items()
     }
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a file by shape and pairs, as they are; none where there is no file."""
     try:
         shapes = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): remove it or tune again") from error
+        raise ValueError(f"{path} is not JSON ({error}): remove it and tune again") from error
     tables = [shapes, *shapes.values()] if isinstance(shapes, dict) else [shapes]
     if not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{path} has no entries by shape and pairs: remove it or tune again")
+        raise ValueError(f"{path} has no entries by shape and pairs: remove it and tune again")
     for shape in shapes:
         for pairs in shapes[shape]:
             if not pairs.isdecimal():
@@ -342,9 +343,9 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
         if gate_up.block_m != down.block_m:
             raise ValueError("gate_up and down have different block_m")
     except KeyError as error:
-        raise ValueError(f"{path}: no {error} in entry {entry}: tune again") from error
+        raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: remove it or tune again") from error
+        raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
     return Plan(entry["implementation"], gate_up.block_m, gate_up, down, entry.get("fused", False))
 
 
@@ -363,7 +364,7 @@ def save(
 ) -> None:
     """Adds an entry or replaces it; a reader sees the file before or after, never between."""
     path = folder / file_name(device, shape.format)
-    shapes = _read(path)
+    shapes = read(path)
     shapes.setdefault(str(shape), {})[str(bucket(pairs))] = {
         "implementation": plan.implementation,
         "fused": plan.fused,
