@@ -9,6 +9,7 @@ How `measure` does it: moesaic/kernels/timing.py.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.timing import measure
 
-__all__ = ["copy_bandwidth", "device_facts", "matrix_rate", "measure", "require"]
+__all__ = ["copy_bandwidth", "device_facts", "matrix_rate", "measure", "named", "require"]
 
 
 def require() -> torch.device:
@@ -33,6 +34,13 @@ def device_facts() -> dict[str, str | int]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
     }
+
+
+def named(benchmark: str, gpu: str | None = None) -> str:
+    """Of a file of results: "h200_linear" on an NVIDIA H200, which is there unless told."""
+    name = gpu or torch.cuda.get_device_properties(torch.cuda.current_device()).name
+    words = re.findall("[a-z0-9]+", name.lower().removeprefix("nvidia"))
+    return "_".join([*words, benchmark])
 
 
 @cache

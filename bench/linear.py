@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--many", action="store_true", help="fp8 products of 1024 rows and more")
-    parser.add_argument("--out", default="h200_linear", help="name of the JSON file in results/")
+    parser.add_argument("--out", help="name of the JSON file in results/; unset: GPU_linear")
     args = parser.parse_args()
     gpu.require()
     if args.sweep:
@@ -264,7 +264,9 @@ def _all(args: argparse.Namespace) -> None:
     print_table(HEADER, [point.cells() for point in points])
     print_table(("rows", "gated µs", "torch µs"), [gated(rows) for rows in args.rows])
     facts = {"device": gpu.device_facts(), "copy_bytes_per_us": gpu.copy_bandwidth()}
-    write_json(args.out, {**facts, "points": [asdict(point) for point in points]})
+    write_json(
+        args.out or gpu.named("linear"), {**facts, "points": [asdict(point) for point in points]}
+    )
 
 
 if __name__ == "__main__":

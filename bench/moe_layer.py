@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,8 +183,15 @@ def show(points: list[Point], ours: list[str]) -> None:
     print_table(header, rows)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def device_option() -> argparse.ArgumentParser:
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    how = "cuda has flags of its own: --device cuda --help"
+    chooser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=how)
+    return chooser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], parents=[device_option()])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -193,19 +199,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--deterministic", action="store_true", help="measure that mode too")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    if "cuda" in sys.argv[1:]:
-        moe_layer_gpu.main([word for word in sys.argv[1:] if word not in ("--device", "cuda")])
+def main(words: Sequence[str] | None = None) -> None:
+    chosen, rest = device_option().parse_known_args(words)
+    if chosen.device == "cuda":
+        moe_layer_gpu.main(rest)
     else:
-        on_cpu()
+        on_cpu(rest)
 
 
 @torch.inference_mode()
-def on_cpu() -> None:
-    args = parse()
+def on_cpu(words: Sequence[str]) -> None:
+    args = parse(words)
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     weights = random_weights(shape)

@@ -11,10 +11,12 @@ over the rate of a plain copy and its operations over the rate of a large matrix
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +25,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import gpu
-from bench.common import print_table, write_json
+from bench.common import RESULTS, print_table, write_json
 from moesaic.core.step import DECODE
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix
 from moesaic.moe.registry import Problem
-
-NAME = "h200_moe_layer"
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,22 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--runner", default="auto", help="as --moe-runner-backend")
     parser.add_argument("--no-peers", action="store_true", help="measure nobody else")
-    parser.add_argument("--out", default=NAME, help="name of the file in bench/results")
+    parser.add_argument(
+        "--out",
+        help="name of the file in bench/results, whose other points stay; unset: GPU_moe_layer",
+    )
     return parser.parse_args(words)
+
+
+def merged(path: Path, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """A run of a part replaces its own points and loses no others."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    new = {_key(row): row for row in map(asdict, points)}
+    return [new.pop(_key(row), row) for row in rows] + list(new.values())
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[field] for field in ("shape", "dtype", "routing", "tokens"))
 
 
 @torch.inference_mode()
@@ -245,7 +259,8 @@ def main(words: list[str]) -> None:
         del layer
         torch.cuda.empty_cache()
     show(points)
-    write_json(args.out, [asdict(point) for point in points])
+    name = args.out or gpu.named("moe_layer")
+    write_json(name, merged(RESULTS / f"{name}.json", points))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from itertools import pairwise
@@ -41,6 +42,7 @@ from moesaic.cli.common import add_model, read_args
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser
+from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
 from moesaic.engine.core import EngineCore
 from moesaic.models.tiny import materialise
@@ -90,12 +92,16 @@ class Point:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser().parse_known_args(argv)
-    args = engine_args(rest, options)
-    on_gpu = torch.cuda.is_available() and args["device"] != "cpu"
+    with complaints_in_a_line():
+        args = engine_args(rest, options)
+        materialise(args["model_path"])
+    on_gpu = args["device"] == "cuda"
     peers = measure_peers(options, args, on_gpu)
     found = ceilings(options, on_gpu)
     say(f"making the engine of {args['model_path']}")
-    with Engine(**args) as engine:
+    with complaints_in_a_line():
+        made = Engine(**args)
+    with made as engine:
         core = engine._core
         assert isinstance(core, EngineCore), "one rank, in this process"
         seconds = engine.startup_seconds["model"]
@@ -109,7 +115,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_profile(f"batch {batch_name}", profile)
     if run.failed:
         say(f"no figures for batches of {', '.join(map(str, run.failed))}: see above")
-    return 1 if run.failed else 0
+    return 1 if run.failed or not run.points else 0
+
+
+@contextmanager
+def complaints_in_a_line() -> Iterator[None]:
+    """As the commands have them."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def give_up_at_once(core: EngineCore) -> None:
@@ -138,14 +153,23 @@ class Run:
     def attempt(self, batch: int) -> None:
         room = self.core.facts.cache_tokens
         longest = self.options.input_len + self.options.output_len
-        if batch * longest > room or batch > self.engine.max_running:
-            say(f"batch {batch} does not fit: {room} tokens of cache")
+        if batch * longest > room:
+            say(
+                f"batch {batch} does not fit: it needs {batch * longest:,} tokens of cache, and "
+                f"{room:,} are there; give a smaller --batch-size, --input-len or --output-len"
+            )
+            return
+        if batch > self.engine.max_running:
+            say(f"batch {batch} is more than --max-running-requests {self.engine.max_running}")
             return
         try:
             self._measure(batch)
             if self.options.profile:
                 self._profile(batch)
-        except (Exception, SystemExit) as error:
+        except SystemExit as error:  # says what to do
+            print(f"batch {batch}: {error}", file=sys.stderr, flush=True)
+            self.failed.append(batch)
+        except Exception as error:
             traceback.print_exception(error)
             self.failed.append(batch)
 
@@ -167,12 +191,25 @@ class Run:
             write(out.with_name(name), self.profiles)
 
 
+def positive(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number above 0")
+    return int(word)
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("python -m bench.one_batch", allow_abbrev=False)
-    made.add_argument("--batch-size", type=int, nargs="+", default=list(BATCHES))
-    made.add_argument("--input-len", type=int, default=1024)
-    made.add_argument("--output-len", type=int, default=128)
-    made.add_argument("--repeats", type=int, default=1, help="runs of each batch; all steps count")
+    made = argparse.ArgumentParser(
+        "python -m bench.one_batch",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Flags of the server are taken, too: --model-path, --device and all others.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--batch-size", type=positive, nargs="+", default=list(BATCHES))
+    made.add_argument("--input-len", type=positive, default=1024)
+    made.add_argument("--output-len", type=positive, default=128)
+    made.add_argument(
+        "--repeats", type=positive, default=1, help="runs of each batch; all steps count"
+    )
     made.add_argument("--bandwidth", type=float, help="TB/s of a copy, instead of measuring it")
     made.add_argument("--rate", type=float, help="TFLOP/s in bfloat16, instead of measuring it")
     made.add_argument("--fp8-rate", type=float, help="TFLOP/s in fp8; twice --rate unless given")
@@ -194,7 +231,11 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, A
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
     defaults["watchdog_timeout"] = "60"
     read = read_args(defaults | given)
+    resolved = resolve(read)
+    if resolved.tp_size * resolved.pp_size * resolved.dp_size > 1:
+        raise ValueError("this measures one rank: leave out --tp-size, --pp-size and --dp-size")
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    made["device"] = resolved.device
     made["skip_server_warmup"] = True  # each batch is run once before it counts
     if not (read.disable_cuda_graph or read.cuda_graph_bs or read.cuda_graph_max_bs):
         # Others would be captured for steps that do not count.

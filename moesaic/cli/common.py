@@ -6,6 +6,7 @@ from typing import Any
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge, read_config
+from moesaic.config.resolve import SHAPE
 
 
 def add_model(parser: FlagParser) -> None:
@@ -22,6 +23,15 @@ def read_args(given: Mapping[str, Any]) -> ServerArgs:
     path = given["config"]
     file = read_config(ServerArgs, path) if path is not None else {}
     return merge(ServerArgs, {**given, "model_path": named} if named else given, file)
+
+
+def require_tokenizer(args: ServerArgs, what: str) -> None:
+    """Of resolved arguments: ValueError, before weights are loaded, where there is none."""
+    if args.skip_tokenizer_init:
+        shape = args.model_path.startswith(SHAPE)
+        how = "give --tokenizer-path DIR" if shape else "leave out --skip-tokenizer-init"
+        whose = f", and {args.model_path} has none" if shape else ""
+        raise ValueError(f"{what} a tokenizer{whose}: {how}")
 
 
 def set_up_logging(level: str) -> None:

@@ -83,6 +83,7 @@ def _check(args: ServerArgs) -> Findings:
     flags = filled(args)
     try:
         layout = _lay_out(resolve(args))
+        _choose_device(resolve(args))
     except ValueError as error:
         return Findings(flags, [str(error)])
     tokens = None
@@ -92,6 +93,13 @@ def _check(args: ServerArgs) -> Findings:
     except ValueError as error:
         wrong.append(str(error))
     return Findings(flags, wrong, layout, tokens)
+
+
+def _choose_device(args: ServerArgs) -> None:
+    """What is free is asked of the GPU that --base-gpu-id names, as when it is run."""
+    from moesaic.engine.devices import compute_device
+
+    compute_device(args)
 
 
 def _lay_out(args: ServerArgs) -> Layout:
@@ -175,6 +183,7 @@ def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:
             "deterministic": layout.moe.deterministic,
             "reasons": list(layout.moe.reasons),
         },
+        "device": choice.device,
         "dtype": str(layout.dtype).removeprefix("torch."),
         "num_layers": layout.num_layers,
         "context_length": layout.context_length,
@@ -213,4 +222,5 @@ def _describe_rank(share: RankShare, tokens: int) -> dict[str, Any]:
         "a2a_bytes": share.a2a_bytes,
         "collective_bytes": share.collective_bytes,
         "total_bytes": share.fixed_bytes + cache_bytes,
+        "step_bytes": share.step.total,
     }

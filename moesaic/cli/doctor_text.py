@@ -131,6 +131,10 @@ def _totals(layout: dict[str, Any], machine: dict[str, Any]) -> Iterator[str]:
     held = "no KV cache fits" if tokens is None else f"KV cache of {tokens} tokens on every rank"
     yield f"  {held}, at most {size(each)} a token and rank"
     most, memory = max(layout["node_bytes"]), machine["memory"]
+    if layout["device"] == "cuda":
+        step = max(rank["step_bytes"] for rank in ranks)
+        yield f"  a GPU takes {size(most)}, about {size(step)} in the largest step, and its graphs"
+        return
     yield (
         f"  a node takes {size(most)}, buffers counted as if filled; this machine has "
         f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"

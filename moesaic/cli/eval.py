@@ -10,7 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
+from moesaic.cli.common import (
+    add_model,
+    check_nodes,
+    join_node,
+    read_args,
+    require_tokenizer,
+    set_up_logging,
+)
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import specs
@@ -146,8 +153,7 @@ def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetA
         )
     resolved = resolve(args)
     check_nodes(resolved)
-    if args.skip_tokenizer_init:
-        raise ValueError("an evaluation needs a tokenizer: leave out --skip-tokenizer-init")
+    require_tokenizer(resolved, "an evaluation needs")
     set_up_logging(args.log_level)
     _say_unused(given)
     if resolved.node_rank > 0:

@@ -10,7 +10,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
+from moesaic.cli.common import (
+    add_model,
+    check_nodes,
+    join_node,
+    read_args,
+    require_tokenizer,
+    set_up_logging,
+)
 from moesaic.cli.sampling import GenerateArgs
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
@@ -38,8 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if resolved.node_rank > 0:
         set_up_logging(args.log_level)
         return join_node(resolved)
-    if asked.chat and args.skip_tokenizer_init:
-        raise ValueError("--chat needs a tokenizer: leave out --skip-tokenizer-init")
+    require_tokenizer(resolved, "--chat needs" if asked.chat else "prompts here are texts and need")
     talk = not asked.prompt and sys.stdin is not None and sys.stdin.isatty()
     prompts = () if talk else asked.prompt or _piped_prompts()
     set_up_logging(args.log_level)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moesaic.cli.common import set_up_logging
@@ -65,6 +66,7 @@ def run(argv: Sequence[str]) -> int:
     if args.share is not None:
         _compile(cases, args.share)
     elif cases:
+        _require_writable(_folder(args))
         _compile_apart([*argv], args.jobs or min(MAX_JOBS, os.cpu_count() or 1))
         _measure(cases, args)
     else:
@@ -93,7 +95,31 @@ def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("moesaic tune measures on a CUDA device, and torch finds none")
+        raise ValueError(
+            "moesaic tune measures on a CUDA device, and torch finds none: run it where there is "
+            "an NVIDIA GPU, with torch built for CUDA"
+        )
+
+
+def _folder(args: TuneArgs) -> Path:
+    if args.out is not None:
+        return Path(args.out).expanduser()
+    from moesaic.kernels import tuning
+
+    return tuning.TUNED
+
+
+def _require_writable(folder: Path) -> None:
+    """Found out before minutes are spent on compiling and measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder} ({error.strerror}): give another folder with --out, and "
+            "name it in MOESAIC_TUNED where the engine runs"
+        ) from error
 
 
 def _cases(
@@ -110,7 +136,8 @@ def _cases(
             f"--weights {args.weights}: only {', '.join(FORMATS)} have configurations to choose"
         )
     device = tuning.device_facts(torch.device("cuda", torch.cuda.current_device()))
-    folder = tuning.TUNED if args.out is None else Path(args.out)
+    folder = _folder(args)
+    tuning.read(folder / tuning.file_name(device.name, args.weights))  # or saving would find out
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
     cases: dict[tuple[str, int], Case] = {}
     for (experts, top_k, hidden, inner), count in (
@@ -160,7 +187,7 @@ def _measure(cases: "Sequence[Case]", args: TuneArgs) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     facts = tuning.device_facts(device)
-    folder = tuning.TUNED if args.out is None else Path(args.out)
+    folder = _folder(args)
     total = sum(len(list(candidates(case, facts))) for case in cases)
     with tqdm(total=total, desc="configurations", disable=None) as bar, torch.inference_mode():
         for case in cases:

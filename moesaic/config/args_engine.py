@@ -74,7 +74,8 @@ class ModelArgs:
         str | None,
         Flag(
             "Weight quantization; unset: what the checkpoint declares. An unquantised checkpoint's "
-            "experts are quantised while loading (fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_*).",
+            "experts are quantised while loading (fp8, w8a8_fp8, w8a8_int8, mxfp4, modelopt_*), "
+            "and on CUDA by the fp8 ones its other projections.",
             choices=QUANTIZATIONS,
             built=tuple(name for name in QUANTIZATIONS if name not in ("w4afp8", "modelslim")),
         ),

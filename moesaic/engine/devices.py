@@ -48,7 +48,8 @@ def compute_device(args: ServerArgs) -> torch.device:
     number = args.base_gpu_id
     if number >= torch.cuda.device_count():
         raise ValueError(
-            f"--base-gpu-id {number}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
+            f"--base-gpu-id {number}: torch sees {torch.cuda.device_count()} GPUs; give less than "
+            "that, as they are numbered from 0"
         )
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)

@@ -32,7 +32,15 @@ def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
         return ()
     most = min(args.cuda_graph_max_bs or max_running, max_running)
     if args.cuda_graph_bs is not None:
-        return tuple(sorted({size for size in args.cuda_graph_bs if size <= most}))
+        beyond = sorted(size for size in set(args.cuda_graph_bs) if size > most)
+        if beyond:
+            logger.warning(
+                "--cuda-graph-bs: nothing is captured for %s, as at most %d requests run at once "
+                "(--max-running-requests)",
+                ", ".join(map(str, beyond)),
+                most,
+            )
+        return tuple(sorted(set(args.cuda_graph_bs) - set(beyond)))
     sizes: list[int] = []
     size = 1
     while size < most:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 
 TUNED = Path(__file__).parent / "tuned"
+VARIABLE = "MOESAIC_TUNED"
+MEND = "remove it, or replace it by `moesaic tune … --again`"
 KIB = 1024
 LINE = 128
 """Bytes of a cache line."""
@@ -39,6 +41,7 @@ SCRATCH = 2 * KIB
 """Of a program's shared memory, for all but what is on its way."""
 LARGE_FORMATS = ("bf16", "fp16", *FP8_FORMATS)
 LARGE_BLOCK = 128
+LEAST_BLOCK = 16
 MANY_ROWS = 40
 MANY_FP8_ROWS = 24
 """Rows of an expert, on average, from which the matrix units are worth being filled; of fp8 sooner,
@@ -166,8 +169,16 @@ def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
 
 def folders() -> list[Path]:
     """Of measured configurations: the user's, then the package's."""
-    own = os.environ.get("MOESAIC_TUNED")
-    return [*([Path(own)] if own else []), TUNED]
+    own = os.environ.get(VARIABLE)
+    if not own:
+        return [TUNED]
+    folder = Path(own).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"{VARIABLE} is {own!r} and that is no folder: unset it, or make one with "
+            f"`moesaic tune … --out {own}`"
+        )
+    return [folder, TUNED]
 
 
 def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) -> Plan:
@@ -298,23 +309,54 @@ def file_name(device: str, format: str) -> str:
 def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], Plan]:
     """What was measured, by shape ("E=… H=… I=…") and number of pairs."""
     path = folder / file_name(device, format)
-    shapes = json.loads(path.read_text()) if path.exists() else {}
     return {
         (shape, int(pairs)): _decode(entry, path)
-        for shape, sizes in shapes.items()
+        for shape, sizes in read(path).items()
         for pairs, entry in sizes.items()
     }
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a file by shape and pairs, as they are; none where there is no file."""
+    try:
+        shapes = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): remove it and tune again") from error
+    tables = [shapes, *shapes.values()] if isinstance(shapes, dict) else [shapes]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path} has no entries by shape and pairs: remove it and tune again")
+    for shape in shapes:
+        for pairs in shapes[shape]:
+            if not pairs.isdecimal():
+                raise ValueError(f"{path}: {pairs!r} of {shape} is no number of pairs: remove it")
+    return shapes
 
 
 def _decode(entry: dict[str, Any], path: Path) -> Plan:
     try:
         kind = config_class(entry["implementation"])
-        gate_up, down = kind(**entry["gate_up"]), kind(**entry["down"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error} in entry {entry}: remove it or tune again") from error
-    if gate_up.block_m != down.block_m:
-        raise ValueError(f"{path}: gate_up and down have different block_m in entry {entry}")
+        gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
+        _check(gate_up)
+        _check(down)
+        if gate_up.block_m != down.block_m:
+            raise ValueError("gate_up and down have different block_m")
+    except KeyError as error:
+        raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
     return Plan(entry["implementation"], gate_up.block_m, gate_up, down, entry.get("fused", False))
+
+
+def _check(config: Any) -> None:
+    """ValueError for what would end in a message of Triton's that names no file."""
+    for name, value in asdict(config).items():
+        block = name.startswith("block_")
+        if type(value) not in ((int,) if block else (int, bool)) or value < 0:
+            raise ValueError(f"{name} is {value!r}, which is no whole number")
+        if block and (value < LEAST_BLOCK or value & (value - 1)):
+            raise ValueError(f"{name} is {value}, which is no power of two from {LEAST_BLOCK} on")
 
 
 def save(
@@ -322,7 +364,7 @@ def save(
 ) -> None:
     """Adds an entry or replaces it; a reader sees the file before or after, never between."""
     path = folder / file_name(device, shape.format)
-    shapes = json.loads(path.read_text()) if path.exists() else {}
+    shapes = read(path)
     shapes.setdefault(str(shape), {})[str(bucket(pairs))] = {
         "implementation": plan.implementation,
         "fused": plan.fused,

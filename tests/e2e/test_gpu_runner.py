@@ -255,14 +255,16 @@ def test_padding_rows_reach_no_expert_and_no_cache():
     assert set(written) == homes
 
 
-def test_buckets():
+def test_buckets(caplog: pytest.LogCaptureFixture):
     args = ServerArgs()
     expected = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
     assert graph_sizes(args, 256) == expected
     assert graph_sizes(args, 100) == (*expected[:13], 100)
     assert graph_sizes(args, 1) == (1,)
     assert graph_sizes(replace(args, cuda_graph_max_bs=20), 256) == (1, 2, 4, 8, 16, 20)
+    assert caplog.text == ""
     assert graph_sizes(replace(args, cuda_graph_bs=(32, 1, 512)), 256) == (1, 32)
+    assert "nothing is captured for 512, as at most 256 requests run at once" in caplog.text
     assert graph_sizes(replace(args, disable_cuda_graph=True), 256) == ()
     ran: list[int] = []
     cache = GraphCache((1, 4, 6), ran.append, torch.device("cpu"))

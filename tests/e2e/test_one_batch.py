@@ -102,6 +102,42 @@ def test_graphs_are_captured_for_the_batches_that_are_measured():
     assert engine_args([*flags, "--disable-cuda-graph"], options)["cuda_graph_bs"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "error: --model-path is missing"),
+        (["tiny:qwen3_moe", "--tp", "2"], "error: this measures one rank"),
+        (["tiny:qwen3_moe", "--bandwith", "3"], "error: unknown flag --bandwith"),
+        (["shape:qwen"], "error: --model-path shape:qwen has no weights"),
+        (["shape:qwen", "--load-format", "dummy"], "error: unknown shape 'qwen'"),
+        (["/no/such/model"], "error: .*/no/such/model"),
+    ],
+)
+def test_wrong_flags_are_one_line(words, complaint):
+    with pytest.raises(SystemExit, match=complaint):
+        main(words)
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--input-len", "--output-len", "--repeats"])
+def test_numbers_that_measure_nothing(flag, capsys):
+    for word in ("0", "-1", "x"):
+        with pytest.raises(SystemExit):
+            main(["--model-path", "tiny:qwen3_moe", flag, word])
+        assert f"argument {flag}" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said(capsys):
+    words = ["tiny:qwen3_moe", "--batch-size", "1", "--input-len", "8000", "--output-len", "4"]
+    assert main(words) == 1
+    assert "batch 1 does not fit: it needs 8,004 tokens" in capsys.readouterr().out
+
+
+def test_the_environment_chooses_the_device(monkeypatch):
+    """Limits and peers are of the device that the engine takes."""
+    monkeypatch.setenv("MOESAIC_DEVICE", "cpu")
+    assert engine_args(["tiny:qwen3_moe"], parser().parse_args([]))["device"] == "cpu"
+
+
 @pytest.mark.slow
 def test_transformers_beside_it():
     found = run_apart(materialise("tiny:qwen3_moe"), [2], 24, "cpu")

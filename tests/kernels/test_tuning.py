@@ -48,14 +48,57 @@ def test_an_entry_that_cannot_be_right(tmp_path: Path) -> None:
     tuning.save(H200.name, QWEN, 8, PLAN, 1.0, tmp_path)
     good = path.read_text()
     path.write_text(good.replace('"block_k"', '"block_x"', 1))
-    with pytest.raises(ValueError, match=r"block_x.*remove it or tune again"):
+    with pytest.raises(ValueError, match=r"block_x.*remove it, or replace it"):
         tuning.load(H200.name, "bf16", tmp_path)
     path.write_text(good.replace('"small"', '"tiny"'))
-    with pytest.raises(ValueError, match="'tiny' has no configurations"):
+    with pytest.raises(ValueError, match=r"json: .*'tiny' has no configurations.*--again"):
         tuning.load(H200.name, "bf16", tmp_path)
     path.write_text(good.replace('"block_m": 16', '"block_m": 32', 1))
     with pytest.raises(ValueError, match="different block_m"):
         tuning.load(H200.name, "bf16", tmp_path)
+    for wrong in ("-4", "48", '"32"', "null", "true", "8", "[]", "32.0"):
+        path.write_text(good.replace('"block_n": 32', f'"block_n": {wrong}'))
+        with pytest.raises(ValueError, match=r"json: block_n is .*--again"):
+            tuning.load(H200.name, "bf16", tmp_path)
+    path.write_text(good.replace('"down"', '"up"'))
+    with pytest.raises(ValueError, match="no 'down' in entry"):
+        tuning.load(H200.name, "bf16", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is not JSON"),
+        ('{"E=1', "is not JSON"),
+        ("[]", "no entries by shape and pairs"),
+        ('{"E=1 H=1 I=1": 3}', "no entries by shape and pairs"),
+        ('{"E=1 H=1 I=1": {"x": {}}}', "'x' of E=1 H=1 I=1 is no number of pairs"),
+        ('{"E=1 H=1 I=1": {"8": 3}}', "remove it, or replace it by"),
+    ],
+)
+def test_a_file_that_cannot_be_right(tmp_path: Path, text: str, complaint: str) -> None:
+    """Its reader says which file it is, and so does its writer, who keeps it."""
+    path = tmp_path / tuning.file_name(H200.name, "bf16")
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as raised:
+        tuning.load(H200.name, "bf16", tmp_path)
+    assert str(path) in str(raised.value)
+    if '"8"' not in text:
+        with pytest.raises(ValueError, match=complaint):
+            tuning.save(H200.name, QWEN, 8, PLAN, 1.0, tmp_path)
+    assert path.read_text() == text
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_TUNED", str(tmp_path / "tunde"))
+    with pytest.raises(ValueError, match=r"MOESAIC_TUNED is '.*tunde' and that is no folder"):
+        tuning.folders()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tuned").mkdir()
+    monkeypatch.setenv("MOESAIC_TUNED", "~/tuned")
+    assert tuning.folders() == [tmp_path / "tuned", tuning.TUNED]
+    monkeypatch.setenv("MOESAIC_TUNED", "")
+    assert tuning.folders() == [tuning.TUNED]
 
 
 def test_guesses_for_the_sizes_of_a_layer() -> None:

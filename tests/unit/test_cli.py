@@ -197,6 +197,19 @@ def test_launch_server_is_serve():
             ["generate", "A", "--chat", "--skip-tokenizer-init", "--prompt", "x"],
             "--chat needs a tokenizer: leave out --skip-tokenizer-init",
         ),
+        (
+            ["generate", "A", "--skip-tokenizer-init", "--prompt", "x"],
+            "prompts here are texts and need a tokenizer: leave out --skip-tokenizer-init",
+        ),
+        (
+            ["generate", "shape:gpt-oss-20b", "--load-format", "dummy", "--prompt", "x"],
+            "prompts here are texts and need a tokenizer, and shape:gpt-oss-20b has none: "
+            "give --tokenizer-path DIR",
+        ),
+        (
+            ["eval", "shape:gpt-oss-20b", "--load-format", "dummy"],
+            "an evaluation needs a tokenizer, and shape:gpt-oss-20b has none: ",
+        ),
     ],
 )
 def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from moesaic.cli.doctor_text import size, spans, table
 from moesaic.cli.main import main
+from moesaic.engine.devices import Room
 from moesaic.engine.memory import total_memory
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
@@ -247,6 +249,32 @@ def test_weights_that_do_not_fit(
     monkeypatch.setattr("moesaic.engine.layout.free_memory", lambda: 2**20)
     (problem,) = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)["problems"]
     assert problem.startswith("nothing is left for a KV cache")
+
+
+def test_the_gpu_that_is_asked_for(
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What is free is that GPU's, and what is told is of it and not of the machine."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
+    monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
+    monkeypatch.setattr("moesaic.cli.machine._gpus", lambda: iter(()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    room = Room(total=8 << 30, free=7 << 30, held=0)
+    monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
+    words = ["doctor", str(folders["qwen3_moe"]), "--device", "cuda", "--base-gpu-id"]
+    assert main([*words, "1"]) == 0
+    assert chosen == [torch.device("cuda", 1)]
+    text = capsys.readouterr().out
+    assert "in the largest step, and its graphs" in text and "a node takes" not in text
+    report = ask(capsys, " ".join([*words[1:], "2"]), 1)
+    assert report["problems"] == [
+        "--base-gpu-id 2: torch sees 2 GPUs; give less than that, as they are numbered from 0"
+    ]
 
 
 def test_the_default_cache_is_half_of_what_is_free(

@@ -1,0 +1,50 @@
+"""What the benchmarks of a GPU do with words and files, where there is none."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu, moe_layer
+from bench.moe_layer_gpu import Point, merged
+
+POINT = Point("qwen3_30b", "bf16", "uniform", 8, 60, 100.0, 90.0, {}, 1e-3)
+
+
+def test_files_are_named_by_the_gpu():
+    assert gpu.named("linear", "NVIDIA H200") == "h200_linear"
+    assert gpu.named("moe_layer", "NVIDIA A100-SXM4-80GB") == "a100_sxm4_80gb_moe_layer"
+
+
+def test_a_run_of_a_part_loses_no_points(tmp_path: Path):
+    path = tmp_path / "found.json"
+    points = [replace(POINT, tokens=tokens) for tokens in (1, 8, 32)]
+    assert merged(path, points) == [asdict(point) for point in points]
+    path.write_text(json.dumps(merged(path, points)))
+    rows = merged(path, [replace(POINT, us=95.0), replace(POINT, dtype="fp8")])
+    assert [(row["dtype"], row["tokens"], row["us"]) for row in rows] == [
+        ("bf16", 1, 100.0),
+        ("bf16", 8, 95.0),
+        ("bf16", 32, 100.0),
+        ("fp8", 8, 100.0),
+    ]
+
+
+def test_the_device_of_the_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words in (["--device", "cuda"], ["--device=cuda", "--tokens", "8"]):
+        with pytest.raises(SystemExit, match="needs a CUDA device"):
+            moe_layer.main(words)
+    with pytest.raises(SystemExit):
+        moe_layer.main(["--device", "gpu"])
+    assert "argument --device" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        moe_layer.main(["--help"])
+    assert "--device {cpu,cuda}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        moe_layer.main(["--device", "cuda", "--help"])
+    assert "--routings" in capsys.readouterr().out
