@@ -222,7 +222,7 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
 @native(ROW)
 def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
     """y[0] = sum over k with ids[k] >= 0 of weights[0, k] * (h[k] · w2 + bias), in float32; h[k] of
-    others may hold anything. h is in a float type, and not quantised for weights in fp8.
+    others may hold anything. Weights in a float type.
 
     h [[1], [2], [nan]], experts [[3]] and [[5]], ids [1, 0, -1], weights [[1, 10, 1]]: y [[65]].
     """

@@ -14,10 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.experts import Matrices, Rows
-from moesaic.kernels.triton.experts_small import BLOCK_SCALED
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-
-GROUP = tl.constexpr(128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +29,10 @@ class RowTile:
 
 # By the bytes of a weight: the first whose steps divide a row, else the last; as each step is
 # unrolled, the longer the better. Programs are small: some find room beside those of `gate_up`, and
-# all processors get the same. Of fp8 a program is one warp: h, whose pieces are of other threads
-# than those of the weights, changes hands without memory.
+# all processors get the same.
 TILES = {
     4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
     2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
-    1: (RowTile(1, 512, 1, 8), RowTile(2, 256, 1, 8)),
 }
 
 
@@ -49,16 +44,16 @@ def row_tile(inner: int, item: int) -> RowTile:
 def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
     """Right behind `gate_up` of these ids, which has seen them come before it lets this begin."""
     _, hidden, inner = w2.shape
-    values, scales = w2.planes["values"], w2.planes.get("scales")
-    assert h.scales is None and h.scale == 1.0, "h in a float type is what this takes"
-    arrays = (h.values, values, scales, w2.bias_EN, ids_K, weights_RK, y_1H)
+    values = w2.planes["values"]
+    assert h.scales is None and h.scale == 1.0 and "scales" not in w2.planes, w2.format
+    arrays = (h.values, values, w2.bias_EN, ids_K, weights_RK, y_1H)
     assert all(array is None or array.is_contiguous() for array in arrays)
     tile = row_tile(inner, values.element_size())
     pdl = dependent_launch(y_1H)
     _down_row_kernel[(triton.cdiv(hidden, tile.outputs),)](
         *arrays, HIDDEN=hidden, INNER=inner, K=ids_K.numel(),
-        BO=tile.outputs, BI=tile.inputs, AHEAD=tile.ahead,
-        BLOCK_SCALES=w2.format in BLOCK_SCALED, PDL=pdl.on, num_warps=tile.warps, **pdl.options,
+        BO=tile.outputs, BI=tile.inputs, AHEAD=tile.ahead, PDL=pdl.on,
+        num_warps=tile.warps, **pdl.options,
     )  # fmt: skip
     return y_1H
 
@@ -93,45 +88,10 @@ def _load_w(
 
 
 @triton.jit
-def _load_scales(
-    w_scales, line_O, first, chosen, STEP: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, BI: tl.constexpr, BLOCK_SCALES: tl.constexpr,
-):  # fmt: skip
-    """One for each group of channels of a step, as all lines of a program are in one block; or one
-    for each line."""
-    blocks: tl.constexpr = (INNER + BI - 1) // BI
-    lines: tl.constexpr = (HIDDEN + GROUP - 1) // GROUP
-    groups: tl.constexpr = (INNER + GROUP - 1) // GROUP
-    id = tl.maximum(chosen[STEP // blocks], 0).to(tl.int64)
-    found = ()
-    if not BLOCK_SCALES:
-        found = found + (tl.load(w_scales + (id * HIDDEN + first) + line_O),)
-    else:
-        place = w_scales + (id * lines + first // GROUP) * groups
-        for group in tl.static_range(BI // GROUP):
-            # Those past the end of a row are multiplied with zeros.
-            found = found + (
-                tl.load(place + min(STEP % blocks * (BI // GROUP) + group, groups - 1)),
-            )
-    return found
-
-
-@triton.jit
-def _spread(scales, BI: tl.constexpr):
-    """[I] of a scale for each group."""
-    group_I = tl.arange(0, BI) // GROUP
-    scale_I = tl.zeros([BI], tl.float32) + scales[0]
-    for group in tl.static_range(1, BI // GROUP):
-        scale_I = tl.where(group_I == group, scales[group], scale_I)
-    return scale_I
-
-
-@triton.jit
 def _down_row_kernel(
-    h, w, w_scales, bias, ids, weights, y,
+    h, w, bias, ids, weights, y,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    BO: tl.constexpr, BI: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
+    BO: tl.constexpr, BI: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All steps of all experts are one sequence, so that the next expert's weights come while one
     is multiplied."""
@@ -152,13 +112,9 @@ def _down_row_kernel(
     for k in tl.static_range(1, K):
         most = tl.maximum(most, chosen[k])
     known = tl.maximum(most, 0).to(tl.int64) * HIDDEN
-    all_w, all_scales, all_h = (), (), ()
+    all_w, all_h = (), ()
     for step in tl.static_range(min(AHEAD, steps)):
         all_w = all_w + (_load_w(w, first, line_O, chosen, known, step, HIDDEN, INNER, BI),)
-        if w_scales is not None:
-            all_scales = all_scales + (_load_scales(
-                w_scales, line_O, first, chosen, step, HIDDEN, INNER, BI, BLOCK_SCALES
-            ),)  # fmt: skip
     await_inputs(PDL)
     release_next(PDL)
     for step in tl.static_range(min(AHEAD, steps)):
@@ -170,18 +126,9 @@ def _down_row_kernel(
                 _load_w(w, first, line_O, chosen, known, step + AHEAD, HIDDEN, INNER, BI),
             )
             all_h = all_h + (_load_h(h, step + AHEAD, INNER, BI),)
-            if w_scales is not None:
-                all_scales = all_scales + (_load_scales(
-                    w_scales, line_O, first, chosen, step + AHEAD, HIDDEN, INNER, BI, BLOCK_SCALES
-                ),)  # fmt: skip
-        w_OI, there = all_w[step].to(tl.float32), chosen[step // blocks] >= 0
-        h_I = all_h[step].to(tl.float32)
-        h_I = tl.where(there, h_I * factors[step // blocks], 0.0)
-        if BLOCK_SCALES:
-            h_I *= _spread(all_scales[step], BI)
-        elif w_scales is not None:
-            w_OI *= all_scales[step][0][:, None]
-        acc_OI += w_OI * h_I[None, :]
+        h_I = all_h[step].to(tl.float32) * factors[step // blocks]
+        h_I = tl.where(chosen[step // blocks] >= 0, h_I, 0.0)
+        acc_OI += all_w[step].to(tl.float32) * h_I[None, :]
     y_O = tl.sum(acc_OI, 1)
     if bias is not None:
         for k in tl.static_range(K):

@@ -77,7 +77,7 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Plac
     else:
         groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
     weights_RK = None if config.deterministic else rows.weights_RK
-    if _sums_row(groups) or _is_sum(rows, context):
+    if _sums_row(groups, context.weights) or _is_sum(rows, context):
         return PlacesInput(x, groups, weights_RK, _results(rows, context))
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
@@ -89,9 +89,11 @@ def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
     return rows.ids_RK.shape[1] == 1 and not context.config.deterministic
 
 
-def _sums_row(groups: Groups) -> bool:
-    """Whether the last product of a single row adds its pairs, too."""
-    return groups.ids_K is not None and groups.top_k > 1
+def _sums_row(groups: Groups, weights: ExpertWeights) -> bool:
+    """Whether the last product of a single row adds its pairs, too. In fp8 that takes longer: what
+    matrix units do for nothing, threads must do."""
+    plain = weights.w2_eHI.format.activation is None
+    return groups.ids_K is not None and groups.top_k > 1 and plain
 
 
 def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
@@ -110,7 +112,7 @@ def post_permute_pairs(
     count_e = inputs.groups.count_E
     if context.config.deterministic:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
-    if _sums_row(inputs.groups):
+    if _sums_row(inputs.groups, context.weights):
         return RowsCombineInput(rows.handle, outputs.y, count_e=count_e)
     out_RH = outputs.y if _is_sum(rows, context) else _results(rows, context)
     if len(rows.ids_RK):
@@ -204,7 +206,7 @@ class PlacesCore(MoeRunnerCore):
         if groups.num_places == 0:
             return RunnerOutput(inputs.y_NH)
         experts = self._experts(weights)
-        if _sums_row(groups):
+        if _sums_row(groups, weights):
             return RunnerOutput(self._run_row(inputs, experts))
         h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
         if ready:
@@ -215,7 +217,6 @@ class PlacesCore(MoeRunnerCore):
         return RunnerOutput(down(h, experts.w2, groups, inputs.weights_RK, inputs.y_NH))
 
     def _run_row(self, inputs: PlacesInput, experts: FeedForward) -> Tensor:
-        """h stays as it is whatever the weights are: nobody has to quantise it."""
         groups, config = inputs.groups, self.config
         assert groups.ids_K is not None and inputs.weights_RK is not None
         shape = (groups.num_places, config.intermediate_size)
