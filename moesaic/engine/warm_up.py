@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from moesaic.config import ServerArgs
 from moesaic.core.sampling import SamplingParams
@@ -63,7 +64,9 @@ def warm_up(
         part.view(torch.uint8).zero_()
     longest = runner.context_length
     contexts = (1, min(SOME_TOKENS, longest), longest)
-    for number, size in enumerate(sizes):
+    order = tqdm(sizes, desc="Compiling kernels", unit="step", disable=None, leave=False)
+    for number, size in enumerate(order):
+        order.set_postfix(tokens=size, refresh=False)
         spans = warm_spans(size, contexts[number % len(contexts)], args.page_size)
         try:
             logits_RV = _logits(runner, spans, size)
