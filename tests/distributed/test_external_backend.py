@@ -92,7 +92,7 @@ def covered() -> list[Combination]:
         return chosen
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance(tp: int, covered: list[Combination], pools: Pools):
     assert covered, f"{MODULE} registers no backend that works with anything"
     told = complaints(pools(tp), MODULE, [c for c in covered if c.tp == tp])
@@ -113,7 +113,7 @@ PAIRS = (
 SPLITS = {1: (1,), 3: (3, 1), 4: (4, 2, 1)}
 
 
-@pytest.mark.parametrize("tp", SPLITS)
+@pytest.mark.parametrize("tp", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_alone_and_with_built_in_ones(tp: int, pools: Pools):
     chosen = [
         Combination(a2a, "normal", runner, "fp32", "fp32", "fp32", tp, ep, deterministic)

@@ -268,6 +268,7 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow  # it tests the tests: that these cases would show such a mistake
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=str)
 def test_a_mistake_shows(name: str, mistake: dict[str, Any]) -> None:
     case = CASES[name]
