@@ -1,7 +1,7 @@
 """The two products of experts with many rows on a GPU, by configuration.
 
     python -m bench.experts_large                    # all shapes, bf16 and fp8, 8192 tokens
-    python -m bench.experts_large --shape qwen3_30b --format bf16 --config default "skew 0" "skew 2"
+    python -m bench.experts_large --shape qwen3_30b --format bf16 --config default "group 4" plain
 
 Rows are gathered and scattered as in a layer; sorting and the sum over a token's experts are not
 in it. TFLOP/s count the operations of rows, not those of tiles that are not full. Every line is two
@@ -28,11 +28,9 @@ FP8 = torch.float8_e4m3fn
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "skew 0": {"skew": 0},
-    "skew 2": {"skew": 2},
-    "group 8": {"group": 8},
-    "group 32": {"group": 32},
-    "gathered first": {"gather_first": True},
+    "group 4": {"group": 4},
+    "group 16": {"group": 16},
+    "ring of 3": {"ring": 3},
     "plain": {"specialised": False},
     "plain, 4 stages": {"specialised": False, "stages": 4},
 }

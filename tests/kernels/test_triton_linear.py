@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -294,19 +295,24 @@ def test_real_shapes(name: str) -> None:
             assert relative_error(kernels.gate_up_silu(x, weight), F.silu(gate) * up) < 6e-3
 
 
+def replays_as(work: Callable[[], Tensor], eager: Tensor, times: int) -> None:
+    """Captured, it gives the same bits every time."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = work()
+    for _ in range(times):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, eager)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_in_a_graph() -> None:
     """The same bits in every replay, whoever ends last."""
     x, weight = drawn(16, 4096, dtype=torch.bfloat16), drawn(2048, 4096, dtype=torch.bfloat16)
-    eager = kernels.linear(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = kernels.linear(x, weight)
-    for _ in range(20):
-        y.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(y, eager)
+    replays_as(lambda: kernels.linear(x, weight), kernels.linear(x, weight), 20)
 
 
 @pytest.mark.gpu
@@ -318,14 +324,7 @@ def test_fp8_in_a_graph(rows: int) -> None:
     eager = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
     wanted = twins.linear_fp8.twin(quantise_groups(x), weight, None, torch.float32)
     assert relative_error(eager, wanted) < 6e-3
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16)
-    for _ in range(3):
-        y.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(y, eager)
+    replays_as(lambda: fp8_kernels.linear_fp8(Rows(x), weight, None, torch.bfloat16), eager, 3)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, moe_layer
+from bench import experts_large, gpu, moe_layer
 from bench.moe_layer_gpu import Point, merged
+from moesaic.kernels.triton.experts_large import LargeConfig
 
 POINT = Point("qwen3_30b", "bf16", "uniform", 8, 60, 100.0, 90.0, {}, 1e-3)
 
@@ -48,3 +49,8 @@ def test_the_device_of_the_layer(
     with pytest.raises(SystemExit):
         moe_layer.main(["--device", "cuda", "--help"])
     assert "--routings" in capsys.readouterr().out
+
+
+def test_configurations_of_many_rows_are_ones_that_exist() -> None:
+    for changes in experts_large.CONFIGS.values():
+        replace(LargeConfig(), **changes)
