@@ -143,6 +143,10 @@ def test_the_rank_that_computed_longest_is_named() -> None:
         "for at most 0.3 s"
     )
     assert guard.explain_slow(Slow(0, 7, 2.5, 0.1), look(9, 2, 2, 2)).endswith("usually 0.10 s")
+    # Steps that are seen before the end of a slow one is told do not hide who was slow.
+    for step in range(10, 15):
+        assert guard.look(look(step, 1.5, 3.4, 1.2), 0.1 * step) is None
+    assert guard.explain_slow(slow, look(15, 1.5, 3.4, 1.2)) == text
     # What a rank has computed since its state last changed counts, too.
     still = look(9, 1.5, 1.2, 1.2) | {2: Seen(State.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)}
     assert "rank 2 (tp 2) computed longest, for 2.5 s" in guard.explain_slow(slow, still)

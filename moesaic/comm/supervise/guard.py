@@ -19,6 +19,7 @@ HANG_STEPS: Final = 20
 SLOW_STEPS: Final = 3
 """The same, before it is logged."""
 TOLD_RANKS: Final = 8
+KEPT_BEGINS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class StepGuard:
         self._mesh, self._patience, self._hang = mesh, patience, hang
         self._times = StepTimes()
         self._told: dict[int, tuple[object, ...]] = {}
-        self._before: dict[int, tuple[int, dict[int, float]]] = {}
-        """Of each replica, a step that was seen and what its ranks had computed until then."""
+        self._begins: dict[int, dict[int, dict[int, float]]] = {}
+        """Of each replica, by the last steps that were seen, what its ranks had computed until
+        then. More than one, as others may be seen before a step's end is told."""
 
     def look(self, seen: Mapping[int, Seen], now: float) -> Suspicion | None:
         """Logs a new suspicion once, and returns the first that has lasted too long."""
@@ -85,9 +87,9 @@ class StepGuard:
     def explain_slow(self, slow: Slow, seen: Mapping[int, Seen]) -> str:
         """Which rank computed longest in a step that has just ended."""
         text = f"step {slow.step} took {slow.seconds:.1f} s, usually {slow.usual:.2f} s"
-        step, before = self._before.get(slow.replica, (0, {}))
+        before = self._begins.get(slow.replica, {}).get(slow.step, {})
         spent = {rank: seen[rank].computed_so_far - before[rank] for rank in before if rank in seen}
-        if step != slow.step or not spent:
+        if not spent:
             return text
         longest = max(spent, key=spent.__getitem__)
         return (
@@ -97,9 +99,11 @@ class StepGuard:
 
     def _note_begin(self, replica: int, step: int, seen: Mapping[int, Seen]) -> None:
         """What was computed so far, when a step is seen for the first time."""
-        if self._before.get(replica, (0, {}))[0] != step:
-            totals = {rank: one.computed_so_far for rank, one in seen.items()}
-            self._before[replica] = step, totals
+        begins = self._begins.setdefault(replica, {})
+        if step not in begins:
+            begins[step] = {rank: one.computed_so_far for rank, one in seen.items()}
+            while len(begins) > KEPT_BEGINS:
+                del begins[next(iter(begins))]
 
     def suspect(self, seen: Mapping[int, Seen], patience: float) -> Suspicion | None:
         """Who keeps the others waiting, among ranks of one replica."""
