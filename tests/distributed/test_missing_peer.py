@@ -221,7 +221,8 @@ def error_of(layer: FusedMoE, seed: int, lost: range, lane: int = 0) -> float:
 def elastic(group: RankGroup, fault: str, ep: int) -> list[float]:
     """The victim leaves in the middle of a step; the others redo it without its experts; it comes
     back; then it leaves again in another lane. The largest error of each step."""
-    layer = make_layer(group, "mooncake", "low_latency", ep)
+    # Long enough for those who do come, on a busy machine too.
+    layer = make_layer(group, "mooncake", "low_latency", ep, timeout=1.5)
     dispatcher = layer.dispatcher
     assert isinstance(dispatcher, MooncakeDispatcher)
     everyone, others = list(range(group.size)), [r for r in range(group.size) if r != VICTIM]
