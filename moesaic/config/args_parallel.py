@@ -106,7 +106,7 @@ class ParallelArgs:
     ] = None
     dist_timeout: Annotated[
         float | None,
-        Flag("Seconds that a rank waits for its peers in an operation; unset: 60.", above=0),
+        Flag("Seconds that a rank waits for its peers in an operation; unset: 300.", above=0),
     ] = None
 
 

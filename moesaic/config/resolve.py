@@ -135,7 +135,13 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
 def _model(args: ServerArgs) -> Iterator[str]:
     if not args.model_path:
         yield "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy"
-    if args.skip_tokenizer_init:
+    bare = args.model_path.startswith(SHAPE) and args.tokenizer_path is None
+    if bare and args.chat_template is not None:
+        yield (
+            f"--chat-template {args.chat_template} needs a tokenizer, and {args.model_path} has "
+            "none: give --tokenizer-path DIR"
+        )
+    elif args.skip_tokenizer_init:
         for name, value in (
             ("--tokenizer-path", args.tokenizer_path),
             ("--chat-template", args.chat_template),
@@ -150,8 +156,9 @@ def _device(args: ServerArgs) -> Iterator[str]:
     if args.device == "npu":  # not built, which is said elsewhere
         return
     device = device_of(args)
+    told = "--device cuda" if args.device == "cuda" else f"{VARIABLE}=cuda"
     if device == "cuda" and (missing := cuda_missing()):
-        yield f"--device cuda cannot work here: {missing}; give --device cpu"
+        yield f"{told} cannot work here: {missing}; give --device cpu"
     for name, asked, known in (
         ("--attention-backend", args.attention_backend, ATTENTION),
         ("--sampling-backend", args.sampling_backend, SAMPLING),
@@ -164,7 +171,7 @@ def _device(args: ServerArgs) -> Iterator[str]:
             yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
         return
     if beyond := beyond_cuda(args):
-        yield f"--device cuda cannot do this: {beyond}; leave it out or give --device cpu"
+        yield f"{told} cannot do this: {beyond}; leave it out or give --device cpu"
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:

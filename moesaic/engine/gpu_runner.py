@@ -43,7 +43,7 @@ from moesaic.engine.pinned import Mark, Ring
 from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
-from moesaic.engine.warm_up import warm_up
+from moesaic.engine.warm_up import forget_steps, warm_up
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
 
@@ -189,6 +189,7 @@ class GpuRunner(ModelRunner):
         self.graphs = GraphCache(sizes, self._decode, device)
         if device.type == "cuda":
             self.graphs.capture()
+            forget_steps(self)
             self._report()
 
     def _decode_attention(self, args: ServerArgs, sizes: Sequence[int]) -> dict[int, Any]:

@@ -88,7 +88,14 @@ class GraphCache:
         )
         for size in order:
             order.set_postfix(rows=size, refresh=False)
-            self._graphs[size] = self._capture(size, stream, pool)
+            try:
+                self._graphs[size] = self._capture(size, stream, pool)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    f"a CUDA graph of {size} rows does not fit beside weights and KV cache: lower "
+                    "--mem-fraction-static, --max-total-tokens or --cuda-graph-max-bs, or give "
+                    "--disable-cuda-graph"
+                ) from error
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what was run before captures will not be again on that stream
         self.nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])

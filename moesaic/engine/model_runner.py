@@ -163,8 +163,8 @@ class ModelRunner:
             each = f" in {ranks} ranks" if ranks > 1 else ""
             raise ValueError(
                 f"the weights of {folder} take {weight_bytes * ranks / GIB:.1f} GiB{each} and this "
-                f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or --dtype "
-                "bfloat16"
+                f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or fewer "
+                "bits (--dtype bfloat16, --quantization fp8)"
             )
 
     def _why_cache(self, args: ServerArgs) -> str:

@@ -1,8 +1,8 @@
 """Steps that are run once at start, so that nothing is compiled while somebody waits.
 
 Kernels differ by the power of two that the tokens of a step reach, and by whether these are odd;
-those of logits by the rows that sample; attention of single tokens by the length of their context.
-What decodes alone is run when its graphs are captured.
+those of logits by the rows that sample; attention of single tokens by their number and the length
+of their context. What decodes alone is run when its graphs are captured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moesaic.layers.torch_attention import PagedCache, Span
 
 logger = logging.getLogger(__name__)
 
-# A context that few programs share, besides none and the longest.
+# A context that several programs share, besides none and the longest.
 SOME_TOKENS = 2048
 # Without top-k: only rows that have top-p alone need all kernels.
 DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1)
@@ -38,13 +38,24 @@ def step_sizes(most: int) -> list[int]:
     return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
 
 
-def warm_spans(size: int, context: int, page_size: int) -> list[Span]:
-    """A token of so long a sequence and a prompt, all in the only page there is."""
-    lengths = [(1, context), (size - 1, size - 1)] if size > 2 else [(size, size)]
-    starts = (0, 1)
+def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
+    """How many single tokens steps have, and of what context, for the largest steps first. These
+    two decide into how many parts attention cuts a sequence. Up to 4 requests of up to 9000 tokens:
+    (4, 2048), (2, 2048), (1, 2048), (1, 9000), (1, 1)."""
+    some = min(SOME_TOKENS, longest)
+    counts = [1 << n for n in reversed(range(most.bit_length()))]
+    return [*((count, some) for count in counts), (1, longest), (1, 1)]
+
+
+def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[Span]:
+    """Tokens of so long sequences, as many as leave room for a prompt of two, and the prompt; all
+    in the only page there is."""
+    singles = min(singles, max(0, size - 2))
+    rest = size - singles
+    lengths = [(1, context)] * singles + [(rest, rest)]
     return [
         Span(start, length, kv_len, [1] * -(-kv_len // page_size))
-        for start, (length, kv_len) in zip(starts, lengths, strict=False)
+        for start, (length, kv_len) in enumerate(lengths)
     ]
 
 
@@ -62,12 +73,12 @@ def warm_up(
     runner.cache = PagedCache(runner.model.cache, 1, args.page_size, dtype, runner.device)
     for part in (runner.cache.keys, runner.cache.values):
         part.view(torch.uint8).zero_()
-    longest = runner.context_length
-    contexts = (1, min(SOME_TOKENS, longest), longest)
+    kinds = single_tokens(runner.max_running, runner.context_length)
     order = tqdm(sizes, desc="Compiling kernels", unit="step", disable=None, leave=False)
     for number, size in enumerate(order):
         order.set_postfix(tokens=size, refresh=False)
-        spans = warm_spans(size, contexts[number % len(contexts)], args.page_size)
+        kind = kinds[(len(sizes) - 1 - number) % len(kinds)]
+        spans = warm_spans(size, *kind, args.page_size)
         try:
             logits_RV = _logits(runner, spans, size)
         except torch.OutOfMemoryError as error:
@@ -79,7 +90,7 @@ def warm_up(
         draw(logits_RV[:1], [DRAWN])
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
-    _forget(runner)
+    forget_steps(runner)
     logger.info(
         "ran %d steps of 1 to %d tokens in %.1f s, so that their kernels are compiled",
         len(sizes),
@@ -99,8 +110,8 @@ def _logits(runner: ModelRunner, spans: Sequence[Span], size: int) -> Tensor:
     return runner.model.logits(hidden_TH[: runner.max_running])
 
 
-def _forget(runner: ModelRunner) -> None:
-    """These steps count nowhere."""
+def forget_steps(runner: ModelRunner) -> None:
+    """Those that nobody asked for count nowhere."""
     for layer in runner.moe_layers:
         layer.load.clear()
     for traffic in runner.moe.comm.traffic.values():

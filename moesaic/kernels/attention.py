@@ -6,6 +6,7 @@ R rotated channels · C latent size · X tiles.
     enter_heads        normed and rotated queries; new keys and values into the cache
     enter_latent       the same where the cache holds latents (MLA)
     decode_attention   one query of each sequence over all its cached tokens, in splits
+    enter_and_decode   enter_heads and decode_attention of a step that only decodes
     prefill_attention  many queries of each sequence
 
 The pages of all sequences stand in one list, those of a sequence from its `first` on: pages [4, 7,
@@ -18,10 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from moesaic.kernels.experts import Rows, store_rows
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import FP8_MAX
 
@@ -29,13 +32,8 @@ ENTER = "moesaic.kernels.triton.rotary"
 DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
-# Programs that a GPU should have for each of its processors, if contexts are long enough.
-PROGRAMS_PER_PROCESSOR = 2
-# Fewer tokens than this are not worth a program of their own: what it finds must be merged. Many
-# heads share a latent, and its values are wide, so that there it is more to merge.
-LEAST_CHUNK = 64
-LEAST_LATENTS = 128
 MAX_SPLITS = 128
+Out = TypeVar("Out", Tensor, Rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +78,52 @@ class Softmax:
 class Splits:
     """How a sequence is cut for decoding: into at most `count` parts of at least `chunk` tokens. If
     count * chunk holds every context, parts are always of `chunk` tokens, and the bits of a result
-    do not depend on the batch."""
+    do not depend on the batch. `lone`: no processor has more than one part."""
 
     count: int
     chunk: int
+    lone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many parts are wanted. `programs` for each processor of a GPU, if contexts are long
+    enough; parts of fewer than `chunk` tokens are not worth it, as what they find must be merged.
+    One for each processor is enough where sequences in at most `lone` parts keep nearly all of
+    them busy. Of more sequences than a processor runs `at_once`, the last few would run nearly
+    alone: two parts of each are better, unless this is 0."""
+
+    programs: int
+    chunk: int
+    lone: int = 0
+    at_once: int = 0
+
+
+HEADS = Cut(programs=2, chunk=128, lone=1, at_once=3)
+FP8_HEADS = Cut(programs=2, chunk=64)
+# Many heads share a latent, and its values are wide, so that there it is more to merge.
+LATENTS = Cut(programs=2, chunk=128)
+# How many more than run at once are few.
+FEW_MORE = 4 / 3
+# Processors that may be idle where each of the others has one program.
+LONE_IDLE = 0.1
 
 
 def choose_splits(
-    batch: int, kv_heads: int, max_kv_len: int, processors: int, chunk: int = LEAST_CHUNK
+    batch: int, kv_heads: int, max_kv_len: int, processors: int, cut: Cut = HEADS
 ) -> Splits:
-    """Enough programs to fill the GPU with `batch` sequences, none with less than `chunk` tokens.
-    All runs of a graph use those of its largest context."""
-    wanted = PROGRAMS_PER_PROCESSOR * processors // max(1, batch * kv_heads)
-    count = min(max(1, wanted), max(1, -(-max_kv_len // chunk)), MAX_SPLITS)
-    return Splits(count, chunk)
+    """Enough programs to fill the GPU with `batch` sequences. All runs of a graph use those of its
+    largest context."""
+    heads = max(1, batch * kv_heads)
+    lone = processors // heads
+    if 1 <= lone <= cut.lone and lone * heads >= (1 - LONE_IDLE) * processors:
+        return Splits(lone, cut.chunk, lone=True)
+    wanted = cut.programs * processors // heads
+    at_once = cut.at_once * processors
+    if at_once < heads <= FEW_MORE * at_once:
+        wanted = 2
+    count = min(max(1, wanted), max(1, -(-max_kv_len // cut.chunk)), MAX_SPLITS)
+    return Splits(count, cut.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +220,50 @@ def enter_latent(
 
 @native(DECODE)
 def decode_attention(
-    q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out_TNV: Tensor
-) -> Tensor:
-    """out[row] for each sequence's row, and no other.
+    q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
+) -> Out:
+    """out[row] for each sequence's row, and no other. `Rows`: float8, [T, N * V], of heads of whole
+    groups; the same bits as `quantise_rows` makes of what a tensor [T, N, V] would get. Their
+    scales may lie by column.
 
     Query [1, 0], scale 1, keys [ln 3, 0] and [0, 0] with values [4, 0] and [0, 8]: the weights are
     3/4 and 1/4, and the result is [3, 2].
     """
+    if isinstance(out, Rows):
+        mixed_TNV = q.values.new_empty(*q.values.shape[:2], cache.value_dim)
+        decode_attention.twin(q, cache, batch, softmax, mixed_TNV)
+        rows_B = batch.rows_B.long()
+        store_rows(out, rows_B, mixed_TNV[rows_B].flatten(1))
+        return out
     sequences = (batch.rows_B.tolist(), batch.kv_lens_B.tolist(), batch.first_B.tolist())
     for row, kv_len, first in zip(*sequences, strict=True):
-        out_TNV[row] = 0
+        out[row] = 0
         if kv_len:
             part = slice(row, row + 1)
-            out_TNV[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
-    return out_TNV
+            out[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
+    return out
+
+
+@native(DECODE)
+def enter_and_decode(
+    qkv_TX: Tensor,
+    entry: HeadEntry,
+    cache: LayerPages,
+    slots_T: Tensor,
+    batch: DecodeRows,
+    softmax: Softmax,
+    out: Out,
+) -> Out:
+    """`enter_heads` and then `decode_attention`, with the bits of the two. Every row is that of one
+    sequence, and its slot that of the sequence's newest token; slots, and all older tokens, are
+    written before the step's first kernel, as `batch` is.
+
+    One head of 2 channels, scale 1, no norms, cos 0 and sin 1: the row [0, -1, 0, ln 3, 4, 0] has
+    the query [1, 0] and the key [-ln 3, 0]. Behind a token with key [0, 0] and value [0, 8] the
+    weights are 1/4 and 3/4, and the result is [1, 6].
+    """
+    q_TND = enter_heads.twin(qkv_TX, entry, cache, slots_T)
+    return decode_attention.twin(Queries(q_TND), cache, batch, softmax, out)
 
 
 @native(PREFILL)

@@ -6,7 +6,7 @@ I intermediate · J = 2 * I · X tiles at most.
     group_pairs      which pairs go to which expert (sort_pairs, with a block of one's own)
     gate_up          h = activation(x · w13), at places; quantised if the next product wants it
     down             y = h · w2, weighted, back at pairs
-    sum_pairs        one row for each row of x
+    sum_pairs        one row for each row of x; of few rows a PairSum leaves it to the next norm
     down_row         of a single row, instead of both
 
 `gate_up_down` is both products. A *place* is a row of the sorted order. Rows of a fixed block for
@@ -176,12 +176,32 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     """
     rows, top_k = ids_RK.shape
     total = torch.zeros(rows, y_NH.shape[1], dtype=torch.float32, device=y_NH.device)
-    y_RKH = y_NH.view(rows, top_k, -1)
+    y_RKH = y_NH.view(rows, top_k, y_NH.shape[1])
     for k in range(top_k):
         total += torch.where(ids_RK[:, k, None] >= 0, y_RKH[:, k].float(), 0.0)
     if add_RH is not None:
         total += add_RH.float()
     return out_RH.copy_(total)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSum:
+    """Rows that nobody has summed yet: what `sum_pairs` makes of these. `add_rms_norm` sums them
+    along, for few rows a kernel less; all others call `finished`."""
+
+    values: Tensor
+    """[N, H]"""
+    ids_RK: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_RK)
+
+
+def finished(x_RH: Tensor | PairSum) -> Tensor:
+    if isinstance(x_RH, Tensor):
+        return x_RH
+    y_NH, ids_RK = x_RH.values, x_RH.ids_RK
+    return sum_pairs(y_NH, ids_RK, y_NH.new_empty(len(ids_RK), y_NH.shape[1]))
 
 
 @native(EXPERTS)

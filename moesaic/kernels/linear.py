@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.kernels.cpu import linear as compiled
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.native import native
+from moesaic.kernels.norm import SumToNorm, add_rms_norm
 from moesaic.kernels.quantise import (
     FP8_GROUP,
     FP8_MAX,
@@ -24,6 +25,7 @@ from moesaic.kernels.quantise import (
 
 LINEAR = "moesaic.kernels.triton.linear"
 LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
+NORM_LINEAR = "moesaic.kernels.triton.norm_linear"
 # For so few rows the compiled kernel reads bfloat16 weights faster than oneDNN does.
 FEW_ROWS = 64
 
@@ -132,6 +134,19 @@ def scales_by_column(
 ) -> bool:
     """Whether `linear_fp8` wants the scales of such rows so: `by_column` of who quantises them."""
     return False
+
+
+@native(NORM_LINEAR)
+def norm_linear(
+    rows: SumToNorm, weight_OI: Tensor, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(`linear` of the normed rows, the sum): `add_rms_norm` first; of one row in one kernel.
+
+    values [[1, 0]], residual [[0, 1]], weight [1, 1], eps 0: sum and normed [[1, 1]]; with the
+    matrix [[3, 4], [5, 6]]: [[7, 11]].
+    """
+    normed_TH, sum_TH = add_rms_norm(rows.values, rows.residual_TH, rows.weight_H, rows.eps)
+    return linear(normed_TH, weight_OI, bias_O), sum_TH
 
 
 def multiplied_fp8(x: Rows, weight: Fp8Matrix) -> Tensor:

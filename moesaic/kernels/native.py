@@ -21,7 +21,8 @@ R = TypeVar("R")
 
 
 def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The first argument says where to compute: a tensor, or what has one as its `values`."""
+    """The first argument says where to compute: a tensor, or what has one as its `values`
+    (or as theirs)."""
 
     def decorate(twin: Callable[P, R]) -> Callable[P, R]:
         kernel: Callable[P, R] | None = None
@@ -30,7 +31,8 @@ def native(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             nonlocal kernel
             first = args[0]
-            first = first if isinstance(first, Tensor) else first.values  # type: ignore[attr-defined]
+            while not isinstance(first, Tensor):
+                first = first.values  # type: ignore[attr-defined]
             if not first.is_cuda:
                 return twin(*args, **kwargs)
             if kernel is None:

@@ -5,14 +5,26 @@ T tokens · H channels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.experts import Rows
+from moesaic.kernels.experts import PairSum, Rows, finished
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import quantise_rows
 
 NORM = "moesaic.kernels.triton.norm"
+
+
+@dataclass(frozen=True, slots=True)
+class SumToNorm:
+    """Rows `values` [T, H] and what is added to them before they are normed."""
+
+    values: Tensor | PairSum
+    residual_TH: Tensor
+    weight_H: Tensor
+    eps: float
 
 
 @native(NORM)
@@ -26,19 +38,24 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 @native(NORM)
 def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum): the sum is rounded to its type first, then normed.
+    """(norm of the sum, the sum): the sum is rounded to its type first, then normed. So are those
+    of pairs, before the residual is added.
 
     x [1, 1], residual [2, 3], weight [1, 2], eps 0: sum [3, 4], normed as in `rms_norm`.
     """
-    sum_TH = residual_TH + x_TH
+    sum_TH = residual_TH + finished(x_TH)
     return F.rms_norm(sum_TH, weight_H.shape, weight_H, eps), sum_TH
 
 
 @native(NORM)
 def add_rms_norm_fp8(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, by_column: bool = False
+    x_TH: Tensor | PairSum,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    by_column: bool = False,
 ) -> tuple[Rows, Tensor]:
     """As `add_rms_norm`, with the normed rows quantised, as `quantise_rows` does it.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.native import native
-from moesaic.kernels.norm import add_rms_norm
+from moesaic.kernels.norm import SumToNorm, add_rms_norm
 
 ROUTING = "moesaic.kernels.triton.routing"
 
@@ -57,16 +57,6 @@ class RouterWeights:
     bias_E: Tensor | None
     rounds: bool
     counter_1: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SumToNorm:
-    """Rows `values` [T, H] and what is added to them before they are normed."""
-
-    values: Tensor
-    residual_TH: Tensor
-    weight_H: Tensor
-    eps: float
 
 
 @native(ROUTING)

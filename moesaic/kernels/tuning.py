@@ -14,12 +14,13 @@ one, so a tuner that was stopped goes on with those that are missing.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 TUNED = Path(__file__).parent / "tuned"
 VARIABLE = "MOESAIC_TUNED"
@@ -160,11 +163,27 @@ def trying(shape: Shape, plan: Plan) -> Iterator[None]:
 @cache
 def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
     facts = device_facts(device)
-    for folder in folders():
+    own, *_ = searched = folders()
+    if own != TUNED and shape.format in LARGE_FORMATS:
+        _tell_if_missing(own / file_name(facts.name, shape.format))
+    for folder in searched:
         measured = load(facts.name, shape.format, folder).get((str(shape), pairs))
         if measured is not None:
             return measured
     return guess(facts, shape, pairs)
+
+
+@cache
+def _tell_if_missing(path: Path) -> None:
+    """Once: files for another GPU or format would else do nothing without a word."""
+    if not path.is_file():
+        logger.warning(
+            "%s has no %s: for such weights nothing in that folder is used on this GPU; "
+            "`moesaic tune … --out %s` makes the file",
+            VARIABLE,
+            path,
+            path.parent,
+        )
 
 
 def folders() -> list[Path]:
@@ -342,21 +361,31 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
         _check(down)
         if gate_up.block_m != down.block_m:
             raise ValueError("gate_up and down have different block_m")
+        fused = entry.get("fused", False)
+        if type(fused) is not bool or (fused and kind is not Config):
+            raise ValueError(f"fused is {fused!r}: only 'small' can be, and it is true or false")
     except KeyError as error:
         raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
-    return Plan(entry["implementation"], gate_up.block_m, gate_up, down, entry.get("fused", False))
+    return Plan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
 
 
 def _check(config: Any) -> None:
     """ValueError for what would end in a message of Triton's that names no file."""
-    for name, value in asdict(config).items():
-        block = name.startswith("block_")
-        if type(value) not in ((int,) if block else (int, bool)) or value < 0:
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if isinstance(field.default, bool):
+            if type(value) is not bool:
+                raise ValueError(f"{name} is {value!r}, which is neither true nor false")
+            continue
+        if type(value) is not int:
             raise ValueError(f"{name} is {value!r}, which is no whole number")
-        if block and (value < LEAST_BLOCK or value & (value - 1)):
-            raise ValueError(f"{name} is {value}, which is no power of two from {LEAST_BLOCK} on")
+        least = LEAST_BLOCK if name.startswith("block_") else 0 if name == "prefetch" else 1
+        power = name.startswith("block_") or name.endswith("warps")
+        if value < least or (power and value & (value - 1)):
+            kind = "power of two" if power else "number"
+            raise ValueError(f"{name} is {value}, which is no {kind} from {least} on")
 
 
 def save(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.mesh import share
-from moesaic.kernels.experts import Rows
+from moesaic.kernels.experts import PairSum, Rows
 from moesaic.layers.context import AttentionSpec, ForwardContext, HeadParts, LatentParts
 from moesaic.layers.linear import (
     Linear,
@@ -122,23 +122,23 @@ class Attention(Module):
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         sizes = (len(heads.queries), len(heads.kv), dim)
-        self.parts = HeadParts(*sizes, rope, self.q_norm, self.k_norm)
+        self.parts = HeadParts(*sizes, rope, self.q_norm, self.k_norm, self.o_proj)
         self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
         self.cuts = {"sinks": Cut.of((config.num_heads,), heads.queries)}
         self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
 
-    def add_norm(
-        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
-    ) -> tuple[Tensor | Rows, Tensor]:
-        """As `norm.add`; the normed rows are for `forward`."""
-        return self.qkv_proj.add_norm(norm, x_TH, residual_TH)
+    def of_norm(
+        self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` takes, made of the rows that `norm.add` gives; and the sum."""
+        return self.qkv_proj.of_norm(norm, x_TH, residual_TH)
 
-    def forward(self, x_TH: Tensor | Rows, ctx: ForwardContext) -> Tensor:
-        if isinstance(x_TH, Tensor) and not len(x_TH):
-            return x_TH
-        qkv_TX, angles = self.qkv_proj(x_TH), (ctx.cos, ctx.sin)
-        mixed_TND = ctx.attention.attend_heads(self.spec, qkv_TX, self.parts, angles)
-        return self.o_proj(mixed_TND.flatten(1))
+    def forward(self, qkv_TX: Tensor, ctx: ForwardContext) -> Tensor:
+        if not len(qkv_TX):
+            return qkv_TX.new_empty(0, self.config.hidden_size)
+        angles = ctx.cos, ctx.sin
+        mixed = ctx.attention.attend_heads(self.spec, qkv_TX, self.parts, angles)
+        return self.o_proj(mixed if isinstance(mixed, Rows) else mixed.flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ class LatentAttention(Module):
         self.parts = LatentParts(config.rope_dim, rope, self.kv_a_layernorm)
         self.spec = AttentionSpec(parallel.in_stage(layer), config.scale)
 
-    def add_norm(
-        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
+    def of_norm(
+        self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `norm.add`: two layers multiply the normed rows, each as it will."""
         return norm.add(x_TH, residual_TH)

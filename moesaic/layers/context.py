@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.experts import Rows
+from moesaic.layers.linear import RowLinear
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.rotary import RotaryTable
 
@@ -45,7 +47,8 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class HeadParts:
     """What a layer's projections give, side by side: queries, keys and values of this rank's heads;
-    and what is done with queries and keys before they meet."""
+    and what is done with queries and keys before they meet. `output`: who multiplies the mixed
+    values."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,6 +56,7 @@ class HeadParts:
     rope: RotaryTable
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    output: RowLinear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,9 @@ class AttentionStep(ABC):
     @abstractmethod
     def attend_heads(
         self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
-    ) -> Tensor:
-        """Norms, rotates and stores, then returns the mixed values [T, N, D]."""
+    ) -> Tensor | Rows:
+        """Norms, rotates and stores, then returns the mixed values [T, N, D]; or [T, N * D] as
+        `parts.output` multiplies them."""
 
     @abstractmethod
     def attend_latents(

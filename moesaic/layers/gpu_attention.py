@@ -26,8 +26,9 @@ from torch import Tensor
 
 from moesaic.kernels.attention import (
     FP8,
-    LEAST_CHUNK,
-    LEAST_LATENTS,
+    FP8_HEADS,
+    HEADS,
+    LATENTS,
     DecodeRows,
     HeadEntry,
     LatentEntry,
@@ -38,10 +39,13 @@ from moesaic.kernels.attention import (
     Splits,
     choose_splits,
     decode_attention,
+    enter_and_decode,
     enter_heads,
     enter_latent,
     prefill_attention,
 )
+from moesaic.kernels.experts import Rows
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.layers.context import (
     Angles,
     AttentionSpec,
@@ -197,7 +201,7 @@ class GpuAttention(AttentionStep):
 
     def attend_heads(
         self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
-    ) -> Tensor:
+    ) -> Tensor | Rows:
         q_norm, k_norm = parts.q_norm, parts.k_norm
         cos_TR, sin_TR = self._rows_of(angles)
         entry = HeadEntry(
@@ -210,6 +214,13 @@ class GpuAttention(AttentionStep):
             0.0 if q_norm is None else q_norm.eps,
         )
         pages = self._pages(spec.layer)
+        if self.decode is not None and self.prefill is None:
+            rows = (qkv_TX, entry, pages, self.slots_T, self.decode, _softmax(spec))
+            room = self._quantised(parts, qkv_TX, pages)
+            if room is not None:
+                return enter_and_decode(*rows, room)
+            out_TND = qkv_TX.new_empty(len(qkv_TX), parts.num_heads, pages.value_dim)
+            return enter_and_decode(*rows, out_TND)
         return self._mix(spec, Queries(enter_heads(qkv_TX, entry, pages, self.slots_T)), pages)
 
     def attend_latents(
@@ -244,6 +255,12 @@ class GpuAttention(AttentionStep):
     def _latent_pages(self, layer: int, rope_dim: int) -> LayerPages:
         keys = self.cache.layers[layer][0]
         return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
+
+    def _quantised(self, parts: HeadParts, like: Tensor, pages: LayerPages) -> Rows | None:
+        """Only the decoding kernel quantises what it writes, and only heads of whole groups."""
+        if parts.output is None or pages.value_dim % FP8_GROUP:
+            return None
+        return parts.output.room(like)
 
     def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
@@ -306,9 +323,10 @@ def _decode_rows(
 
 
 def _splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
-    chunk = LEAST_CHUNK if cache.values.shape[-1] else LEAST_LATENTS
+    heads = FP8_HEADS if cache.keys.dtype == FP8 else HEADS
+    cut = heads if cache.values.shape[-1] else LATENTS
     kv_heads, device = cache.keys.shape[-2], cache.keys.device
-    return choose_splits(batch, kv_heads, max_kv_len, processors(device), chunk)
+    return choose_splits(batch, kv_heads, max_kv_len, processors(device), cut)
 
 
 def _latent_groups(

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.comm.collective import Collective
-from moesaic.kernels.experts import Rows
+from moesaic.kernels.experts import PairSum, Rows
 from moesaic.kernels.linear import (
     Fp8Matrix,
     gate_up_silu,
     gate_up_silu_fp8,
     linear,
     linear_fp8,
+    norm_linear,
     scales_by_column,
 )
-from moesaic.kernels.norm import add_rms_norm_fp8
+from moesaic.kernels.norm import SumToNorm, add_rms_norm_fp8
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.layers import invariant
 from moesaic.layers.module import (
     Cut,
@@ -111,10 +113,14 @@ class Linear(Module):
             ),
         )
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor | Rows) -> Tensor:
+        """`Rows`: quantised for this layer, as it multiplies them."""
         return self.multiply(x_TI, self.bias)
 
-    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def multiply(self, x_TI: Tensor | Rows, bias_O: Tensor | None) -> Tensor:
+        if isinstance(x_TI, Rows):
+            assert self.format is not None
+            return linear_fp8(x_TI, self._fp8(self.format), bias_O, self.dtype)
         if self.format is None:
             return self.product(x_TI, self.weight, bias_O)
         return linear_fp8(Rows(x_TI), self._fp8(self.format), bias_O, x_TI.dtype)
@@ -208,17 +214,36 @@ class RowLinear(Linear):
         self.widths = [len(part) for part in parts]
         assert len(parts) == group.size and sum(self.widths) == config.inputs, parts
 
-    def forward(self, x_TI: Tensor, rows: slice | None = None) -> Tensor:
-        """`rows`: those that this rank wants of the result; all by default."""
-        if self.group.size == 1:
-            return self.multiply(x_TI if rows is None else x_TI[rows], self.bias)
-        rows = slice(0, len(x_TI)) if rows is None else rows
-        if self.gathers:
+    def forward(self, x_TI: Tensor | Rows, rows: slice | None = None) -> Tensor:
+        """`rows`: those that this rank wants of the result; all by default. `Rows` as `room` has
+        them are all wanted."""
+        if isinstance(x_TI, Rows):
+            assert rows is None and not self.gathers
+        elif self.group.size == 1:
+            x_TI = x_TI if rows is None else x_TI[rows]
+        elif self.gathers:
+            rows = slice(0, len(x_TI)) if rows is None else rows
             all_TI = self.group.gather_columns(x_TI, self.widths, rows, self.operation)
             return self.multiply(all_TI, self.bias)
+        if self.group.size == 1:
+            return self.multiply(x_TI, self.bias)
         part_TO = self.multiply(x_TI, None)
+        rows = slice(0, len(part_TO)) if rows is None else rows
         sum_TO = self.group.sum_rows(part_TO, rows, self.operation)
         return sum_TO if self.bias is None else sum_TO + self.bias
+
+    def room(self, like: Tensor) -> Rows | None:
+        """For `like`'s number of rows, quantised as this layer multiplies them: whoever computes
+        them can write them so. Nothing if it takes them as they are."""
+        if self.format is None:
+            return None
+        rows, inputs = len(like), self.values.shape[1]
+        bias_O = self.bias if self.group.size == 1 else None
+        by_column = scales_by_column(like, self._fp8(self.format), bias_O, self.dtype)
+        shape = (rows, -(-inputs // FP8_GROUP))
+        scales = torch.empty(shape[::-1] if by_column else shape, device=like.device)
+        values_TI = like.new_empty(rows, inputs, dtype=torch.float8_e4m3fn)
+        return Rows(values_TI, scales.t() if by_column else scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +278,21 @@ class MergedLinear(Linear):
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
 
-    def forward(self, x_TI: Tensor | Rows) -> Tensor:
-        """`Rows`: as `add_norm` gives them."""
-        if isinstance(x_TI, Rows):
-            assert self.format is not None
-            return linear_fp8(x_TI, self._fp8(self.format), self.bias, self.dtype)
-        return super().forward(x_TI)
-
-    def add_norm(
-        self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor | None
-    ) -> tuple[Tensor | Rows, Tensor]:
-        """As `norm.add`, for this layer alone: the normed rows as it multiplies them."""
-        if self.format is None or residual_TH is None or not len(x_TH):
-            return norm.add(x_TH, residual_TH)
-        by_column = scales_by_column(x_TH, self._fp8(self.format), self.bias, self.dtype)
-        return add_rms_norm_fp8(x_TH, residual_TH, norm.weight, norm.eps, by_column)
+    def of_norm(
+        self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The product of what `norm.add` gives, and the sum."""
+        if residual_TH is None or not len(x_TH) or self.deterministic:
+            normed_TH, sum_TH = norm.add(x_TH, residual_TH)
+            some = self(normed_TH) if len(x_TH) else normed_TH.new_empty(0, sum(self.sizes))
+            return some, sum_TH
+        if self.format is None:
+            rows = SumToNorm(x_TH, residual_TH, norm.weight, norm.eps)
+            return norm_linear(rows, self.weight, self.bias)
+        matrix = self._fp8(self.format)
+        by_column = scales_by_column(residual_TH, matrix, self.bias, self.dtype)
+        normed, sum_TH = add_rms_norm_fp8(x_TH, residual_TH, norm.weight, norm.eps, by_column)
+        return linear_fp8(normed, matrix, self.bias, self.dtype), sum_TH
 
     def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
         return self.forward(x_TI).split(self.sizes, dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.norm import add_rms_norm, rms_norm
 from moesaic.layers.module import Module, parameter
 
@@ -18,8 +19,9 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x_TH: Tensor | PairSum, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of their sum, and the sum; of `x_TH` alone where there is nothing to add."""
         if residual_TH is None:
+            x_TH = finished(x_TH)
             return self(x_TH), x_TH
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

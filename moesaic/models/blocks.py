@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.linear import linear_float32
+from moesaic.kernels.norm import SumToNorm
 from moesaic.kernels.routing import (
     MAX_NORM_ROWS,
     MAX_ROWS,
     RouterWeights,
-    SumToNorm,
     norm_route_rows,
     route_rows,
 )
@@ -130,9 +131,14 @@ class SparseBlock(Module):
             spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return made[0], made[1], TopKOutput(made[2], made[3])
 
-    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None
+    ) -> Tensor | PairSum:
         """`chosen`: the experts, if `add_norm` has found them."""
-        return self.routed(x_TH, step, chosen)
+        if not self._takes_all_rows:
+            return self.routed(x_TH, step, chosen)
+        chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
+        return self.experts.unsummed(x_TH, chosen, step)
 
     @property
     def _takes_all_rows(self) -> bool:
@@ -185,14 +191,14 @@ class DecoderLayer(Module):
         self.renamed = {"mlp": mlp_name}
 
     def forward(
-        self, x_TH: Tensor, ctx: ForwardContext, residual_TH: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TH: Tensor | PairSum, ctx: ForwardContext, residual_TH: Tensor | None = None
+    ) -> tuple[Tensor | PairSum, Tensor]:
         """(x, residual), whose sum is the layer's output: the norm that comes next adds them. So
         are those that are given."""
         begin = self._spans.clock()
         attention, norm = self.self_attn, self.input_layernorm
-        normed_TH, residual_TH = attention.add_norm(norm, x_TH, residual_TH)
-        mixed_TH = attention(normed_TH, ctx)
+        rows_TX, residual_TH = attention.of_norm(norm, x_TH, residual_TH)
+        mixed_TH = attention(rows_TX, ctx)
         if begin:
             self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
         norm, step = self.post_attention_layernorm, ctx.step
@@ -226,7 +232,7 @@ class Backbone(Module):
             x_TH, residual_TH = layer(x_TH, ctx, residual_TH)
         if self.norm is not None:
             return self.norm.add(x_TH, residual_TH)[0]
-        return x_TH if residual_TH is None else residual_TH + x_TH
+        return x_TH if residual_TH is None else residual_TH + finished(x_TH)
 
 
 class CausalLM(Module):

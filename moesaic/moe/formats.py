@@ -75,6 +75,8 @@ class StandardDispatchOutput(DispatchOutput):
     ids_RK: Tensor
     weights_RK: Tensor
     y_OH: Tensor | None = field(default=None, kw_only=True)
+    unsummed: bool = field(default=False, kw_only=True)
+    """Whether results may be left as weighted rows of all pairs."""
 
     def slot_rows(self, slots: int) -> Sequence[int]:
         rows: list[int] = (self.ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()
@@ -127,11 +129,13 @@ class FusedDispatchOutput(DispatchOutput):
 class RowsCombineInput(CombineInput):
     """One weighted row for each row received; or, as `pairs`, one unweighted row for each valid
     (row, k) in that order, for whoever sums them in a fixed order; with `count_e` one for each
-    (row, k), valid or not: the host does not know how many are."""
+    (row, k), valid or not: the host does not know how many are. `unsummed`: weighted, one for each
+    (row, k)."""
 
     format = "rows"
     y_RH: Tensor
     pairs: bool = False
+    unsummed: bool = False
 
 
 @dataclass(frozen=True)

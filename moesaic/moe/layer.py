@@ -12,17 +12,25 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
+from moesaic.kernels.experts import PairSum
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot, parameter
 from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
-from moesaic.moe.formats import TopKOutput
+from moesaic.moe.formats import (
+    DispatchOutput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
 from moesaic.moe.load import ExpertLoad
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.layouts import kernel_fits
+
+# Rows whose pairs the norm behind them sums: a program of it takes a whole row.
+MAX_UNSUMMED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,17 @@ class FusedMoE(Module):
         )
 
     def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
+        return self._combined(self.dispatcher.dispatch(x_TH, topk, step))
+
+    def unsummed(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tensor | PairSum:
+        """As `forward`; the sums of few rows may be left to the norm that comes next."""
         rows = self.dispatcher.dispatch(x_TH, topk, step)
+        if len(x_TH) <= MAX_UNSUMMED and self.dispatcher.leaves_sums:
+            assert isinstance(rows, StandardDispatchOutput)
+            rows = replace(rows, unsummed=True)
+        return self._combined(rows)
+
+    def _combined(self, rows: DispatchOutput) -> Tensor:
         begin = time.monotonic_ns()
         results = self.runner.run(rows, self.weights, self.context.workspace, self.load.on_device)
         self.load.take(rows, results, begin)

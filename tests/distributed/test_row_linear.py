@@ -9,7 +9,9 @@ import torch
 
 from moesaic.comm.collective import WindowCollective
 from moesaic.comm.group import RankGroup
+from moesaic.kernels.linear import quantise_groups
 from moesaic.layers.linear import Linear, LinearConfig, RowLinear
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests.distributed.moe_ranks import Pools
 
 ROWS, OUTPUTS, SECONDS = 37, 48, 30.0
@@ -50,3 +52,29 @@ def test_the_bits_of_one_rank(widths: tuple[int, ...], dtype: str, pools: Pools)
 
 def test_a_sum_over_ranks_has_others(pools: Pools):
     assert min(pools(2).run(differing, (64, 64), "float32", False)) > 100
+
+
+def quantised_rows_differ(group: RankGroup) -> bool:
+    """From those that the layer quantises itself."""
+    torch.manual_seed(group.rank)
+    config = LinearConfig(256, OUTPUTS, torch.float32, bias=True)
+    comm = WindowCollective(group, 1 << 10, SECONDS)
+    layer = RowLinear(config, [range(128), range(128, 256)], comm, "test")
+    x_TI = torch.randn(ROWS, 128)
+    assert layer.room(x_TI) is None and layer.bias is not None
+    format = WEIGHT_FORMATS["fp8_block"]
+    layer.keep_as(format)
+    for name, plane in format.encode(torch.randn(OUTPUTS, 128)).items():
+        getattr(layer, name).copy_(plane)
+    layer.bias.copy_(torch.arange(OUTPUTS))
+    room, rows = layer.room(x_TI), quantise_groups(x_TI)
+    assert room is not None and room.scales is not None and rows.scales is not None
+    room.values.copy_(rows.values)
+    room.scales.copy_(rows.scales)
+    same = torch.equal(layer(room), layer(x_TI))
+    comm.close()
+    return not same
+
+
+def test_ranks_may_bring_quantised_rows(pools: Pools):
+    assert pools(2).run(quantised_rows_differ) == [False, False]

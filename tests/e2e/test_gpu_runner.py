@@ -396,3 +396,16 @@ def test_a_large_shape_fits_and_answers():
         answers = engine.generate(input_ids=ids, sampling_params=params)
     assert [len(answer["output_ids"]) for answer in answers] == [16] * 40
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 20
+
+
+def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size: int, stream: object, pool: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    cache = GraphCache((1, 4), lambda size: None, torch.device("cpu"))
+    monkeypatch.setattr(cache, "_capture", full)
+    with pytest.raises(ValueError, match=r"of 4 rows does not fit.*--mem-fraction-static"):
+        cache.capture()

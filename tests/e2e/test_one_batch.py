@@ -77,7 +77,7 @@ def test_a_batch_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     assert main([*flags, "--batch-size", "2", "1", "3", "--out", str(out)]) == 1
     assert [row["batch"] for row in json.loads(out.read_text())] == [2, 3]
     told = capsys.readouterr()
-    assert "no figures for batches of 1" in told.out and "ended early" in told.err
+    assert "batches of 1 failed: see above" in told.out and "ended early" in told.err
 
 
 def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
@@ -111,6 +111,12 @@ def test_graphs_are_captured_for_the_batches_that_are_measured():
         (["shape:qwen"], "error: --model-path shape:qwen has no weights"),
         (["shape:qwen", "--load-format", "dummy"], "error: unknown shape 'qwen'"),
         (["/no/such/model"], "error: .*/no/such/model"),
+        (["tiny:qwen3_moe", "--rate", "3"], "error: --bandwidth and --rate go together"),
+        (["tiny:qwen3_moe", "--fp8-rate", "3"], "error: --fp8-rate 3 needs"),
+        (
+            ["tiny:qwen3_moe", "--peer", "transformers", "--batch-size", "2"],
+            "error: --peer-batch 1 8 32 has none of --batch-size 2",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line(words, complaint):
@@ -118,7 +124,9 @@ def test_wrong_flags_are_one_line(words, complaint):
         main(words)
 
 
-@pytest.mark.parametrize("flag", ["--batch-size", "--input-len", "--output-len", "--repeats"])
+@pytest.mark.parametrize(
+    "flag", ["--batch-size", "--input-len", "--output-len", "--repeats", "--bandwidth", "--rate"]
+)
 def test_numbers_that_measure_nothing(flag, capsys):
     for word in ("0", "-1", "x"):
         with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from moesaic.engine.gpu_runner import GpuRunner, Way, samplers
 from moesaic.engine.gpu_sampler import _packed
 from moesaic.engine.plan import PlanItem, StepPlan
 from moesaic.engine.sampler import SampleRow
-from moesaic.engine.warm_up import DRAWN, step_sizes, warm_spans, warm_up
+from moesaic.engine.warm_up import DRAWN, single_tokens, step_sizes, warm_spans, warm_up
+from moesaic.kernels.attention import choose_splits
+from moesaic.kernels.triton.attention_decode import choose_config
 from moesaic.layers.torch_attention import Span
 from moesaic.models.tiny import materialise
 
@@ -50,9 +53,24 @@ def test_sizes_reach_each_power_of_two_odd_and_even():
     assert step_sizes(16384)[-4:] == [8191, 8192, 16383, 16384]
 
 
-def test_spans_are_a_token_with_context_and_a_prompt():
-    assert warm_spans(2, 9, PAGE) == [Span(0, 2, 2, [1])]
-    assert warm_spans(8, 9, PAGE) == [Span(0, 1, 9, [1, 1, 1]), Span(1, 7, 7, [1, 1])]
+def test_spans_are_tokens_with_context_and_a_prompt():
+    assert warm_spans(1, 4, 9, PAGE) == [Span(0, 1, 1, [1])]
+    assert warm_spans(2, 4, 9, PAGE) == [Span(0, 2, 2, [1])]
+    assert warm_spans(8, 1, 9, PAGE) == [Span(0, 1, 9, [1, 1, 1]), Span(1, 7, 7, [1, 1])]
+    few = [Span(n, 1, 9, [1, 1, 1]) for n in range(2)]
+    assert warm_spans(4, 4, 9, PAGE) == [*few, Span(2, 2, 2, [1])]
+
+
+def test_single_tokens_take_every_kernel_of_attention():
+    """Those that serve any number of them, beside a prompt, of Qwen3 on an H200."""
+    assert single_tokens(4, 9000) == [(4, 2048), (2, 2048), (1, 2048), (1, 9000), (1, 1)]
+
+    def kernel(singles: int, context: int) -> tuple[Any, bool]:
+        splits = choose_splits(singles, 4, context, 132)
+        return choose_config(8, 256, splits), splits.count > 1
+
+    warm = {kernel(*kind) for kind in single_tokens(256, 40960)}
+    assert {kernel(n, context) for n in range(1, 257) for context in (1, 300, 40960)} <= warm
 
 
 def test_the_row_that_is_drawn_takes_every_kernel():
@@ -75,6 +93,9 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
 def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
     args = arguments()
     runner = GpuRunner(args)
+    # Nor of what is captured.
+    assert all(layer.load.runner_ns == 0 for layer in runner.moe_layers)
+    assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
     seen: list[int] = []
     forward = runner.model.logits
     monkeypatch.setattr(runner.model, "logits", lambda x: (seen.append(len(x)), forward(x))[1])

@@ -3,6 +3,7 @@
 python -m tests.kernels.aot_attention          # the main ones
 python -m tests.kernels.aot_attention all
 python -m tests.kernels.aot_attention specialised
+python -m tests.kernels.aot_attention entering
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moesaic.kernels.attention import Splits
 from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill, rotary
 from moesaic.kernels.triton.attention_blocks import padded
 from tests.kernels.aot import Usage, build
@@ -18,8 +20,10 @@ from tests.kernels.aot_experts_large import warnings
 
 SHARED_LIMIT = 227 * 1024
 STRIDES = tuple(f"{x}_{y}" for x in ("q1", "q2", "out") for y in ("row", "head"))
-STRIDES += tuple(f"{x}_{y}" for x in ("k", "v") for y in ("slot", "head"))
+STRIDES += tuple(f"{x}_{y}" for x in ("k", "v") for y in ("slot", "head")) + ("cos_row",)
 INDICES = ("counters", "rows_p", "kv_lens", "first_p", "pages_p", "tiles", "starts", "lengths")
+INDICES += ("slots_p",)
+ENTERING = ("slots_p", "cos", "sin", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Shape:
         every |= dict.fromkeys(("keys", "values"), self.cache)
         every |= dict.fromkeys(("partial", "sums"), "*fp32") | dict.fromkeys(INDICES, "*i32")
         every |= dict.fromkeys((*STRIDES, "num_splits", "least_chunk", "parts"), "i32")
-        every |= dict.fromkeys(("scale", "v_scale"), "fp32")
+        every |= dict.fromkeys(("scale", "v_scale", "eps", "k_factor", "v_factor"), "fp32")
+        every |= {"cos": "*fp32", "sin": "*fp32", "q_norm": "*bf16", "k_norm": "*bf16"}
         left = {"sinks"} if not self.sinks else set()
         return {name: every[name] for name in kernel.arg_names if name in every.keys() - left}
 
@@ -78,19 +83,45 @@ SPECIALISED = {
     "latents, expanded": EXPANDED,
 }
 QWEN3_FP8 = Shape(8, 128, 128, cache="*fp8e4nv")
+ENTERED = (
+    (2, False, QWEN3),
+    (1, True, QWEN3),
+    (66, False, QWEN3_FP8),
+    (66, False, replace(QWEN3, group=16)),
+    (66, False, GPT_OSS),
+)
 
 
-def decode(shape: Shape, page: int, splits: int = 2) -> Usage:
-    config = attention_decode.choose_config(shape.group, shape.key_bytes, splits)
+def decode(
+    shape: Shape,
+    page: int,
+    count: int = 2,
+    lone: bool = False,
+    quantised: bool = False,
+    entering: bool = False,
+) -> Usage:
+    config = attention_decode.choose_config(shape.group, shape.key_bytes, Splits(count, 64, lone))
+    tall = attention_decode.tall(shape.group, shape.dim, config) if entering else 0
+    if entering:
+        shape = replace(shape, dim=shape.dim // 2, rest=shape.dim // 2)
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "BLOCK_N": config.block,
-        "SPLIT": splits > 1,
+        "SPLIT": count > 1,
+        "TALL": tall,
     }
+    if not entering:
+        constants |= dict.fromkeys(ENTERING)
     constants |= attention_decode.merging(shape.group, shape.value_dim, config)
     kernel = attention_decode.decode_kernel
+    types = shape.types(kernel) | {"scale_row": "i32", "scale_group": "i32"}
+    if quantised:
+        types |= {"out": "*fp8e4nv", "scales": "*fp32"}
+    else:
+        constants |= {"scales": None}
+    types = {name: kind for name, kind in types.items() if name not in constants}
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return build(kernel, shape.types(kernel), constants, aligned=STRIDES, **options)
+    return build(kernel, types, constants, aligned=STRIDES, **options)
 
 
 def prefill(shape: Shape, page: int) -> Usage:
@@ -157,14 +188,35 @@ def check(name: str, usage: Usage, *wanted: str) -> None:
         assert usage.count(text), f"{name} has no {text}"
 
 
+def check_order(usage: Usage) -> None:
+    """No key is loaded before the newest is stored and the threads have met."""
+    stored = usage.ptx.rindex("st.global", 0, usage.ptx.index("cp.async.cg.shared.global"))
+    assert usage.ptx.index("griddepcontrol.wait") < usage.ptx.index("st.global") <= stored
+    met = usage.ptx.index("bar.sync", stored)
+    assert met < usage.ptx.index("cp.async.cg.shared.global")
+
+
 def main(every: bool) -> None:
     early = ("prefetch.global.L2", "ld.global.cg.v4")
     loads, few, many = "cp.async.cg.shared.global", "mma.sync", "wgmma.mma_async"
     check("enter", enter(), "ld.global.v4", "st.global.v4", "griddepcontrol.wait")
-    check("decode qwen3, many splits", decode(QWEN3, 16, 66), loads, few, *early)
+    entered = decode(QWEN3, 16, 66, entering=True)
+    check("enter and decode qwen3, many splits", entered, loads, few, early[-1])
+    check_order(entered)
     if not every:
         return
+    check("decode qwen3, many splits", decode(QWEN3, 16, 66), loads, few, *early)
+    check("decode qwen3, alone", decode(QWEN3, 16, 1, lone=True), loads, few)
+    check("decode qwen3, float8, alone", decode(QWEN3_FP8, 16, 1, lone=True), loads, few)
     check("decode qwen3, two splits", decode(QWEN3, 16), loads, few, *early)
+    converted = "cvt.rn.satfinite.e4m3x2.f32"
+    for name, count, lone in (
+        ("many splits", 66, False),
+        ("no splits", 1, False),
+        ("alone", 1, True),
+    ):
+        usage = decode(QWEN3, 16, count, lone, quantised=True)
+        check(f"decode qwen3, quantised, {name}", usage, loads, few, converted)
     check("decode qwen3, pages of 64", decode(QWEN3, 64), loads, few)
     check("decode qwen3, no splits", decode(QWEN3, 16, 1), loads, few)
     check("decode qwen3, float8", decode(QWEN3_FP8, 16), loads, few)
@@ -180,6 +232,16 @@ def main(every: bool) -> None:
     check("enter, float8", enter("*fp8e4nv"), "ld.global.v4")
 
 
+def check_entering() -> None:
+    for count, lone, shape in ENTERED:
+        usage = decode(shape, 16, count, lone, entering=True)
+        name = f"enter and decode, {shape}, {count} splits"
+        check(name, usage, "cp.async.cg.shared.global", "mma.sync")
+        check_order(usage)
+    usage = decode(QWEN3, 16, 66, quantised=True, entering=True)
+    check("enter and decode qwen3, quantised", usage, "cvt.rn.satfinite.e4m3x2.f32")
+
+
 def check_specialised() -> None:
     for name, shape in SPECIALISED.items():
         usage = specialised(shape, page=1)
@@ -189,5 +251,7 @@ def check_specialised() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["specialised"]:
         check_specialised()
+    elif sys.argv[1:] == ["entering"]:
+        check_entering()
     else:
         main(sys.argv[1:] == ["all"])

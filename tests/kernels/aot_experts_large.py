@@ -91,18 +91,19 @@ def portable(product: Product, sorted_rows: bool) -> Usage:
     )
 
 
-def specialised(product: Product, sorted_rows: bool, limited: bool = False) -> Usage:
-    config = config_of(product)
+def specialised(
+    product: Product, sorted_rows: bool, limited: bool = False, tall: bool = True
+) -> Usage:
+    config = replace(config_of(product), tall=tall)
     kind = TYPES[product.scaling]
     layout = gl.NVMMASharedLayout(128, 8 if product.promote else 16, 2)
     descriptor = f"tensordesc<{kind}[128, {config.block_k}],{layout!r}>"
     types, none = arguments(product, sorted_rows)
     scatter = sorted_rows and product.parts == 1
     plan = experts_hopper.plan_of(product, 8, scatter, limited, config)
-    if product.gather:
-        none["x_desc"] = None
-    else:
-        types["x_desc"] = descriptor.replace("[128", "[64")
+    narrow = descriptor.replace("[128", "[64")
+    for name, there in (("x_desc", not product.gather), ("half_desc", plan.halves)):
+        (types if there else none)[name] = narrow if there else None
     return build(
         experts_hopper.experts_kernel,
         {**types, **COUNTER, "w_desc": descriptor},
@@ -139,14 +140,16 @@ def main(names: tuple[str, ...]) -> None:
         usage = specialised(product, sorted_rows)
         check(f"{name}, specialised", usage, SPILLS[product.scaling])
         assert usage.count("setmaxnreg.inc"), name
-        # In the loop products overlap; after it the last one is awaited.
+        # In each group's loops, for wide items and tall ones, products overlap; after them the last
+        # one is awaited.
         overlapping = usage.count("wgmma.wait_group.sync.aligned 1")
-        assert overlapping == (0 if product.promote else 2), name
+        assert overlapping == (0 if product.promote else 4), name
         if product.promote:
             check_scaling(name, usage)
         # One claim an item, and none of the loads before it has to wait for it.
         assert usage.count("atom.") == 1, name
-        assert (usage.count("cp.async.mbarrier.arrive.noinc") == 1) == product.gather, name
+        gathers = usage.count("cp.async.mbarrier.arrive.noinc")
+        assert gathers == (0 if not product.gather else 1 if product.promote else 2), name
 
 
 def check_scaling(name: str, usage: Usage) -> None:
@@ -155,6 +158,14 @@ def check_scaling(name: str, usage: Usage) -> None:
     assert len(waits) == 4, name
     for after in waits:
         assert after.split("wgmma.mma_async")[0].count("fma.rn.f32") >= 64, name
+
+
+def check_wide() -> None:
+    """No tall items."""
+    for name, product in QWEN3.items():
+        usage = specialised(product, True, tall=False)
+        check(f"{name}, no tall items", usage, 0)
+        assert usage.count("wgmma.wait_group.sync.aligned 1") == 2, name
 
 
 def check_limit() -> None:
@@ -169,5 +180,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["all"]:
         main(tuple(PRODUCTS))
         check_limit()
+        check_wide()
     else:
         main(QUICK)

@@ -11,6 +11,7 @@ from typing import Any
 
 from moesaic.kernels.triton import linear, linear_fp8
 from moesaic.kernels.triton.linear import Tile
+from tests.kernels import aot_norm_linear
 from tests.kernels.aot import Usage, build
 
 SHARED = 227 * 1024
@@ -94,6 +95,7 @@ def main(everything: bool) -> None:
     check("8 rows", bf16(tiles[8]), 2, "mma.sync")
     check("32 rows", bf16(tiles[32]), 2, "wgmma.mma_async")
     check("16 rows fp8", fp8(tiles_fp8[16]), 4, "mma.sync")
+    aot_norm_linear.main(everything)
     if not everything:
         return
     check("16 rows", bf16(tiles[16]), 2, "wgmma.mma_async")

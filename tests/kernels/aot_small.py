@@ -74,9 +74,12 @@ def use(kernel: Any, types: dict[str, str], **constants: Any) -> Usage:
     return usage
 
 
-def check_norm(size: int, add: bool, fp8: bool) -> None:
-    usage = use(norm._norm_kernel, {}, H=size, ADD=add, FP8=fp8, BY_COLUMN=fp8, **norm.tiling(size))
-    assert usage.registers <= 64 and usage.count("ld.global.v4") >= 1 + add
+def check_norm(size: int, add: bool, fp8: bool, top_k: int = 0) -> None:
+    fixed = {"H": size, "K": top_k, "ADD": add, "FP8": fp8, "BY_COLUMN": fp8}
+    fixed |= norm.tiling(size) | ({} if top_k else {"ids_ptr": None})
+    usage = use(norm._norm_kernel, {}, **fixed)
+    assert usage.registers <= 64 + 4 * top_k
+    assert usage.count("ld.global.v4") >= 1 + add + max(0, top_k - 1)
     assert fp8 == (usage.count("cvt.rn.satfinite.e4m3x2") > 0)
 
 
@@ -153,12 +156,15 @@ def check_draw() -> None:
 
 def main() -> None:
     check_norm(2048, add=True, fp8=False)
+    check_norm(2048, add=True, fp8=True, top_k=8)
     check_route()
     check_quantise(1, 2048)
     check_greedy()
     if "all" not in sys.argv:
         return
     check_norm(7168, add=True, fp8=False)
+    check_norm(7168, add=True, fp8=False, top_k=8)
+    check_norm(2048, add=True, fp8=False, top_k=8)
     check_norm(2048, add=True, fp8=True)
     check_norm(128, add=False, fp8=False)
     check_deepseek_route()

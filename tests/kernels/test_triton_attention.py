@@ -14,6 +14,9 @@ from torch import Tensor
 
 from moesaic.kernels import attention
 from moesaic.kernels.attention import (
+    FP8_HEADS,
+    LATENTS,
+    Cut,
     DecodeRows,
     LayerPages,
     PrefillRows,
@@ -210,6 +213,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         tiny = attention_decode.Config(16, 16, 4, 2)
         monkeypatch.setattr(attention_decode, "CONFIGS", ((1 << 30, tiny),))
         monkeypatch.setattr(attention_decode, "SHORT_CONFIGS", ())
+        monkeypatch.setattr(attention_decode, "LONE_CONFIGS", ())
         tile = attention_prefill.Config(16, 16, 4, 2)
         monkeypatch.setattr(attention_prefill, "CONFIGS", ((1 << 30, tile),))
 
@@ -334,11 +338,23 @@ def test_example_of_prefill_attention(prefill) -> None:
 
 
 def test_splits_fill_the_gpu_but_not_with_crumbs() -> None:
-    assert choose_splits(1, 4, 1088, 132) == Splits(17, 64)
-    assert choose_splits(1, 4, 40960, 132) == Splits(66, 64)
-    assert choose_splits(32, 4, 1088, 132) == Splits(2, 64)
-    assert choose_splits(256, 4, 40960, 132) == Splits(1, 64)
-    assert choose_splits(1, 1, 0, 132) == Splits(1, 64)
+    assert choose_splits(1, 4, 1088, 132) == Splits(9, 128)
+    assert choose_splits(1, 4, 40960, 132) == Splits(66, 128)
+    assert choose_splits(8, 4, 40960, 132) == Splits(8, 128)
+    assert choose_splits(16, 4, 1088, 132) == Splits(4, 128)
+    assert choose_splits(256, 4, 40960, 132) == Splits(1, 128)
+    assert [choose_splits(n, 4, 1088, 132).count for n in (99, 100, 132, 133)] == [1, 2, 2, 1]
+    assert choose_splits(128, 4, 1088, 132, FP8_HEADS) == Splits(1, 64)
+    assert choose_splits(1, 1, 0, 132) == Splits(1, 128)
+    assert choose_splits(4, 1, 4096, 132, LATENTS) == Splits(32, 128)
+
+
+def test_one_program_for_each_processor_is_enough_if_few_are_idle() -> None:
+    assert choose_splits(32, 4, 1088, 132) == Splits(1, 128, lone=True)
+    assert choose_splits(29, 4, 1088, 132) == Splits(2, 128)
+    assert choose_splits(34, 4, 1088, 132) == Splits(1, 128)
+    assert choose_splits(16, 4, 1088, 132, Cut(3, 64, lone=2)) == Splits(2, 64, lone=True)
+    assert choose_splits(132, 1, 1088, 132, LATENTS) == Splits(2, 128)
 
 
 def test_many_splits_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,12 +371,15 @@ def test_many_splits_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tiles_of_few_programs_are_others() -> None:
-    config = attention_decode.choose_config(8, 256, 66)
-    assert (config.block, config.stages) == (64, 2)
+    config = attention_decode.choose_config(8, 256, Splits(66, 64))
+    assert (config.block, config.warps) == (128, 8)
     assert attention_decode.merging(8, 128, config) == {"HEADS": 8, "WIDTH": 128, "MERGED": 16}
-    assert attention_decode.choose_config(8, 256, 2).stages == 3
-    latents = attention_decode.choose_config(16, 1152, 66)
-    assert latents == attention_decode.choose_config(16, 1152, 1)
+    some = attention_decode.choose_config(8, 256, Splits(8, 64))
+    assert attention_decode.merging(8, 128, some)["MERGED"] == 8
+    assert (some.block, some.stages) == (64, 3)
+    assert attention_decode.choose_config(8, 256, Splits(1, 64, lone=True)).warps == 8
+    latents = attention_decode.choose_config(16, 1152, Splits(66, 128))
+    assert latents == attention_decode.choose_config(16, 1152, Splits(1, 128))
     assert attention_decode.merging(16, 512, latents) == {"HEADS": 16, "WIDTH": 128, "MERGED": 8}
 
 
@@ -382,11 +401,11 @@ LONG_CHUNKS = [(1024, 1024), (300, 1500), (1, 900), (17, 17), (129, 2048)]
 @needs_gpu
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("count", [1, 7, 66])
-def test_real_sizes_decode(name: str, fp8: bool, count: int) -> None:
+@pytest.mark.parametrize("splits", [*(Splits(n, 64) for n in (1, 7, 66)), Splits(1, 64, lone=True)])
+def test_real_sizes_decode(name: str, fp8: bool, splits: Splits) -> None:
     shape, window, sinks = REAL[name]
     case = make_case(shape, LONG, torch.bfloat16, attention.FP8 if fp8 else None)
-    softmax, batch = softmax_of(case, window, sinks), case.decode(Splits(count, 64))
+    softmax, batch = softmax_of(case, window, sinks), case.decode(splits)
     softmax = replace(softmax, scale=shape.dim**-0.5)
     out = case.poisoned()
     want = attention.decode_attention.twin(case.q, case.cache, batch, softmax, case.poisoned())

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, Cut, choose_splits
 from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
 from moesaic.layers import gpu_attention
 from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
-from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
+from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 N, M, D = 4, 2, 16
 PAGE, LAYER = 4, 1
@@ -35,6 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CONFIGS", ((1 << 30, config),))
     for name, module in (
         ("decode_attention", attention_decode),
+        ("enter_and_decode", attention_decode),
         ("prefill_attention", attention_prefill),
         ("enter_heads", rotary),
         ("enter_latent", rotary),
@@ -205,11 +209,19 @@ def test_buffers_refuse_what_does_not_fit() -> None:
         DecodeBuffers(cache, 1, 5).fill([Span(0, 1, 1, [1]), Span(1, 1, 1, [2])])
 
 
-@pytest.mark.parametrize(("value_dim", "least"), [(D, 64), (0, 128)])
-def test_parts_of_latents_are_longer(value_dim: int, least: int) -> None:
-    cache = PagedCache(CacheSpec(1, 1, D, value_dim), 4, PAGE, torch.float32, DEVICE)
-    decode = DecodeBuffers(cache, 1, 1000).attention.decode
-    assert decode is not None and decode.splits.chunk == least
+@pytest.mark.parametrize(
+    ("value_dim", "dtype", "cut"),
+    [
+        (D, torch.float32, HEADS),
+        (0, torch.float32, LATENTS),
+        pytest.param(D, FP8, FP8_HEADS, marks=(pytest.mark.gpu, needs_gpu)),
+    ],
+)
+def test_how_caches_are_cut(value_dim: int, dtype: torch.dtype, cut: Cut) -> None:
+    cache = PagedCache(CacheSpec(1, 1, D, value_dim), 4, PAGE, dtype, DEVICE)
+    decode = DecodeBuffers(cache, 9, 1000).attention.decode
+    expected = choose_splits(9, 1, 1000 * PAGE, processors(torch.device(DEVICE)), cut)
+    assert decode is not None and decode.splits == expected
 
 
 def test_tiles_are_listed_with_the_longest_work_first() -> None:

@@ -1,10 +1,6 @@
 """Experts with many rows: the kernels against their torch twins."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +16,9 @@ from moesaic.kernels.triton.experts_large import (
     product_of,
 )
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 
 FP8 = torch.float8_e4m3fn
-ROOT = Path(__file__).parents[2]
 # What a whole result may be off by, by its type; what fp8 products are rounded to.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 OUTPUT = {FP8: torch.bfloat16 if GPU else torch.float16}
@@ -217,10 +212,7 @@ def test_what_is_taken_where_nothing_was_measured() -> None:
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiles_for_hopper(quick: bool) -> None:
     """Without spills, with asynchronous products of whole warp groups."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot_experts_large", "quick" if quick else "all"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    compile_apart("aot_experts_large", "quick" if quick else "all")
 
 
 BF16 = Case(
@@ -264,6 +256,54 @@ def hopper_config(case: Case, specialised: bool) -> LargeConfig:
 def test_on_hopper(name: str, specialised: bool) -> None:
     torch.manual_seed(7)
     check(HOPPER_CASES[name], hopper_config(HOPPER_CASES[name], specialised))
+
+
+# Rows of experts around every number of blocks that their last two tiles can have.
+LASTS = (0, 1, 64, 65, 128, 129, 130, 191, 192, 193, 256, 257, 320, 321, 384, 385, 449, 700)
+
+
+def tall_groups(sorted_rows: bool, block: int) -> Groups:
+    counts = torch.tensor(LASTS, device=DEVICE)
+    if not sorted_rows:
+        return blocks.twin(counts, max(LASTS), block)
+    ids = torch.arange(len(LASTS), device=DEVICE).repeat_interleave(counts)
+    ids = ids[torch.randperm(len(ids), device=DEVICE)]
+    return sort_pairs.twin(ids.int()[:, None], len(LASTS), block)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("sorted_rows", [True, False], ids=["sorted", "masked"])
+@pytest.mark.parametrize("name", ["fp16", "bias and limit", "odd columns"])
+def test_tall_items_on_hopper(name: str, sorted_rows: bool) -> None:
+    case = replace(HOPPER_CASES[name], experts=len(LASTS), top_k=1)
+    config = hopper_config(case, True)
+    groups = tall_groups(sorted_rows, config.block_m)
+    check_gate_up(case, groups, groups.num_places, config)
+    weights_RK = torch.rand(groups.num_places, 1, device=DEVICE) if sorted_rows else None
+    check_down(case, groups, weights_RK, config, groups.num_places)
+
+
+@pytest.mark.gpu
+@hopper
+def test_tall_items_give_the_same_bits() -> None:
+    """A row's bits must not depend on how many rows come with it."""
+    case = replace(BF16, experts=len(LASTS), top_k=1)
+    config = replace(hopper_config(case, True), tall=False)
+    groups = tall_groups(True, config.block_m)
+    x = random_rows(groups.num_places, case.hidden, case.dtype)
+    h = random_rows(groups.num_places, case.inner, case.dtype)
+    w13 = random_matrices(case, 2, case.inner, case.hidden)
+    w2 = random_matrices(case, 1, case.hidden, case.inner)
+
+    def both(config: LargeConfig) -> tuple[Tensor, Tensor]:
+        inner = poisoned(groups.num_places, case.inner, case.dtype)
+        y = poisoned(groups.num_places, case.hidden, case.dtype).values
+        gate_up_large(x, w13, groups, SILU, inner, config)
+        return inner.values, down_large(h, w2, groups, None, y, config)
+
+    for wide, other in zip(both(config), both(replace(config, tall=True)), strict=True):
+        assert torch.equal(wide, other)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,9 +17,8 @@ from moesaic.moe.quant.numerics import encode_int8
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat, int4_format
 from tests.kernels import ptx
-from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, compile_apart, relative_error
 
-ROOT = Path(__file__).parents[2]
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 FORMATS: dict[str, WeightFormat] = {
@@ -252,7 +246,4 @@ def test_real_sizes(name: str, tokens: int) -> None:
 @pytest.mark.timeout(600)
 def test_resources_on_hopper(which: str) -> None:
     """Compiled for a GPU that need not be there; not in the mode of the interpreter."""
-    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot_formats", which]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    compile_apart("aot_formats", which)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
 from moesaic.kernels.triton.linear import Plan, Tile
 from moesaic.moe.quant.numerics import encode_fp8
-from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 
 SHORT = (torch.float16, *((torch.bfloat16,) if GPU else ()))
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -150,7 +147,7 @@ def test_tiles_of_one_row_of_fp8() -> None:
     shapes = ((5120, 2048), (2048, 4096), (1536, 7168), (576, 7168), (151_936, 2048))
     tiles = [fp8_kernels.plan_for(1, *shape, 132).tile for shape in shapes]
     assert [(tile.outputs, tile.inputs, tile.warps) for tile in tiles] == [
-        (2, 2048, 4), (4, 2048, 4), (4, 1024, 2), (2, 1024, 2), (8, 2048, 4),
+        (8, 2048, 4), (8, 2048, 4), (4, 1024, 2), (2, 1024, 2), (8, 2048, 4),
     ]  # fmt: skip
 
 
@@ -346,8 +343,4 @@ def test_fp8_of_quantised_norms(rows: int) -> None:
 @pytest.mark.parametrize("which", ["main", pytest.param("all", marks=pytest.mark.slow)])
 def test_compiles_for_hopper(which: str) -> None:
     """What the kernels take of a GPU; see aot_linear.py."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.kernels.aot_linear", which]
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert done.returncode == 0, done.stderr
+    compile_apart("aot_linear", which)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moesaic.kernels import norm as twins
+from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.triton import norm as kernels
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
@@ -77,6 +78,38 @@ def test_the_quantised_norm() -> None:
     twin, again = twins.add_rms_norm_fp8.twin(x, residual, weight[0], 1e-6)
     assert torch.equal(total, again)
     torch.testing.assert_close(twin.scales, scales, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+@pytest.mark.parametrize(("rows", "top_k", "size"), [(0, 2, 128), (5, 3, 200)])
+def test_pairs_are_summed_before_they_are_added(
+    dtype: torch.dtype, rows: int, top_k: int, size: int
+) -> None:
+    """To the bit as `sum_pairs` and then the norm; rows that are nobody's are NaN."""
+    ids = torch.randint(-1, 3, (rows, top_k), dtype=torch.int32, device=DEVICE)
+    ids[:1] = -1
+    y = draw(rows * top_k, size, dtype=dtype)
+    y[ids.flatten() < 0] = torch.nan
+    residual, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
+    pairs = PairSum(y, ids)
+    x = finished(pairs)
+    assert len(pairs) == len(x) == rows and not x[:1].any()
+    normed, total = kernels.add_rms_norm(pairs, residual, weight, 1e-5)
+    wanted, wanted_total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total) and torch.equal(normed, wanted)
+    assert torch.equal(twins.add_rms_norm.twin(pairs, residual, weight, 1e-5)[1], total)
+    quantised, total = kernels.add_rms_norm_fp8(pairs, residual, weight, 1e-5)
+    rows8, wanted_total = kernels.add_rms_norm_fp8(x, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total) and torch.equal(quantised.scales, rows8.scales)
+    assert torch.equal(quantised.values.float(), rows8.values.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 32, 65])
+@pytest.mark.parametrize(("top_k", "size"), [(8, 2048), (2, 4096), (4, 2880), (8, 7168)])
+def test_pairs_of_real_sizes(rows: int, top_k: int, size: int) -> None:
+    test_pairs_are_summed_before_they_are_added(torch.bfloat16, rows, top_k, size)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moesaic.kernels import routing as twins
-from moesaic.kernels.routing import RouterWeights, RouteSpec, SumToNorm
+from moesaic.kernels.norm import SumToNorm
+from moesaic.kernels.routing import RouterWeights, RouteSpec
 from moesaic.kernels.triton import routing as kernels
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.topk import TopK, TopKConfig

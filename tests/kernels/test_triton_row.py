@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from moesaic.moe.context import DTYPE_NAMES
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.runner import gpu
 from tests.kernels.test_triton_experts import BOUNDS, Layer, draw_ids, gpu_layer, needs_gpu
-from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 from tests.unit.test_gpu_runner import (
     DTYPE,
     distance,
@@ -30,8 +26,6 @@ from tests.unit.test_gpu_runner import (
     routed,
     tokens,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def one_row(layer: Layer, ids_K: Tensor) -> tuple[Rows, Matrices, Tensor, Tensor, Tensor]:
@@ -118,13 +112,6 @@ def test_real_sizes(experts: int, top_k: int, hidden: int, inner: int) -> None:
         check(layer, draw_ids(1, experts, top_k, missing)[0])
 
 
-def compile_row(*arguments: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot_experts_row", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_compiled_for_hopper() -> None:
-    compile_row("--all")
+    compile_apart("aot_experts_row", "--all")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch
 
 from moesaic.kernels import tuning
 from moesaic.kernels.tuning import KIB, Config, Device, Plan, Shape
+from tests.kernels.triton_cases import compile_apart
 
 H200 = Device("NVIDIA H200", 132, 224 * KIB)
 A100 = Device("NVIDIA A100-SXM4-80GB", 108, 160 * KIB)
@@ -60,9 +58,43 @@ def test_an_entry_that_cannot_be_right(tmp_path: Path) -> None:
         path.write_text(good.replace('"block_n": 32', f'"block_n": {wrong}'))
         with pytest.raises(ValueError, match=r"json: block_n is .*--again"):
             tuning.load(H200.name, "bf16", tmp_path)
+    for field, wrong in (
+        ('"num_warps": 4', "3"),
+        ('"num_warps": 4', "0"),
+        ('"num_stages": 6', "0"),
+        ('"prefetch": 4', "-1"),
+        ('"prefetch": 4', "true"),
+        ('"fused": true', '"no"'),
+    ):
+        refuses(path, good, field, wrong)
     path.write_text(good.replace('"down"', '"up"'))
     with pytest.raises(ValueError, match="no 'down' in entry"):
         tuning.load(H200.name, "bf16", tmp_path)
+
+
+def refuses(path: Path, good: str, field: str, wrong: str) -> None:
+    """A file like a good one, but for the value of one field."""
+    name = field.split('"')[1]
+    path.write_text(good.replace(field, f'"{name}": {wrong}', 1))
+    with pytest.raises(ValueError, match=rf"json: {name} is .*--again"):
+        tuning.load(H200.name, "bf16", path.parent)
+
+
+def test_an_entry_of_many_rows_that_cannot_be_right(tmp_path: Path) -> None:
+    path = tmp_path / tuning.file_name(H200.name, "bf16")
+    large = tuning.config_class("large")()
+    tuning.save(H200.name, QWEN, 8, Plan("large", 128, large, large), 1.0, tmp_path)
+    good = path.read_text()
+    assert tuning.load(H200.name, "bf16", tmp_path)[str(QWEN), 8].gate_up == large
+    for field, wrong in (
+        ('"warps": 8', "6"),
+        ('"group": 8', "0"),
+        ('"occupancy": 1', "0"),
+        ('"ring": 4', "0"),
+        ('"tall": true', "1"),
+        ('"fused": false', "true"),
+    ):
+        refuses(path, good, field, wrong)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +131,23 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tuning.folders() == [tmp_path / "tuned", tuning.TUNED]
     monkeypatch.setenv("MOESAIC_TUNED", "")
     assert tuning.folders() == [tuning.TUNED]
+
+
+def test_a_folder_for_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOESAIC_TUNED", str(tmp_path))
+    tuning.save(A100.name, QWEN, 8, PLAN, 1.0, tmp_path)
+    here = torch.device("cpu")
+    for pairs in (8, 16):
+        assert tuning.plan_for(here, QWEN, pairs) != PLAN
+    assert caplog.text.count(f"MOESAIC_TUNED has no {tmp_path / 'cpu-bf16.json'}") == 1
+    caplog.clear()
+    tuning.plan_for(here, replace(QWEN, format="int4_w4a16"), 8)
+    tuning.save("cpu", replace(QWEN, format="fp16"), 8, PLAN, 1.0, tmp_path)
+    assert tuning.plan_for(here, replace(QWEN, format="fp16"), 8) == PLAN
+    assert not caplog.text
+    tuning._plan.cache_clear()
 
 
 def test_guesses_for_the_sizes_of_a_layer() -> None:
@@ -153,9 +202,4 @@ def test_the_block_of_a_problem() -> None:
 @pytest.mark.parametrize("option", [(), pytest.param(("--all",), marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(option: tuple[str, ...]) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot_experts", *option]
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        command, check=True, timeout=1800, cwd=root, env=environment | {"PYTHONPATH": str(root)}
-    )
+    compile_apart("aot_experts", *option)

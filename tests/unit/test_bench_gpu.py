@@ -41,6 +41,9 @@ def test_the_device_of_the_layer(
         with pytest.raises(SystemExit, match="needs a CUDA device"):
             moe_layer.main(words)
     with pytest.raises(SystemExit):
+        moe_layer.main(["--device", "cuda", "--tokens", "0"])
+    assert "'0' is no whole number above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         moe_layer.main(["--device", "gpu"])
     assert "argument --device" in capsys.readouterr().err
     with pytest.raises(SystemExit):

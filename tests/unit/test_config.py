@@ -445,6 +445,7 @@ def test_resolve_fills_in_what_was_left_open():
     assert (args.attention_backend, args.sampling_backend) == ("torch_native", "pytorch")
     assert (args.dtype, args.chunked_prefill_size) == ("auto", 2048)
     assert (args.load_balance_method, args.dist_timeout) == ("round_robin", 300.0)
+    assert specs(ServerArgs)["dist_timeout"].flag.help.endswith(f"unset: {args.dist_timeout:g}.")
     assert (args.ep_size, args.dist_init_addr) == (1, None)
 
 
@@ -621,6 +622,29 @@ def test_the_device_is_chosen_by_what_there_is(
     monkeypatch.setenv(devices.VARIABLE, "auto")
     monkeypatch.setenv(devices.VISIBLE, "")
     assert devices.cuda_missing() == "CUDA_VISIBLE_DEVICES is '' and hides every GPU"
+
+
+def test_a_chat_template_of_a_shape():
+    complaint = "--chat-template x needs a tokenizer, and shape:m has none: give --tokenizer-path"
+    given = {"model_path": "shape:m", "load_format": "dummy", "chat_template": "x"}
+    for more in ({}, {"skip_tokenizer_init": True}):
+        with pytest.raises(ValueError, match=complaint):
+            resolve(make(**given, **more))
+    assert resolve(make(**given, tokenizer_path="DIR")).skip_tokenizer_init is False
+
+
+def test_the_variable_is_named_where_it_chose_cuda(
+    gpus: Callable[[str | None, int], None], monkeypatch: pytest.MonkeyPatch
+):
+    gpus("13.0", 0)
+    monkeypatch.setenv(devices.VARIABLE, "cuda")
+    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot work here: .*--device cpu$"):
+        resolve(make())
+    with pytest.raises(ValueError, match=r"^--device cuda cannot work here"):
+        resolve(make(device="cuda"))
+    monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
+    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot do this: 2 ranks"):
+        resolve(make(tp_size=2))
 
 
 def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None]):

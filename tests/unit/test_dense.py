@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moesaic.comm.collective import Outline
 from moesaic.engine.dense_setup import dense_weights, stored_weights
-from moesaic.kernels.experts import Rows
 from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, Part, linears
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
@@ -156,12 +155,11 @@ def test_rows_are_normed_as_a_projection_takes_them(stored: dict[str, Path]) -> 
         for rows in (0, 1, 5):
             x, residual = torch.randn(rows, 128), torch.randn(rows, 128)
             normed, total = norm.add(x, residual)
-            mine, mine_total = attention.add_norm(norm, x, residual)
-            assert isinstance(mine, Rows) == (dense is not None and rows > 0)
+            mine, mine_total = attention.of_norm(norm, x, residual)
             assert torch.equal(mine_total, total)
-            assert torch.equal(attention.qkv_proj(mine), attention.qkv_proj(normed))
-        mine, mine_total = attention.add_norm(norm, x, None)
-        assert torch.equal(mine, norm(x)) and mine_total is x
+            assert torch.equal(mine, attention.qkv_proj(normed))
+        mine, mine_total = attention.of_norm(norm, x, None)
+        assert torch.equal(mine, attention.qkv_proj(norm(x))) and mine_total is x
 
 
 def test_parts_must_be_whole_blocks() -> None:

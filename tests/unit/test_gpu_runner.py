@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.core.step import PREFILL
+from moesaic.kernels.experts import PairSum, finished
 from moesaic.kernels.tuning import quantises_inner
 from moesaic.layers.module import MatrixSlot
 from moesaic.moe.activations import clamped_swiglu
@@ -21,7 +23,7 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.layer import FusedMoE
+from moesaic.moe.layer import MAX_UNSUMMED, FusedMoE
 from moesaic.moe.permute import POOL
 from moesaic.moe.placement import EpLayout, Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -252,6 +254,23 @@ def test_rows_of_other_ranks() -> None:
     assert isinstance(result, RowsCombineInput) and result.handle == "handle"
     assert torch.equal(result.y_RH.cpu(), want)
     assert torch.equal(out[:11].cpu(), want) and out[11:].isnan().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_that_are_left_to_the_norm(deterministic: bool) -> None:
+    """Of few rows, where nobody looks at results in between; the bits are those of `forward`."""
+    layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
+    for count, left in ((0, True), (7, True), (MAX_UNSUMMED + 1, False)):
+        topk = routed(count, "some are nobody's") if count else random_topk(0, E, K, seed=0)
+        there = TopKOutput(topk.ids_TK.to(DEVICE), topk.weights_TK.to(DEVICE))
+        x_TH = tokens(count).to(DEVICE)
+        y = layer.unsummed(x_TH, there, PREFILL)
+        assert isinstance(y, PairSum) == (left and not deterministic) and len(y) == count
+        assert torch.equal(finished(y), layer(x_TH, there))
+    few = TopKOutput(there.ids_TK[:7], there.weights_TK[:7])
+    handle = layer.dispatcher.register_hook("post_combine", lambda dispatcher, y_TH: None)
+    assert isinstance(layer.unsummed(x_TH[:7], few, PREFILL), Tensor)
+    handle.remove()
 
 
 @pytest.mark.parametrize("count", [1, 11])

@@ -48,12 +48,13 @@ def strides(x: Tensor) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class Config:
     """`rows`: query heads of a tile when decoding, query tokens of one in a prefill; `block`: keys
-    met at once."""
+    met at once. `merged`: numbers of other splits that a thread loads at once to merge them."""
 
     rows: int
     block: int
     warps: int
     stages: int
+    merged: int = 64
 
 
 @triton.jit
@@ -121,7 +122,8 @@ def meet_block(
     MASKED: tl.constexpr,
 ):
     """One step of the online softmax. `kept`: tokens that are there; `seen`: what rows see of them,
-    only looked at if MASKED. `top` is the largest logit so far, in powers of two."""
+    only looked at if MASKED. `top` is the largest logit so far, in powers of two. `total` is that
+    of rows, or of rows and columns: then the caller adds up columns in the end."""
     k1 = load_rows(keys, slots * k_slot, kept, D1, D1P, MASKED).to(q1.dtype)
     s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     if D2 > 0:
@@ -129,17 +131,26 @@ def meet_block(
         s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    p = tl.exp2(s * scale - new_top[:, None])
-    kept_share = tl.exp2(top - new_top)
-    total = total * kept_share + tl.sum(p, 1)
-    acc = acc * kept_share[:, None]
+    acc, total, new_top, p = weigh(acc, total, top, s, scale)
     if SHARED:
         acc = tl.dot(p.to(q1.dtype), k1, acc, input_precision="ieee")
     else:
         v = load_rows(values, slots * v_slot, kept, V, VP, MASKED).to(q1.dtype)
         acc = tl.dot(p.to(q1.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
+
+
+@triton.jit
+def weigh(acc, total, top, s, scale):
+    """Weights of logits `s`, and what was found before in proportion to them."""
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - new_top[:, None])
+    kept_share = tl.exp2(top - new_top)
+    if len(total.shape) == 1:
+        total = total * kept_share + tl.sum(p, 1)
+    else:
+        total = total * kept_share[:, None] + p
+    return acc * kept_share[:, None], total, new_top, p
 
 
 @triton.jit

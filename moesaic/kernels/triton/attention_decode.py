@@ -7,12 +7,25 @@ no second kernel is needed: a counter tells which one that is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.attention import DecodeRows, LayerPages, Queries, Softmax
+from moesaic.kernels.attention import (
+    DecodeRows,
+    HeadEntry,
+    LayerPages,
+    Out,
+    Queries,
+    Softmax,
+    Splits,
+)
+from moesaic.kernels.experts import Rows
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
@@ -28,37 +41,48 @@ from moesaic.kernels.triton.attention_blocks import (
     strides,
     two_parts,
 )
+from moesaic.kernels.triton.attention_enter import enter_row, load_norms
 from moesaic.kernels.triton.launch import (
     await_inputs,
     dependent_launch,
     prefetch_lines,
     release_next,
 )
+from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
+from moesaic.kernels.triton.rotary import enter_heads
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
     (128, Config(16, 128, 4, 3)),
     (256, Config(16, 64, 4, 3)),
     (512, Config(16, 64, 4, 2)),
-    (1 << 30, Config(16, 32, 4, 3)),
+    (1 << 30, Config(16, 32, 4, 3, 128)),
 )
 # Many heads over one latent are a matrix product worth its name.
-MANY_ROWS = Config(64, 32, 8, 2)
+MANY_ROWS = Config(64, 32, 8, 2, 128)
 # The same where sequences are cut into many parts: the GPU is nearly empty, a program has a block
 # or two, and what counts is how soon its first has come.
-MANY_SPLITS = 16
-SHORT_CONFIGS = ((256, Config(16, 64, 4, 2)),)
-# Splits that a merging program loads at once, if a thread then has no more than so many numbers.
+MANY_SPLITS = 9
+SHORT_CONFIGS = ((256, Config(16, 128, 8, 2)),)
+# The same of the only program of a processor: nobody else asks for tokens while it computes, so
+# that turns must be few and more than one block be on its way.
+LONE_CONFIGS = ((128, Config(16, 128, 8, 4)), (256, Config(16, 128, 8, 3)))
+# Splits that a merging program loads at once, if its threads have room for them.
 MAX_MERGED = 16
-MERGED_VALUES = 128
 # Channels that it merges at once.
 MERGED_WIDTH = 128
+# Up to so many sequences decoding norms and rotates what it needs itself, which each part of a
+# sequence does again; a kernel of its own takes longer to begin than that.
+MAX_ENTERING = 32
+# Channels of half a head that a thread norms.
+THREAD_CHANNELS = 8
 
 
-def choose_config(rows: int, key_bytes: int, splits: int) -> Config:
+def choose_config(rows: int, key_bytes: int, splits: Splits) -> Config:
     if rows > 32 and key_bytes > 512:
         return MANY_ROWS
-    table = SHORT_CONFIGS + CONFIGS if splits >= MANY_SPLITS else CONFIGS
+    short = SHORT_CONFIGS if splits.count >= MANY_SPLITS else ()
+    table = (LONE_CONFIGS if splits.lone else short) + CONFIGS
     return next(config for size, config in table if key_bytes <= size)
 
 
@@ -67,131 +91,158 @@ def merging(per_kv: int, value_dim: int, config: Config) -> dict[str, int]:
     Rows that only fill up a tile for the tensor cores are left out."""
     heads = triton.next_power_of_2(min(per_kv, config.rows))
     width = min(padded(value_dim), MERGED_WIDTH)
-    merged = max(1, MERGED_VALUES * 32 * config.warps // (heads * width))
+    merged = max(1, config.merged * 32 * config.warps // (heads * width))
     return {"HEADS": heads, "WIDTH": width, "MERGED": min(merged, MAX_MERGED)}
 
 
 def decode_attention(
-    q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out_TNV: Tensor
-) -> Tensor:
+    q: Queries, cache: LayerPages, batch: DecodeRows, softmax: Softmax, out: Out
+) -> Out:
+    return _decode(two_parts(q), Entering(), cache, batch, softmax, out)
+
+
+def enter_and_decode(
+    qkv_TX: Tensor,
+    entry: HeadEntry,
+    cache: LayerPages,
+    slots_T: Tensor,
+    batch: DecodeRows,
+    softmax: Softmax,
+    out: Out,
+) -> Out:
+    if not _enters(entry, cache, batch):
+        q = Queries(enter_heads(qkv_TX, entry, cache, slots_T))
+        return decode_attention(q, cache, batch, softmax, out)
+    entering = Entering(entry, slots_T, 1 / cache.k_scale, 1 / cache.v_scale)
+    heads_THD = qkv_TX.unflatten(-1, (-1, cache.keys.shape[-1]))
+    halves = Queries(*heads_THD[:, : entry.num_heads].chunk(2, dim=-1))
+    return _decode(halves, entering, cache, batch, softmax, out)
+
+
+def _enters(entry: HeadEntry, cache: LayerPages, batch: DecodeRows) -> bool:
+    """One program must have all queries of a key, which it stores: others cannot see it. Halves of
+    heads are tiles."""
+    kv_heads, dim = cache.keys.shape[-2:]
+    few = len(batch.rows_B) <= MAX_ENTERING
+    tile = choose_config(entry.num_heads // kv_heads, dim * cache.keys.element_size(), batch.splits)
+    whole = entry.num_heads // kv_heads <= tile.rows
+    return few and whole and not entry.interleaved and padded(dim // 2) * 2 == dim
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """What queries must go through first; without an entry nothing. `slots_T`: of the newest token
+    of each sequence, written before the step's first kernel. Factors: from real numbers to those of
+    the cache."""
+
+    entry: HeadEntry | None = None
+    slots_T: Tensor | None = None
+    k_factor: float = 1.0
+    v_factor: float = 1.0
+
+    def arguments(self) -> dict[str, Any]:
+        entry = self.entry
+        return {
+            "slots_p": self.slots_T,
+            "cos": None if entry is None else entry.cos_TR,
+            "sin": None if entry is None else entry.sin_TR,
+            "q_norm": None if entry is None else entry.q_norm_D,
+            "k_norm": None if entry is None else entry.k_norm_D,
+            "cos_row": 0 if entry is None else entry.cos_TR.stride(0),
+            "eps": 0.0 if entry is None else entry.eps,
+            "k_factor": self.k_factor,
+            "v_factor": self.v_factor,
+        }
+
+
+def tall(per_kv: int, dim: int, config: Config) -> int:
+    """Rows of the tile in which queries and the key enter: room for it behind them, and enough for
+    each thread to sum up as many channels as in a kernel of its own, which gives the same bits."""
+    fits = per_kv < config.rows and config.rows * dim >= THREAD_CHANNELS * 64 * config.warps
+    return config.rows if fits else 2 * config.rows
+
+
+def _decode(
+    q: Queries,
+    entering: Entering,
+    cache: LayerPages,
+    batch: DecodeRows,
+    softmax: Softmax,
+    out: Out,
+) -> Out:
     num_seqs, kv_heads = len(batch.rows_B), cache.keys.shape[2]
     if not num_seqs:
-        return out_TNV
-    q = two_parts(q)
-    num_heads = q.values.shape[1]
-    per_kv = num_heads // kv_heads
-    splits = batch.splits
+        return out
+    out_TNV, scales_TG = _parts_of(out, q.values.shape[1], cache.value_dim)
+    splits, per_kv = batch.splits, q.values.shape[1] // kv_heads
     key_bytes = cache.keys.shape[-1] * cache.keys.element_size()
-    config = choose_config(per_kv, key_bytes, splits.count)
+    config = choose_config(per_kv, key_bytes, splits)
     tiles = kv_heads * -(-per_kv // config.rows)
     assert batch.counters.numel() >= num_seqs * tiles, (batch.counters.shape, num_seqs, tiles)
-    partial, sums = _partials((num_seqs, splits.count, num_heads), out_TNV)
+    partial, sums = _partials((num_seqs, splits.count, kv_heads * per_kv), q, cache.value_dim)
     rest = q.values if q.rest is None else q.rest
     values = cache.keys if cache.values is None else cache.values
     pdl = dependent_launch(out_TNV)
     decode_kernel[(tiles, splits.count, num_seqs)](
-        q.values,
-        rest,
-        cache.keys,
-        values,
-        out_TNV,
-        softmax.sinks_N,
-        partial,
-        sums,
-        batch.counters,
-        batch.rows_B,
-        batch.kv_lens_B,
-        batch.first_B,
-        batch.pages,
-        *strides(q.values),
-        *strides(rest),
-        *strides(cache.keys),
-        *strides(values),
-        *strides(out_TNV),
+        q.values, rest, cache.keys, values, out_TNV, scales_TG, softmax.sinks_N, partial, sums,
+        batch.counters, batch.rows_B, batch.kv_lens_B, batch.first_B, batch.pages,
+        *strides(q.values), *strides(rest), *strides(cache.keys), *strides(values),
+        *strides(out_TNV), *((0, 0) if scales_TG is None else scales_TG.stride()),
         softmax.scale * cache.k_scale * LOG2_E,
         cache.v_scale if cache.values is not None else cache.k_scale,
-        splits.count,
-        -(-splits.chunk // config.block) * config.block,
-        GROUP=per_kv,
-        ROWS=config.rows,
-        **channels(q),
-        V=cache.value_dim,
-        VP=padded(cache.value_dim),
-        PAGE=cache.page_size,
-        BLOCK_N=config.block,
-        SPLIT=splits.count > 1,
-        **merging(per_kv, cache.value_dim, config),
-        SHARED=cache.values is None,
-        SINKS=softmax.sinks_N is not None,
-        WINDOW=softmax.window or 0,
-        PDL=pdl.on,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **pdl.options,
-    )
-    return out_TNV
+        splits.count, -(-splits.chunk // config.block) * config.block, **entering.arguments(),
+        TALL=0 if entering.entry is None else tall(per_kv, cache.value_dim, config),
+        GROUP=per_kv, ROWS=config.rows, **channels(q), V=cache.value_dim,
+        VP=padded(cache.value_dim), PAGE=cache.page_size, BLOCK_N=config.block,
+        SPLIT=splits.count > 1, **merging(per_kv, cache.value_dim, config),
+        SHARED=cache.values is None, SINKS=softmax.sinks_N is not None,
+        WINDOW=softmax.window or 0, PDL=pdl.on,
+        num_warps=config.warps, num_stages=config.stages, **pdl.options,
+    )  # fmt: skip
+    return out
 
 
-def _partials(size: tuple[int, int, int], out_TNV: Tensor) -> tuple[Tensor, Tensor]:
+def _parts_of(out: Tensor | Rows, heads: int, value_dim: int) -> tuple[Tensor, Tensor | None]:
+    if isinstance(out, Tensor):
+        return out, None
+    rows, groups = len(out.values), heads * value_dim // FP8_GROUP
+    assert value_dim % FP8_GROUP == 0 and out.scale == 1.0, (value_dim, out.scale)
+    assert out.scales is not None and out.scales.shape == (rows, groups), out.scales
+    return out.values.view(rows, heads, value_dim), out.scales
+
+
+def _partials(size: tuple[int, int, int], q: Queries, value_dim: int) -> tuple[Tensor, Tensor]:
     """Room for what each split of a sequence finds for each head; one split needs none."""
     if size[1] == 1:
-        return out_TNV, out_TNV
-    parts = torch.empty(*size, out_TNV.shape[-1], dtype=torch.float32, device=out_TNV.device)
-    return parts, torch.empty(size, dtype=torch.float32, device=out_TNV.device)
+        return q.values, q.values
+    parts = torch.empty(*size, value_dim, dtype=torch.float32, device=q.values.device)
+    return parts, torch.empty(size, dtype=torch.float32, device=q.values.device)
 
 
 # Views of one packed tensor: as they happen to lie, they would be as many kernels.
 @triton.jit(
-    do_not_specialize=["num_splits", "least_chunk"],
-    do_not_specialize_on_alignment=["counters", "rows_p", "kv_lens", "first_p", "pages_p"],
+    do_not_specialize=["scale_row", "scale_group", "num_splits", "least_chunk"],
+    do_not_specialize_on_alignment=[
+        "counters",
+        "rows_p",
+        "kv_lens",
+        "first_p",
+        "pages_p",
+        "slots_p",
+    ],
 )
 def decode_kernel(
-    q1_p,
-    q2_p,
-    keys,
-    values,
-    out,
-    sinks,
-    partial,
-    sums,
-    counters,
-    rows_p,
-    kv_lens,
-    first_p,
-    pages_p,
-    q1_row,
-    q1_head,
-    q2_row,
-    q2_head,
-    k_slot,
-    k_head,
-    v_slot,
-    v_head,
-    out_row,
-    out_head,
-    scale,
-    v_scale,
-    num_splits,
-    least_chunk,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D1: tl.constexpr,
-    D1P: tl.constexpr,
-    D2: tl.constexpr,
-    D2P: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MERGED: tl.constexpr,
-    SHARED: tl.constexpr,
-    SINKS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q1_p, q2_p, keys, values, out, scales, sinks, partial, sums, counters,
+    rows_p, kv_lens, first_p, pages_p,
+    q1_row, q1_head, q2_row, q2_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
+    scale_row, scale_group, scale, v_scale, num_splits, least_chunk,
+    slots_p, cos, sin, q_norm, k_norm, cos_row, eps, k_factor, v_factor,
+    TALL: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D1: tl.constexpr, D1P: tl.constexpr, D2: tl.constexpr,
+    D2P: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
+    SHARED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     tile, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # The host has written what says where tokens lie: that need not wait for the kernel before.
@@ -219,22 +270,35 @@ def decode_kernel(
             prefetch_tokens(keys + D1, slots * k_slot, D2, D2P)
         if not SHARED:
             prefetch_tokens(values, slots * v_slot, V, VP)
+    if TALL > 0:
+        slot = tl.load(slots_p + row).to(tl.int64)
+        norms = load_norms(q_norm, k_norm, GROUP, TALL, D1 + D2)
     release_next(PDL)
     await_inputs(PDL)
     member = (tile % BLOCKS) * ROWS + tl.arange(0, ROWS)
     valid = member < GROUP
     heads = kv_head * GROUP + member
-    q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, D1P, True)
-    q2 = q1
-    if D2 > 0:
-        q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
+    if TALL > 0:
+        stored = (slot >= 0) & (split == tl.maximum(used, 1) - 1)
+        q1, q2 = enter_row(
+            q1_p + row * q1_row, keys + slot * k_slot, values + slot * v_slot, cos + row * cos_row,
+            sin + row * cos_row, norms, eps, kv_head, tl.num_programs(0), stored, k_factor,
+            v_factor, GROUP, ROWS, TALL, D1 + D2, q_norm is not None,
+        )  # fmt: skip
+        # All threads have stored before one of them loads the newest token.
+        tl.debug_barrier()
+    else:
+        q1 = load_rows(q1_p + row * q1_row, heads * q1_head, valid, D1, D1P, True)
+        q2 = q1
+        if D2 > 0:
+            q2 = load_rows(q2_p + row * q2_row, heads * q2_head, valid, D2, D2P, True)
     acc = tl.zeros((ROWS, VP), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = no_total(keys, ROWS, BLOCK_N)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     for start in range(low, high, BLOCK_N):
         slots = slots_at(page, start, offs_n, PAGE, BLOCK_N)
         page = pages_at(pages, start + BLOCK_N, offs_n, high, PAGE, BLOCK_N)
-        kept = start + offs_n < kv_len
+        kept = start + offs_n < high
         seen = kept
         if WINDOW > 0:
             seen = kept & (start + offs_n >= oldest)
@@ -242,10 +306,14 @@ def decode_kernel(
             acc, total, top, q1, q2, keys, values, slots, kept, seen[None, :], scale,
             k_slot, v_slot, D1, D1P, D2, D2P, V, VP, SHARED, True,
         )  # fmt: skip
+    if len(total.shape) == 2:
+        total = tl.sum(total, 1)
     out += row * out_row
+    if scales is not None:
+        scales += row * scale_row
     if (not SPLIT) | (used <= 1):
         x = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-        store_rows(out, heads * out_head, x.to(out.dtype.element_ty), valid, V, VP)
+        store_heads(out, scales, x.to(q1.dtype), 0, heads, valid, out_head, scale_group, V, VP)
     else:
         num_heads = tl.num_programs(0) // BLOCKS * GROUP
         first = seq.to(tl.int64) * num_splits * num_heads
@@ -261,9 +329,20 @@ def decode_kernel(
             tl.store(counter, 0)
             real = (tile % BLOCKS) * ROWS + tl.arange(0, HEADS)
             merge_splits(
-                partial, sums, out, sinks, first, num_heads, used, kv_head * GROUP + real,
-                real < GROUP, out_head, v_scale, HEADS, V, VP, WIDTH, MERGED, SINKS,
+                partial, sums, out, scales, sinks, first, num_heads, used, kv_head * GROUP + real,
+                real < GROUP, out_head, scale_group, v_scale, q1.dtype, HEADS, V, VP, WIDTH,
+                MERGED, SINKS,
             )  # fmt: skip
+
+
+@triton.jit
+def no_total(keys, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of each column: warps need not meet for it before the end. Float8 leaves no registers for
+    it."""
+    if keys.dtype.element_ty.primitive_bitwidth > 8:
+        return tl.zeros((ROWS, BLOCK_N), tl.float32)
+    else:
+        return tl.zeros((ROWS,), tl.float32)
 
 
 @triton.jit
@@ -280,6 +359,7 @@ def merge_splits(
     partial,
     sums,
     out,
+    scales,
     sinks,
     first,
     num_heads,
@@ -287,7 +367,9 @@ def merge_splits(
     heads,
     valid,
     out_head,
+    scale_group,
     v_scale,
+    DTYPE: tl.constexpr,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
@@ -307,8 +389,6 @@ def merge_splits(
             for part in tl.static_range(MERGED):
                 there = valid & (start + part < used)
                 place = first + (start + part) * num_heads + heads
-                found = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
-                weights = weights + (found,)
                 x = tl.load(
                     partial + place[:, None] * V + d[None, :],
                     mask=there[:, None] & (d[None, :] < V),
@@ -316,6 +396,13 @@ def merge_splits(
                     cache_modifier=".cg",
                 )
                 parts = parts + (x,)
+            # Left to itself the compiler asks for some parts only when it has weighted others.
+            tl.debug_barrier()
+            for part in tl.static_range(MERGED):
+                there = valid & (start + part < used)
+                place = first + (start + part) * num_heads + heads
+                found = tl.load(sums + place, mask=there, other=LOWEST, cache_modifier=".cg")
+                weights = weights + (found,)
             new_top = top
             for part in tl.static_range(MERGED):
                 new_top = tl.maximum(new_top, weights[part])
@@ -325,9 +412,36 @@ def merge_splits(
                 share = tl.exp2(weights[part] - top)
                 acc += parts[part] * share[:, None]
                 total += share
-        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS)
-        tl.store(
-            out + (heads * out_head)[:, None] + d[None, :],
-            y.to(out.dtype.element_ty),
-            mask=valid[:, None] & (d[None, :] < V),
-        )
+        y = finish(acc, total, top, sinks, heads, valid, v_scale, SINKS).to(DTYPE)
+        store_heads(out, scales, y, column, heads, valid, out_head, scale_group, V, WIDTH)
+
+
+@triton.jit
+def store_heads(
+    out,
+    scales,
+    x,
+    column,
+    heads,
+    valid,
+    out_head,
+    scale_group,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """WIDTH channels of some heads, from `column` on, as they are; or with scales as float8, what
+    `quantise_rows` would make of them."""
+    d = column + tl.arange(0, WIDTH)
+    if scales is not None:
+        GROUPS: tl.constexpr = WIDTH // 128
+        grouped = tl.reshape(x.to(tl.float32), (x.shape[0], GROUPS, 128))
+        # As integers a NaN is the largest of all.
+        bits = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+        found = fp8_scales(bits.to(tl.float32, bitcast=True), 1)
+        group = column // 128 + tl.arange(0, GROUPS)
+        spot = (heads * (V // 128))[:, None] + group[None, :]
+        there = valid[:, None] & (group[None, :] < V // 128)
+        tl.store(scales + spot * scale_group, found, mask=there)
+        x = tl.reshape(to_fp8(grouped, found[:, :, None]), (x.shape[0], WIDTH))
+    pointers = out + (heads * out_head)[:, None] + d[None, :]
+    tl.store(pointers, x.to(out.dtype.element_ty), mask=valid[:, None] & (d[None, :] < V))

@@ -11,9 +11,7 @@ two blocks under way at once: scores of the next and values of this one, the sof
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +34,7 @@ from moesaic.kernels.triton.attention_loads import (
     row_heads,
     row_layout,
 )
-from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
+from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
 ROWS = 128
 # Of 12 warps, before they share them out: 65,536 in all.
@@ -409,11 +407,6 @@ def attention_kernel(
     )
 
 
-@cache
-def _is_hopper(device: int | None) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == HOPPER
-
-
 def can_run(q: Queries, cache: LayerPages, out_TNV: Tensor) -> bool:
     """On a Hopper GPU, with keys and values of their own in the queries' type of 2 bytes, of 64 or
     128 channels, keys also of 128 and 64 more; all rows aligned. `q`: in its two parts."""
@@ -421,7 +414,7 @@ def can_run(q: Queries, cache: LayerPages, out_TNV: Tensor) -> bool:
     tensors = [q.values, cache.keys, out_TNV, *(x for x in (q.rest, cache.values) if x is not None)]
     return (
         q.values.is_cuda
-        and _is_hopper(q.values.device.index)
+        and is_hopper(q.values.device.index)
         and cache.values is not None
         and all(x.dtype == q.values.dtype and x.element_size() == 2 for x in tensors)
         and (q.values.shape[-1], rest) in ((64, 0), (128, 0), (128, 64))

@@ -1,6 +1,6 @@
 """What becomes of the sums of an item of experts_hopper.py: from registers to rows of the output.
 
-`P` is a Plan of experts_hopper.py; blocks are [64, 128] of four warps.
+`P` is a Plan of experts_hopper.py; blocks are [64, 128] of four warps, of tall items others too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 @gluon.jit
 def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.constexpr):
     """What a block's columns are scaled with and moved by; `column` of all parts."""
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, mma))
+    columns = column + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, mma))
     at = expert.to(gl.int64) * P.rows + columns
     if P.SCALING == 1:
         block = block * gl.load(scales[1] + at, mask=columns < P.rows, other=0.0)[None, :]
@@ -30,6 +30,24 @@ def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.
         moved = gl.load(bias + at, mask=columns < P.rows, other=0.0).to(gl.float32)
         block = block + moved[None, :]
     return block
+
+
+@gluon.jit
+def split_columns(block, mma: gl.constexpr):
+    """A block's left and right half, each of the layout `mma`; they stay in their registers."""
+    ROWS: gl.constexpr = block.shape[0]
+    HALF: gl.constexpr = block.shape[1] // 2
+    left, right = block.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, mma, assert_trivial=True)
+    return left, gl.convert_layout(right, mma, assert_trivial=True)
+
+
+@gluon.jit
+def split_rows(block, mma: gl.constexpr):
+    """Its upper and lower 64 rows, likewise."""
+    upper, lower = block.reshape([2, 64, block.shape[1]]).permute((1, 2, 0)).split()
+    upper = gl.convert_layout(upper, mma, assert_trivial=True)
+    return upper, gl.convert_layout(lower, mma, assert_trivial=True)
 
 
 @gluon.jit
@@ -64,15 +82,16 @@ def activate(gate, up, alpha, limit, P: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _row_layout(bits):
-    """Rows of 128 elements, 16 bytes for each thread of four warps."""
-    return gl.BlockedLayout([1, 128 // bits], [32 // bits, bits], [4, 1], [1, 0])
+def _row_layout(bits, width):
+    """Rows of `width` elements, 16 bytes for each thread of four warps."""
+    threads = width * bits // 128
+    return gl.BlockedLayout([1, 128 // bits], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
-def find_targets(out, order, place, end, P: gl.constexpr):
-    """The row of `out` for each of 64 places, or -1."""
-    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
+def find_targets(out, order, place, end, P: gl.constexpr, WIDTH: gl.constexpr):
+    """The row of `out` for each of 64 places, or -1; for blocks of WIDTH columns."""
+    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth, WIDTH)
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     if P.SCATTER:
         # Not touched before it is needed: a thread that looks at it waits for it.
@@ -86,10 +105,11 @@ def find_targets(out, order, place, end, P: gl.constexpr):
 def store_block(block, staging, out, targets, column, P: gl.constexpr):
     """Rows of a block to their targets, by way of shared memory so that each thread writes 16
     bytes."""
-    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth)
+    WIDTH: gl.constexpr = block.shape[1]
+    layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth, WIDTH)
     staging.store(block.to(out.dtype.element_ty))
     block = staging.load(layout)
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     to = out + (targets.to(gl.int64) * P.N)[:, None] + columns[None, :]
     gl.store(to, block, mask=(targets >= 0)[:, None] & (columns < P.N)[None, :])
 

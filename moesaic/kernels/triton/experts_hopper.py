@@ -1,6 +1,6 @@
 """The products of experts_large.py on Hopper, by warps that each do one thing.
 
-K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns.
+K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns, a strip.
 
 Four warps load: weights by the copy engine, rows by it too or, gathered, by 16 bytes a thread. Two
 groups of four warps multiply 64 places each, and store them. In between a ring of stages: `ready`
@@ -11,6 +11,11 @@ after the first, so that one can scale or store while the other multiplies.
 Items differ: a tile with at most 64 rows takes half the time. So a program claims its next item
 when it begins one, from a counter of all programs, and whoever is free takes the next. Tiles of one
 expert are then at one strip at one time, and its weights come from memory once.
+
+An item of 64 rows reads as many weights as one of 128, which takes longer than their products. So
+where an expert's last two tiles have 129 to 192 rows, each takes all of these, but only half of
+the columns: a tall item, which reads 40 KB a step for 3/4 of the products, instead of 48 for all
+and 40 for half. Then the first group multiplies 128 places, the other 64, with as many registers.
 """
 
 from __future__ import annotations
@@ -24,10 +29,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -39,17 +42,18 @@ from moesaic.kernels.triton.experts_epilogue import (
     find_targets,
     finish,
     quantise,
+    split_columns,
+    split_rows,
     store_block,
 )
+from moesaic.kernels.triton.experts_items import TOLD, hear, look, tell
 from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
+from moesaic.kernels.triton.experts_loads import load_tall, load_wide
 from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
-from moesaic.kernels.triton.launch import HOPPER, dependent_launch, num_processors
+from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
 # Of each thread before groups share them out: 65,536 in all.
 REGISTERS = 168
-# Items that the loaders tell of: at most an item ahead, as the ring is no longer than an item, they
-# never overwrite what was not heard.
-TOLD = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Plan:
     """Registers of the second group, of which the first has as many, and of the loading warps."""
     SCALED: bool = False
     PDL: bool = True
+    TALL: bool = False
+    """Whether 129 to 192 rows of an expert's last two tiles are tall items."""
 
     @property
     def steps(self) -> int:
@@ -86,6 +92,11 @@ class Plan:
     def rows(self) -> int:
         """Of an expert's weights."""
         return self.PARTS * self.N
+
+    @property
+    def halves(self) -> bool:
+        """Whether items load 64 rows of each part."""
+        return self.TALL and self.PARTS == 2
 
     @property
     def inner_blocks(self) -> int:
@@ -98,107 +109,35 @@ class Plan:
 
 
 @gluon.jit
-def _look(item, tables, tiles, P: gl.constexpr):
-    """Strip, expert, first place and last place's end of an item; -1 where there is none."""
-    _, first_place, count, tile_expert, tile_place, _ = tables
-    there = item < tiles * P.NUM_STRIPS
-    first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
-    size = gl.maximum(gl.minimum(tiles - first, P.GROUP), 1)
-    within = item % (P.GROUP * P.NUM_STRIPS)
-    tile = first + within % size
-    expert = gl.load(tile_expert + tile, mask=there, other=0)
-    place = gl.load(tile_place + tile, mask=there, other=0)
-    end = gl.load(first_place + expert) + gl.load(count + expert)
-    return gl.where(there, within // size, -1), expert, place, end
-
-
-@gluon.jit
-def _tell(told, number, found):
-    """The others what the loaders found out about a program's item after `number`."""
-    values, made = told
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = values.index(number % TOLD)
-    for i in gl.static_range(4):
-        slot.slice(i, 1).store(gl.full([1], found[i], gl.int32, one))
-    mbarrier.arrive(made.index(number % TOLD), count=1)
-
-
-@gluon.jit
-def _hear(told, number):
-    values, made = told
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(made.index(number % TOLD), number // TOLD & 1)
-    slot = values.index(number % TOLD)
-    strip = gl.max(slot.slice(0, 1).load(one), 0)
-    expert = gl.max(slot.slice(1, 1).load(one), 0)
-    place = gl.max(slot.slice(2, 1).load(one), 0)
-    end = gl.max(slot.slice(3, 1).load(one), 0)
-    return strip, expert, place, end
-
-
-@gluon.jit
-def _row_pointers(x, order, place, end, P: gl.constexpr):
-    """To the first channels of an item's rows, 16 bytes for each thread; which rows there are."""
-    layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    places = place + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
-    ks = gl.arange(0, P.BK, layout=gl.SliceLayout(0, layout))
-    return x + (rows.to(gl.int64) * P.K)[:, None] + ks[None, :], (places < end)[:, None]
-
-
-@gluon.jit
-def _load(x, x_desc, w_desc, counter, tables, ring, told, P: gl.constexpr):
-    order = tables[0]
-    a_bufs, b_bufs, ready, empty = ring
+def _load(x, descs, counter, tables, ring, told, P: gl.constexpr):
     tiles = gl.load(tables[5])
     total = tiles * P.NUM_STRIPS
-    WEIGHTS: gl.constexpr = 2 * w_desc.block_type.nbytes
     THREADS: gl.constexpr = 32 * gl.num_warps()
     each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     threads = gl.arange(0, THREADS, layout=each)
     one = gl.full([THREADS], 1, gl.int32, each)
-    strip, expert, place, end = _look(gl.program_id(0), tables, tiles, P)
+    strip, expert, place, end = look(gl.program_id(0), tables, tiles, P)
     number = 0
     step = 0
     while strip >= 0:
         # Under way while the item is loaded. As many claims as items: the last leaves a zero.
         claim = gl.atomic_add(counter + threads, one, mask=threads == 0, sem="relaxed")
-        row = expert * P.rows + strip * P.STRIP
-        both = place + 64 < end
-        if P.GATHER:
-            pointers, there = _row_pointers(x, order, place, end, P)
-        for k in range(0, P.K, P.BK):
-            stage = step % P.STAGES
-            bar = ready.index(stage)
-            a = a_bufs.index(stage)
-            b = b_bufs.index(stage)
-            mbarrier.wait(empty.index(stage), step // P.STAGES & 1 ^ 1)
-            if P.GATHER:
-                mbarrier.expect(bar, WEIGHTS)
-            else:
-                ROWS: gl.constexpr = x_desc.block_type.nbytes
-                mbarrier.expect(bar, WEIGHTS + ROWS, pred=not both)
-                mbarrier.expect(bar, WEIGHTS + 2 * ROWS, pred=both)
-                tma.async_copy_global_to_shared(x_desc, [place, k], bar, a.slice(0, 64))
-                tma.async_copy_global_to_shared(
-                    x_desc, [place + 64, k], bar, a.slice(64, 64), pred=both
-                )
-            tma.async_copy_global_to_shared(w_desc, [row, k], bar, b.slice(0, 128))
-            tma.async_copy_global_to_shared(w_desc, [row + P.HALF, k], bar, b.slice(128, 128))
-            if P.GATHER:
-                async_copy.async_copy_global_to_shared(a, pointers + k, mask=there)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-            step += 1
+        found = (strip, expert, place, end)
+        if not P.TALL or strip < P.NUM_STRIPS:
+            step = load_wide(x, descs, found, tables[0], ring, step, P)
+        else:
+            step = load_tall(x, descs, found, tables[0], ring, step, P)
         gl.store(counter + threads, one - 1, mask=(threads == 0) & (claim == total - 1))
         item = gl.max(gl.where(threads == 0, claim, 0), 0) + gl.num_programs(0)
-        strip, expert, place, end = _look(item, tables, tiles, P)
-        _tell(told, number, (strip, expert, place, end))
+        strip, expert, place, end = look(item, tables, tiles, P)
+        tell(told, number, (strip, expert, place, end))
         number += 1
 
 
 @gluon.jit
-def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
     """64 places of an item."""
+    order, scales, ends, numbers = given
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers
     strip, expert, place, end = found
@@ -216,18 +155,16 @@ def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHIC
             rows = gl.load(order + rows) // P.TOP_K
         first, second, step = scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
         # Not earlier: there are no registers for them.
-        targets = find_targets(out, order, place, end, P)
+        targets = find_targets(out, order, place, end, P, 128)
     else:
-        targets = find_targets(out, order, place, end, P)
-        sums, step = plain_sums(ring, step, P, WHICH)
+        targets = find_targets(out, order, place, end, P, 128)
+        sums, step = plain_sums(ring, step, P, 64 * WHICH, 64, 256)
     if weights is not None:
         # While the last product is under way.
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
     if not P.PROMOTE:
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        first, second = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-        first = gl.convert_layout(first, mma, assert_trivial=True)
-        second = gl.convert_layout(second, mma, assert_trivial=True)
+        first, second = split_columns(sums, mma)
         mbarrier.arrive(ring[3].index((step + P.STAGES - 1) % P.STAGES), count=1)
     first = finish(first, scales, bias, scale, expert, column, P, mma)
     staged = staging.index(WHICH)
@@ -249,6 +186,54 @@ def _work(step, found, order, ring, scales, ends, numbers, P: gl.constexpr, WHIC
 
 
 @gluon.jit
+def _work_tall(
+    step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """64 or 128 places of a tall item: so many blocks, of 128 columns or of 64 and 64."""
+    order, scales, ends, numbers = given
+    bias, out, _, weights, staging = ends
+    scale, alpha, limit = numbers
+    strip, expert, place, end = found
+    place += 128 * WHICH
+    column = (strip - P.NUM_STRIPS) * (P.STRIP // 2)
+    ROWS: gl.constexpr = 64 * BLOCKS
+    WIDTH: gl.constexpr = 128 // P.PARTS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    places = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
+    pairs = places
+    if weights is not None and P.SCATTER:
+        pairs = gl.load(order + places, mask=places < end, other=0)
+    targets = find_targets(out, order, place, end, P, WIDTH)
+    more_targets = targets
+    if BLOCKS == 2:
+        more_targets = find_targets(out, order, place + 64, end, P, WIDTH)
+    a_bufs, b_bufs, ready, empty = ring
+    turned = (b_bufs, a_bufs, ready, empty)
+    sums, step = plain_sums(turned, step, P, 128 * WHICH, ROWS, 128)
+    if weights is not None:
+        weight = gl.load(weights + pairs, mask=places < end, other=0.0)
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(empty.index((step + P.STAGES - 1) % P.STAGES), count=1)
+    if P.PARTS == 2:
+        gate, up = split_columns(sums, mma)
+        gate = finish(gate, scales, bias, scale, expert, column, P, mma)
+        up = finish(up, scales, bias, scale, expert, column + P.HALF, P, mma)
+        block = activate(gate, up, alpha, limit, P)
+    else:
+        block = finish(sums, scales, bias, scale, expert, column, P, mma)
+        if weights is not None:
+            block = block * weight[:, None]
+    staged = staging.index(WHICH).slice(0, WIDTH, dim=1)
+    if BLOCKS == 2:
+        upper, lower = split_rows(block, mma)
+        store_block(upper, staged, out, targets, column, P)
+        store_block(lower, staged, out, more_targets, column, P)
+    else:
+        store_block(block, staged, out, targets, column, P)
+    return step
+
+
+@gluon.jit
 def _skip(step, ring, P: gl.constexpr):
     """An item without rows for this group."""
     _, _, ready, empty = ring
@@ -260,19 +245,36 @@ def _skip(step, ring, P: gl.constexpr):
 
 
 @gluon.jit
+def _do_wide(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    _, _, place, end = found
+    if place + 64 * WHICH < end:
+        step = _work(step, found, ring, given, P, WHICH)
+    else:
+        step = _skip(step, ring, P)
+    return step
+
+
+@gluon.jit
+def _do_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
+    BLOCKS: gl.constexpr = 2 - WHICH
+    return _work_tall(step, found, ring, given, P, WHICH, BLOCKS)
+
+
+@gluon.jit
 def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
-    strip, expert, place, end = _look(gl.program_id(0), tables, gl.load(tables[5]), P)
+    given = (tables[0], scales, ends, numbers)
+    strip, expert, place, end = look(gl.program_id(0), tables, gl.load(tables[5]), P)
     number = 0
     step = 0
     if WHICH == 1:
         mbarrier.wait(ring[2].index(1), 0, pred=strip >= 0)
     while strip >= 0:
-        if place + 64 * WHICH < end:
-            found = (strip, expert, place, end)
-            step = _work(step, found, tables[0], ring, scales, ends, numbers, P, WHICH)
+        found = (strip, expert, place, end)
+        if not P.TALL or strip < P.NUM_STRIPS:
+            step = _do_wide(step, found, ring, given, P, WHICH)
         else:
-            step = _skip(step, ring, P)
-        strip, expert, place, end = _hear(told, number)
+            step = _do_tall(step, found, ring, given, P, WHICH)
+        strip, expert, place, end = hear(told, number)
         number += 1
 
 
@@ -282,6 +284,7 @@ def experts_kernel(
     x_desc,
     x_scales,
     w_desc,
+    half_desc,
     w_scales,
     bias,
     order,
@@ -330,7 +333,7 @@ def experts_kernel(
         [
             (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
             (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
-            (_load, (x, x_desc, w_desc, counter, tables, ring, told, P)),
+            (_load, (x, (x_desc, w_desc, half_desc), counter, tables, ring, told, P)),
         ],
         [4, loaders],
         P.SHARES,
@@ -342,7 +345,7 @@ def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeCo
     steps as the ring has stages."""
     values = w.planes["values"]
     return (
-        _is_hopper(x.values.device.index)
+        is_hopper(x.values.device.index)
         and config.block_m == config.block_n == 128
         and config.ring >= 2
         and config.block_k * x.values.element_size() == 128
@@ -353,11 +356,6 @@ def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeCo
         and product.inner // config.block_k >= config.ring
         and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x.values, values, out))
     )
-
-
-@cache
-def _is_hopper(device: int | None) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 @cache
@@ -378,6 +376,7 @@ def plan_of(
         SHARES=_shares(product),
         SCALED=scaled,
         PDL=pdl,
+        TALL=config.tall and not product.promote,
     )
 
 
@@ -398,13 +397,17 @@ def launch(
     pdl = dependent_launch(x.values)
     how = (extra["SCATTER"], extra["LIMITED"], config, pdl.on, x.scale != 1.0)
     plan = plan_of(product, groups.top_k, *how)
+    assert extra["out_scales"] is None or not plan.TALL, "tall items are not quantised"
+    values = w.planes["values"]
     rows = None if product.gather else _descriptor(x.values, 64, config)
+    halves = _descriptor(values, 64, config) if plan.halves else None
     most = len(groups.tile_expert_X) * plan.NUM_STRIPS
     experts_kernel[(min(most, num_processors(x.values.device.index)),)](
         x.values,
         rows,
         x.scales,
-        _descriptor(w.planes["values"], 128, config),
+        _descriptor(values, 128, config),
+        halves,
         w.planes.get("scales"),
         w.bias_EN,
         groups.order_P,

@@ -25,15 +25,17 @@ def _await(ring, step, P: gl.constexpr):
 
 
 @gluon.jit
-def plain_sums(ring, step, P: gl.constexpr, WHICH: gl.constexpr):
-    """[64, 256] of an item, the last product still under way."""
+def plain_sums(
+    ring, step, P: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """[ROWS, COLUMNS] of an item, from its row FIRST on, the last product still under way."""
     a_bufs, b_bufs, _, empty = ring
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    sums = gl.zeros([64, 256], gl.float32, wide)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    sums = gl.zeros([ROWS, COLUMNS], gl.float32, wide)
     for k in range(P.steps):
         stage = step % P.STAGES
         _await(ring, step, P)
-        a = a_bufs.index(stage).slice(64 * WHICH, 64)
+        a = a_bufs.index(stage).slice(FIRST, ROWS)
         b = b_bufs.index(stage).permute((1, 0))
         sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))

@@ -4,8 +4,11 @@ A kernel with `PDL` may begin before its predecessor has ended. Until `await_inp
 touch what other kernels of the step write or still read; weights, which nobody writes, it may fetch
 before. `release_next` lets the successor begin, once all programs have come to it. Small kernels do
 so at once, even before they wait: whoever is behind them waits for them, and they for whoever is in
-front; and the weights of a large product come while several small kernels run. With PDL off both
-are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
+front; and the weights of a large product come while several small kernels run. All of this holds
+only if every kernel waits: one that ended before the kernel in front would let those behind it go
+on too early. Who reads before it waits what a kernel of the step wrote says which kernel in front
+of it must therefore have waited before it released it (experts_small.py, experts_row.py). With PDL
+off both are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
 
     pdl = dependent_launch(x)
     kernel[grid](…, PDL=pdl.on, **pdl.options)
@@ -47,6 +50,12 @@ def dependent_launch(x: Tensor) -> Launch:
 def _launch_on(device: int | None) -> Launch:
     able = torch.cuda.get_device_capability(device)[0] >= HOPPER
     return ON if able and os.environ.get("MOESAIC_PDL", "1") != "0" else OFF
+
+
+@cache
+def is_hopper(device: int | None) -> bool:
+    """Of that generation and no later one: its matrix units are programmed by hand."""
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 @cache

@@ -2,8 +2,9 @@
 
 T rows · I inputs · O outputs. One row is multiplied without tensor cores (`_one_row`): a program
 has few outputs and all inputs, so that nothing is summed across programs. More rows go through
-tensor cores (`_few_rows`); where the outputs are too few to fill the GPU, the inputs are cut into
-splits, and whoever ends last adds the splits' sums in their order: timing does not change a bit.
+tensor cores (`_few_rows`; on Hopper some by linear_hopper.py); where the outputs are too few to
+fill the GPU, the inputs are cut into splits, and whoever ends last adds the splits' sums in their
+order: timing does not change a bit.
 
 Gated matrices hold gate and up behind each other; a tile takes rows of both in turn, so that pairs
 end up in one thread.
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.quantise import silu_mul
+from moesaic.kernels.triton import linear_hopper
 from moesaic.kernels.triton.launch import (
     await_inputs,
     dependent_launch,
@@ -37,7 +39,8 @@ from moesaic.kernels.triton.quantise import silu_times
 class Tile:
     """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
     each processor, that splits aim at. `turned`: w xᵀ rather than x wᵀ, which
-    Hopper's matrix units take with as few as 8 rows beside 64 outputs."""
+    Hopper's matrix units take with as few as 8 rows beside 64 outputs. `registers`: the most that a
+    thread may have, so that more programs fit; norm_linear.py heeds it."""
 
     rows: int
     outputs: int
@@ -46,6 +49,7 @@ class Tile:
     stages: int = 1
     programs: int = 2
     turned: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +338,9 @@ def multiply(
     if rows == 0 or outputs == 0:
         return y_TO
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    chosen = None if plan or gated else linear_hopper.choose(x_TI, weight_OI)
+    if chosen:
+        return linear_hopper.multiply(x_TI, None, weight_OI, None, bias_O, y_TO, chosen)
     size, processors = weight_OI.element_size(), processors_of(x_TI)
     plan = plan or plan_for(rows, outputs, inputs, processors, size)
     tile, pdl = plan.tile, dependent_launch(x_TI)

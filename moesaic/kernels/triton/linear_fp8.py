@@ -20,6 +20,7 @@ from torch import Tensor
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, multiplied_fp8, quantise_groups
 from moesaic.kernels.quantise import silu_mul
+from moesaic.kernels.triton import linear_hopper
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.linear import (
     Plan,
@@ -42,11 +43,8 @@ FEW_ROWS = ((1 << 23, 128), (1 << 62, 64))
 # piece of all outputs.
 HUGE = 1 << 62
 ONE_ROW = (
-    (2048, ((16_384, Tile(1, 2, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4)))),
-    (
-        4096,
-        ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4))),
-    ),
+    (2048, ((1024, Tile(1, 2, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4)))),
+    (4096, ((1024, Tile(1, 2, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4)))),
     (
         HUGE,
         ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4))),
@@ -294,6 +292,11 @@ def multiply_few(
     if rows == 0 or outputs == 0:
         return y_TO
     values = x.values if x.values.stride(1) == 1 else x.values.contiguous()
+    tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
+    others = plan or gated
+    chosen = None if others else linear_hopper.choose(values, weight.values, weight.rows > 1)
+    if chosen:
+        return linear_hopper.multiply(*tensors, chosen)
     plan = plan or plan_for(rows, outputs, inputs, processors_of(values))
     tile, pdl = plan.tile, dependent_launch(values)
     assert tile.inputs % GROUP.value == 0 and (tile.rows == 1 or tile.inputs == GROUP.value), tile
@@ -307,7 +310,6 @@ def multiply_few(
         "num_warps": tile.warps,
         **pdl.options,
     }
-    tensors = (values, x.scales, weight.values, weight.scales, bias_O, y_TO)
     if tile.rows == 1:
         _one_row[(plan.tiles,)](*tensors, outputs, inputs, BLOCK_I=tile.inputs, **constants)
         return y_TO

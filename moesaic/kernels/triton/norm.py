@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.experts import Rows
+from moesaic.kernels.experts import PairSum, Rows
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
+from moesaic.kernels.triton.sort import sum_few_pairs
 
 # Channels that one thread takes: 16 bytes of a 16-bit type.
 THREAD_CHANNELS = 8
@@ -24,6 +25,7 @@ TILE_CHANNELS = 1024
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x_ptr,
+    ids_ptr,
     residual_ptr,
     weight_ptr,
     normed_ptr,
@@ -39,23 +41,30 @@ def _norm_kernel(
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr,
+    K: tl.constexpr,
     ADD: tl.constexpr,
     FP8: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner."""
+    """Rows of x lie at (row // inner) * stride_outer + row % inner * stride_inner; with K, x has K
+    pairs for each row, which are summed as `sum_pairs` does it."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, BLOCK_H)[None, :]
     mask = (row < rows) & (channel < H)
     weight = tl.load(weight_ptr + channel, channel < H, 0.0).to(tl.float32)
     release_next(PDL)
     await_inputs(PDL)
-    start = row // inner * stride_outer + row % inner * stride_inner
-    x = tl.load(x_ptr + start + channel, mask, 0.0)
-    out = row * H + channel
     if ADD:
         residual = tl.load(residual_ptr + row * stride_residual + channel, mask, 0.0)
+    if K == 0:
+        start = row // inner * stride_outer + row % inner * stride_inner
+        x = tl.load(x_ptr + start + channel, mask, 0.0)
+    else:
+        x = sum_few_pairs(x_ptr, ids_ptr, row, channel, row < rows, mask, H, K)
+        x = x.to(x_ptr.dtype.element_ty)
+    out = row * H + channel
+    if ADD:
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + out, x, mask)
     x = x.to(tl.float32)
@@ -79,28 +88,32 @@ def _norm_kernel(
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(_rows_of(x), None, weight_H, eps, normed)
+    _run(x, None, weight_H, eps, normed)
     return normed
 
 
 def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    x_TH: Tensor | PairSum, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     normed_TH, sum_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
-    _run(_rows_of(x_TH), residual_TH, weight_H, eps, normed_TH, sum_TH)
+    _run(x_TH, residual_TH, weight_H, eps, normed_TH, sum_TH)
     return normed_TH, sum_TH
 
 
 def add_rms_norm_fp8(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, by_column: bool = False
+    x_TH: Tensor | PairSum,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    by_column: bool = False,
 ) -> tuple[Rows, Tensor]:
     rows, size = residual_TH.shape
     shape = (rows, -(-size // FP8_GROUP))
     sum_TH = residual_TH.new_empty(rows, size)
     values_TH = residual_TH.new_empty(rows, size, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(shape[::-1] if by_column else shape, device=x_TH.device)
+    scales = torch.empty(shape[::-1] if by_column else shape, device=residual_TH.device)
     out = (None, sum_TH, values_TH, scales)
-    _run(_rows_of(x_TH), residual_TH, weight_H, eps, *out, by_column)
+    _run(x_TH, residual_TH, weight_H, eps, *out, by_column)
     return Rows(values_TH, scales.t() if by_column else scales), sum_TH
 
 
@@ -119,7 +132,7 @@ def tiling(size: int) -> dict[str, int]:
 
 
 def _run(
-    x: Tensor,
+    rows_of_x: Tensor | PairSum,
     residual_TH: Tensor | None,
     weight_H: Tensor,
     eps: float,
@@ -129,14 +142,20 @@ def _run(
     scales: Tensor | None = None,
     by_column: bool = False,
 ) -> None:
-    size = x.shape[-1]
-    rows = x.numel() // size
+    ids_RK, x = None, rows_of_x
+    if isinstance(rows_of_x, PairSum):
+        ids_RK, x = rows_of_x.ids_RK, rows_of_x.values
+        assert x.is_contiguous() and ids_RK.is_contiguous(), (x.stride(), ids_RK.stride())
+    x, size = _rows_of(x), weight_H.shape[0]
+    top_k = 0 if ids_RK is None else ids_RK.shape[1]
+    rows = x.numel() // size // max(1, top_k)
     if rows == 0:
         return
     assert residual_TH is None or residual_TH.stride(-1) == 1, "channels must lie together"
     tile, pdl = tiling(size), dependent_launch(x)
     _norm_kernel[(-(-rows // tile["ROWS"]),)](
         x,
+        ids_RK,
         residual_TH,
         weight_H,
         normed,
@@ -150,6 +169,7 @@ def _run(
         0 if residual_TH is None else residual_TH.stride(0),
         eps,
         H=size,
+        K=top_k,
         ADD=residual_TH is not None,
         FP8=values_TH is not None,
         BY_COLUMN=by_column,

@@ -127,6 +127,8 @@ def _fp8_kernel(
     group = tl.program_id(0) % ACROSS * GROUPS + place % GROUPS
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = (row < rows)[:, None] & (channel < SIZE)
+    # Waiting comes first: behind this kernel `gate_up` reads the lists of experts, which the kernel
+    # in front has written, as soon as it may begin.
     await_inputs(PDL)
     release_next(PDL)
     row = row.to(tl.int64)

@@ -133,9 +133,10 @@ def rotate(a, b, cos, sin, rows, kept, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def encode(x, into, FP8: tl.constexpr):
-    """In the type of the cache; float8 holds no more than 448."""
+    """In the type of the cache; float8 holds no more than 448, and what is no number."""
     if FP8:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(into.dtype.element_ty)
 
 

@@ -130,6 +130,12 @@ class BaseDispatcher(ABC):
     def dispatch(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> DispatchOutput:
         return self.dispatch_b(self.dispatch_a(x_TH, topk, step))
 
+    @property
+    def leaves_sums(self) -> bool:
+        """Whether combine would only hand on what a runner gives, so that a row's pairs may be
+        summed by whoever comes next."""
+        return False
+
     def combine(self, results: CombineInput) -> Tensor:
         return self.combine_b(self.combine_a(results))
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, Tokens
+from moesaic.kernels.experts import PairSum
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.exchange import ExchangeSpec, Signal
 from moesaic.moe.dispatch.rows import Pending, Plan, Rounds, Route, RowsDispatcher
@@ -51,11 +54,18 @@ class LocalDispatcher(BaseDispatcher):
 class DeviceDispatcher(LocalDispatcher):
     """One rank on a GPU: pairs have rows whether they are anybody's or not."""
 
-    def _combine_b(self, pending: RowsCombineInput) -> Tensor:
+    @property
+    def leaves_sums(self) -> bool:
+        return not any(self._hooks.values())
+
+    def _combine_b(self, pending: RowsCombineInput) -> Any:
+        """A `PairSum` of those who asked for it, a tensor of all others."""
+        topk: TopKOutput = pending.handle
+        if pending.unsummed:
+            return PairSum(pending.y_RH, topk.ids_TK)
         if not pending.pairs:
             return pending.y_RH
-        topk: TopKOutput = pending.handle
-        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, -1)
+        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, pending.y_RH.shape[1])
         total_TH = torch.zeros_like(y_TKH[:, 0], dtype=torch.float32)
         for k in range(y_TKH.shape[1]):
             weighted_TH = y_TKH[:, k].float() * topk.weights_TK[:, k, None]

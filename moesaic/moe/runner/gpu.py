@@ -114,7 +114,10 @@ def post_permute_pairs(
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
     if _sums_row(inputs.groups, context.weights):
         return RowsCombineInput(rows.handle, outputs.y, count_e=count_e)
-    out_RH = outputs.y if _is_sum(rows, context) else _results(rows, context)
+    is_sum = _is_sum(rows, context)
+    if rows.unsummed and not is_sum:
+        return RowsCombineInput(rows.handle, outputs.y, unsummed=True, count_e=count_e)
+    out_RH = outputs.y if is_sum else _results(rows, context)
     if len(rows.ids_RK):
         sum_pairs(outputs.y, rows.ids_RK, out_RH)
     return RowsCombineInput(rows.handle, out_RH, count_e=count_e)
