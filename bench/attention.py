@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import gpu
-from bench.common import print_table, write_json
+from bench.common import positive, print_table, write_json
 from moesaic.kernels.attention import (
     DecodeRows,
     HeadEntry,
@@ -219,7 +219,8 @@ def measure_entry(args: argparse.Namespace) -> Iterator[Row]:
 def sweep_decode(args: argparse.Namespace) -> Iterator[Row]:
     from moesaic.kernels.triton import attention_decode as module
 
-    dtype, chosen = CACHE_DTYPES[args.kv_cache_dtype], module.CONFIGS
+    dtype, chosen = CACHE_DTYPES[args.kv_cache_dtype], (module.CONFIGS, module.SHORT_CONFIGS)
+    module.SHORT_CONFIGS = ()
     for name, batch in product(
         chosen_shapes(args, DECODED), QUICK_BATCHES if args.quick else BATCHES
     ):
@@ -235,7 +236,7 @@ def sweep_decode(args: argparse.Namespace) -> Iterator[Row]:
             assert case.step.decode is not None
             took = timed(run_decode(case, replace(case.step.decode, splits=splits)))
             yield Row("decode", name, batch, CONTEXT, took, limit, config=f"{config} {splits}")
-    module.CONFIGS = chosen
+    module.CONFIGS, module.SHORT_CONFIGS = chosen
 
 
 def prefill_configs(case: Case) -> Iterator[Any]:
@@ -324,7 +325,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try other tiles and splits")
     parser.add_argument("--kind", choices=("enter", "decode", "prefill"), help="only this one")
     parser.add_argument("--shape", choices=tuple(DECODED), help="only this one")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=positive, default=16)
     parser.add_argument("--kv-cache-dtype", choices=tuple(CACHE_DTYPES), default="auto")
     parser.add_argument("--out", default="attention", help="name of the file of results")
     args = parser.parse_args()

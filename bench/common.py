@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import random
@@ -172,6 +173,13 @@ def cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def positive(word: str) -> int:
+    """Type of an argument."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number above 0")
+    return int(word)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench import gpu
-from bench.common import print_table
+from bench.common import positive, print_table
 from bench.moe_layer_gpu import SHAPES, Shape
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Matrices, Rows, sort_pairs
@@ -84,9 +84,11 @@ def measure(shape: Shape, weight_format: str, tokens: int, configs: list[str]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=[*SHAPES], choices=[*SHAPES])
-    parser.add_argument("--format", nargs="+", default=["bf16", "fp8_block"])
+    parser.add_argument(
+        "--format", nargs="+", default=["bf16", "fp8_block"], choices=["bf16", "fp8_block"]
+    )
     parser.add_argument("--config", nargs="+", default=["default", "plain"], choices=[*CONFIGS])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[8192])
     options = parser.parse_args()
     gpu.require()
     for shape in options.shape:

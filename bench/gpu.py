@@ -22,7 +22,10 @@ __all__ = ["copy_bandwidth", "device_facts", "matrix_rate", "measure", "named", 
 
 def require() -> torch.device:
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none")
+        raise SystemExit(
+            "this benchmark needs a CUDA device, and torch finds none: run it where there is an "
+            "NVIDIA GPU, with torch built for CUDA"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

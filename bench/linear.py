@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import gpu
-from bench.common import print_table, write_json
+from bench.common import positive, print_table, write_json
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.linear import Fp8Matrix, gate_up_silu, linear, linear_fp8, quantise_groups
 
@@ -234,7 +234,7 @@ def gated(rows: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--many", action="store_true", help="fp8 products of 1024 rows and more")

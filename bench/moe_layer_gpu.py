@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import gpu
-from bench.common import RESULTS, print_table, write_json
+from bench.common import RESULTS, positive, print_table, write_json
 from moesaic.core.step import DECODE
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
@@ -225,7 +225,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS)
     parser.add_argument("--runner", default="auto", help="as --moe-runner-backend")
     parser.add_argument("--no-peers", action="store_true", help="measure nobody else")
     parser.add_argument(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import random
 import statistics
 import sys
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.common import cpu_name, print_table
+from bench.common import cpu_name, positive, print_table
 from bench.one_batch_peer import LIMIT_SECONDS, PeerPoint, run_apart
 from bench.step_limits import Ceilings, Forward, ModelLimit
 from bench.step_profile import profile_steps, show_profile
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for batch_name, profile in run.profiles.items():
         show_profile(f"batch {batch_name}", profile)
     if run.failed:
-        say(f"no figures for batches of {', '.join(map(str, run.failed))}: see above")
+        say(f"batches of {', '.join(map(str, run.failed))} failed: see above")
     return 1 if run.failed or not run.points else 0
 
 
@@ -191,10 +192,14 @@ class Run:
             write(out.with_name(name), self.profiles)
 
 
-def positive(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no whole number above 0")
-    return int(word)
+def above_zero(word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+    return number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -210,19 +215,38 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--repeats", type=positive, default=1, help="runs of each batch; all steps count"
     )
-    made.add_argument("--bandwidth", type=float, help="TB/s of a copy, instead of measuring it")
-    made.add_argument("--rate", type=float, help="TFLOP/s in bfloat16, instead of measuring it")
-    made.add_argument("--fp8-rate", type=float, help="TFLOP/s in fp8; twice --rate unless given")
+    made.add_argument(
+        "--bandwidth", type=above_zero, help="TB/s of a copy, instead of measuring it"
+    )
+    made.add_argument(
+        "--rate", type=above_zero, help="TFLOP/s in bfloat16, instead of measuring it"
+    )
+    made.add_argument(
+        "--fp8-rate", type=above_zero, help="TFLOP/s in fp8; twice --rate unless given"
+    )
     made.add_argument("--peer", choices=("transformers",), help="also measure this on the GPU")
-    made.add_argument("--peer-batch", type=int, nargs="+", default=[1, 8, 32])
+    made.add_argument("--peer-batch", type=positive, nargs="+", default=[1, 8, 32])
     made.add_argument("--peer-seconds", type=float, default=LIMIT_SECONDS, help="for all of it")
     made.add_argument("--profile", action="store_true", help="which kernels a step's time goes to")
     made.add_argument("--out", type=Path, help="JSON list; rows of other models and types stay")
     return made
 
 
+def check_options(options: argparse.Namespace) -> None:
+    if (options.bandwidth is None) != (options.rate is None):
+        raise ValueError("--bandwidth and --rate go together: give both, or neither")
+    if options.fp8_rate is not None and options.rate is None:
+        raise ValueError(f"--fp8-rate {options.fp8_rate:g} needs --bandwidth and --rate, too")
+    if options.peer is not None and not set(options.peer_batch) & set(options.batch_size):
+        raise ValueError(
+            f"--peer-batch {' '.join(map(str, options.peer_batch))} has none of --batch-size "
+            f"{' '.join(map(str, options.batch_size))}: give some of these"
+        )
+
+
 def engine_args(rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The server's flags, with what a benchmark wants where they say nothing."""
+    check_options(options)
     flags = FlagParser("python -m bench.one_batch", "python -m bench.one_batch [flags]", "")
     add_model(flags)
     flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
