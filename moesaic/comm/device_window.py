@@ -7,9 +7,8 @@ kernels' torch twins compute, regions are shared memory; on CUDA they are symmet
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
