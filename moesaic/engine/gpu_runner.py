@@ -11,13 +11,10 @@ S seats.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from importlib import import_module
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +39,9 @@ from moesaic.engine.model_runner import (
 from moesaic.engine.pinned import Mark, Ring
 from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
 from moesaic.engine.ranks import RankContext
-from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.engine.row_samplers import samplers
+from moesaic.engine.sampler import SampleRow
+from moesaic.engine.seats import Seat, Seats, Way
 from moesaic.engine.warm_up import forget_steps, warm_up
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
@@ -52,70 +51,11 @@ logger = logging.getLogger(__name__)
 # Rows of what is packed for a decode step: token ids (below 0: that of the seat), positions, seats,
 # and how many rows are somebody's.
 IDS, POSITIONS, SEAT, COUNT, PACKED = range(5)
-Greedy = Callable[[Tensor], Tensor]
-Drawer = Callable[[Tensor, Sequence[SampleRow]], Tensor]
+DRAW, HOST = Way.DRAW, Way.HOST
 
 
 def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
     return (GpuRunner if args.device == "cuda" else ModelRunner)(args, ranks)
-
-
-class Way(Enum):
-    """How the tokens of a request are sampled: all rows are sampled greedily on the device, and for
-    some a token is drawn instead, on the device or by the host."""
-
-    GREEDY = "greedy"
-    DRAW = "draw"
-    HOST = "host"
-
-    @classmethod
-    def of(cls, row: SampleRow) -> Way:
-        """The host is needed for more than a token, and for scores that only it knows to make."""
-        params = row.params
-        adjusted = params.penalised or params.logit_bias or params.min_new_tokens
-        if row.return_logprob or adjusted or params.grammar is not None:
-            return cls.HOST
-        return cls.GREEDY if params.greedy else cls.DRAW
-
-
-DRAW, HOST = Way.DRAW, Way.HOST
-
-
-class Seat(NamedTuple):
-    number: int
-    way: Way
-
-
-class Seats:
-    """Small numbers for requests whose newest token the device knows. Only steps under way refer to
-    them, so that the seats of two steps are enough: the one unused for longest is given anew. The
-    last seat is nobody's: padding goes there, and rows that do not sample."""
-
-    def __init__(self, count: int) -> None:
-        self.nobody = Seat(count, Way.GREEDY)
-        self._seats: OrderedDict[int, Seat] = OrderedDict()
-        self._free = list(range(count))
-
-    def take(self, item: PlanItem) -> Seat:
-        """Where the token comes from that an item does not know, and where the sampled one goes."""
-        seat = self._seats.get(item.key)
-        if seat is None:
-            if item.token_ids[0] < 0:
-                raise ValueError(
-                    f"request {item.key} waits for a token that no step under way samples"
-                )
-            if item.sample is None:
-                return self.nobody
-            number = self._free.pop() if self._free else self._seats.popitem(last=False)[1].number
-            seat = self._seats[item.key] = Seat(number, Way.of(item.sample))
-        self._seats.move_to_end(item.key)
-        return seat
-
-    def free(self, keys: Iterable[int]) -> None:
-        self._free += [self._seats.pop(key).number for key in keys if key in self._seats]
-
-    def clear(self) -> None:
-        self.free(list(self._seats))
 
 
 class DecodeRows:
@@ -468,33 +408,3 @@ class GpuRunner(ModelRunner):
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self.step_bytes.total,
         }
-
-
-def samplers(kind: str, device: torch.device) -> tuple[Greedy, Drawer]:
-    """What samples rows, greedily and as they ask for it, without waiting for a GPU."""
-    if kind == "cpu":
-        return greedy, draw
-    on_device = import_module("moesaic.engine.gpu_sampler")  # needs Triton
-    return on_device.greedy_rows, on_device.DeviceSampler(device).draw
-
-
-def greedy(logits_RV: Tensor) -> Tensor:
-    """[2, R]: the first of the most likely tokens of each row; and 1 where the row has none, since
-    its logits are not finite."""
-    best_R, token_R = logits_RV.max(-1)
-    return torch.stack((token_R, (~best_R.isfinite()).long()))
-
-
-def draw(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """The same, with a token for each row as it asks for one."""
-    try:
-        tokens, bad = sample(logits_RV, rows).token_ids, tuple[int, ...]()
-    except NonFiniteLogits as error:
-        bad = error.rows
-        good = [n for n in range(len(rows)) if n not in bad]
-        index = torch.tensor(good, device=logits_RV.device)
-        kept = sample(logits_RV[index], [rows[n] for n in good]).token_ids if good else []
-        known = dict(zip(good, kept, strict=True))
-        tokens = [known.get(n, 0) for n in range(len(rows))]
-    broken = [int(n in bad) for n in range(len(rows))]
-    return torch.tensor([tokens, broken], device=logits_RV.device)

@@ -16,12 +16,14 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.core import EngineCore
-from moesaic.engine.gpu_runner import GpuRunner, Seat, Seats, Way, draw, greedy
+from moesaic.engine.gpu_runner import GpuRunner
 from moesaic.engine.graphs import GraphCache, graph_sizes
 from moesaic.engine.jobs import Job
 from moesaic.engine.model_runner import NOT_FINITE, ModelRunner
 from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan
+from moesaic.engine.row_samplers import draw, greedy
 from moesaic.engine.sampler import SampleRow, sample
+from moesaic.engine.seats import Seat, Seats, Way
 from moesaic.models.tiny import FAMILIES, materialise
 
 pytestmark = pytest.mark.timeout(300)

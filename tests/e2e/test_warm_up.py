@@ -10,10 +10,12 @@ import torch
 
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_runner import GpuRunner, Way, samplers
+from moesaic.engine.gpu_runner import GpuRunner
 from moesaic.engine.gpu_sampler import _packed
 from moesaic.engine.plan import PlanItem, StepPlan
+from moesaic.engine.row_samplers import samplers
 from moesaic.engine.sampler import SampleRow
+from moesaic.engine.seats import Way
 from moesaic.engine.warm_up import DRAWN, single_tokens, step_sizes, warm_spans, warm_up
 from moesaic.kernels.attention import choose_splits
 from moesaic.kernels.triton.attention_decode import choose_config
