@@ -11,7 +11,7 @@ from msgspec import structs
 from moesaic.comm.rank_link import RankLink
 from moesaic.engine import rank as ranks
 from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import FUTURE, Begun, StepPlan, StepResult
+from moesaic.engine.plan import FUTURE, Begun, StepPlan, StepResult, Turn
 from tests.e2e.poison_rank import Poison
 
 TARGET = "tests.ahead:run"
@@ -54,7 +54,7 @@ class AheadRunner(ModelRunner):
         self.last: dict[int, int] = {}
         self.futures = 0
 
-    def begin(self, plan: StepPlan) -> Begun:
+    def begin(self, plan: StepPlan, turn: Turn | None = None) -> Begun:
         step = Late(self, plan)
         if self.mode != "wait":
             step.compute()

@@ -4,6 +4,11 @@
 samples stay on the device in `last`, by the seat of their request, so that the next step can begin
 with tokens which the host does not know yet.
 
+Ranks that exchange rows on the device all begin every step, also those without tokens, and all the
+same way: kernel by kernel if any of them prefills, else by the graph that holds the largest of
+their batches. What all of them must know comes with the step's Turn; kernels that wait for other
+ranks tell through their windows when one does not come (engine/window_watch.py).
+
 T tokens of the step · B rows of a decode step · R rows that sample · V vocabulary · H hidden ·
 S seats.
 """
@@ -11,8 +16,8 @@ S seats.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -37,12 +42,13 @@ from moesaic.engine.model_runner import (
     spans_of,
 )
 from moesaic.engine.pinned import Mark, Ring
-from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult
+from moesaic.engine.plan import ItemResult, PlanItem, StepPlan, StepResult, Turn
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.row_samplers import samplers
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.seats import Seat, Seats, Way
 from moesaic.engine.warm_up import forget_steps, warm_up
+from moesaic.engine.window_watch import WindowWatch
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
 
@@ -94,22 +100,27 @@ class DeviceStep:
 
 
 class GpuRunner(ModelRunner):
-    overlaps = True
-
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         super().__init__(args, ranks)
+        mesh = self.ranks.mesh
+        # A follower knows the tokens that its leader tells it, and no others.
+        self.overlaps = mesh.attention_tp == 1
+        self._has_peers = mesh.tp > 1
         self._prepare(args)
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
-        alone = self.ranks.mesh.world == 1
-        if self.device.type == "cuda" and alone and not args.skip_server_warmup:
+        self._windows = WindowWatch.of(self.moe, self.ranks)
+        if self.device.type == "cuda" and not args.skip_server_warmup:
             warm_up(self, args, *samplers(self.kind, self.device))
+            self._windows.check()
         super()._make_cache(args, weight_bytes)
 
     @torch.inference_mode()
     def _prepare(self, args: ServerArgs) -> None:
         device, sizes = self.device, graph_sizes(args, self.max_running)
         self._timeout, self._number = args.watchdog_timeout, 0
+        if self._has_peers:  # a kernel that waits for one gives up before, and knows for whom
+            self._timeout += self.ranks.timeout
         self._stuck = ""
         """Why the GPU will never be done: who waited for it would not come back."""
         self._seats = Seats(2 * self.max_running)
@@ -124,15 +135,16 @@ class GpuRunner(ModelRunner):
         self._logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
         self._up = Ring(device, PACKED * most, self._timeout)
         self._down = Ring(device, 2 * self.max_running, self._timeout)
-        self._attention = self._decode_attention(args, sizes)
+        self._attention = self._decode_attention(args, {1, *sizes} if self._has_peers else sizes)
         self._greedy, self._draw_rows = samplers(self.kind, device)
         self.graphs = GraphCache(sizes, self._decode, device)
         if device.type == "cuda":
             self.graphs.capture()
+            self._windows.check()
             forget_steps(self)
             self._report()
 
-    def _decode_attention(self, args: ServerArgs, sizes: Sequence[int]) -> dict[int, Any]:
+    def _decode_attention(self, args: ServerArgs, sizes: Collection[int]) -> dict[int, Any]:
         """For each bucket what `fill` tells where its rows attend, and does so."""
         if self.kind == "cpu":
             return {size: PaddedAttention(self.cache) for size in sizes}
@@ -155,10 +167,9 @@ class GpuRunner(ModelRunner):
     def step(self, plan: StepPlan) -> StepResult:
         return self.begin(plan).wait()
 
-    def begin(self, plan: StepPlan) -> DeviceStep:
-        """Steps are carried out in the order in which they begin."""
+    def begin(self, plan: StepPlan, turn: Turn | None = None) -> DeviceStep:
         try:
-            return self._begin(plan)
+            return self._begin(plan, turn or Turn(0, (plan.num_tokens,), prefill=plan.prefill))
         except Exception as error:
             self._abandon(error)
             raise
@@ -170,15 +181,19 @@ class GpuRunner(ModelRunner):
             self._abandon(error)
             raise
 
-    def restart(self, generation: int) -> None:
+    def abandon(self, reason: str) -> None:
+        self._windows.abort(reason)
         self._forget()
-        super().restart(generation)
+
+    def restart(self, generation: int) -> None:
+        with self._windows.quiet:
+            super().restart(generation)
 
     def _abandon(self, error: Exception) -> None:
         """After a step that failed: none that is under way counts."""
         if isinstance(error, TimeoutError):
             self._stuck = str(error)
-        self._forget()
+        self.abandon(f"a step failed: {error}")
         if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
             self.moe.restart()
 
@@ -193,7 +208,7 @@ class GpuRunner(ModelRunner):
                 logger.error("the GPU is lost to this process: %s", error)
 
     @torch.inference_mode()
-    def _begin(self, plan: StepPlan) -> DeviceStep:
+    def _begin(self, plan: StepPlan, turn: Turn) -> DeviceStep:
         if self._stuck:
             raise RuntimeError(f"the GPU is lost to this process: {self._stuck}")
         if self.device.type == "cuda":
@@ -205,12 +220,14 @@ class GpuRunner(ModelRunner):
             self._late.pop(key, None)
         self._settle(plan.items)
         seats = [self._seats.take(item) for item in plan.items]
-        hosted = any(seat.way is HOST for seat in seats)
+        hosted = self.samples and any(seat.way is HOST for seat in seats)
         if hosted or plan.ended:
             self.matchers.begin(plan)
-        single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
-        bucket = self.graphs.bucket(len(seats)) if single else None
-        step = self._mixed(plan, seats) if bucket is None else self._replay(plan, seats, bucket)
+        bucket = self._bucket(plan, turn)
+        if bucket is not None:
+            step = self._replay(plan, seats, bucket)
+        else:
+            step = self._mixed(plan, seats, turn) if plan.items else self._idle(plan, turn)
         if hosted:
             step.allowed = self.matchers.take()
         step.mark.record()
@@ -224,9 +241,18 @@ class GpuRunner(ModelRunner):
             if item.token_ids[0] < 0 and item.key in self._late:
                 self._late[item.key].wait()
 
+    def _bucket(self, plan: StepPlan, turn: Turn) -> int | None:
+        """Of a decode step; None: it goes kernel by kernel. With other ranks it follows from what
+        all know, so that all replay the same graph."""
+        if self._has_peers:
+            return None if turn.prefill else self.graphs.bucket(max(turn.counts))
+        single = all(len(item.token_ids) == 1 and item.score is None for item in plan.items)
+        return self.graphs.bucket(len(plan.items)) if single else None
+
     def _replay(self, plan: StepPlan, seats: list[Seat], bucket: int) -> DeviceStep:
         """A decode step: one token of every item."""
         rows, count = self._rows, len(seats)
+        assert plan.num_tokens == count, "only single tokens are decoded"
         host, mark = self._up.take(PACKED * rows.size)
         table = host.view(PACKED, rows.size).numpy()
         table[IDS, :count] = [item.token_ids[0] for item in plan.items]
@@ -239,7 +265,7 @@ class GpuRunner(ModelRunner):
         spans = [Span(n, 1, item.first + 1, item.pages) for n, item in enumerate(plan.items)]
         self._attention[bucket].fill(spans)
         self.graphs.run(bucket)
-        sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
+        sampling = self._sampling(plan)
         logits_BV, found_2B = self._logits_BV[:count], self._found_2B[:, :count]
         if len(sampling) < count:
             index = self._index(sampling)
@@ -254,39 +280,57 @@ class GpuRunner(ModelRunner):
             self._tokens(packed[IDS], packed[SEAT]),
             packed[POSITIONS],
             self._attention[size].attention,
-            Step(prefill=False, num_tokens_1=self._rows.count_1),
+            Step(prefill=False, rows=size, num_tokens_1=self._rows.count_1),
         )
         logits_BV = self.model.logits(hidden_BH)
+        if not self.samples:
+            return
         self._logits_BV[:size].copy_(logits_BV)
         found_2B = self._greedy(logits_BV)
         self._found_2B[:, :size].copy_(found_2B)
         self._last_S.index_copy_(0, packed[SEAT], found_2B[0])
 
-    def _mixed(self, plan: StepPlan, seats: list[Seat]) -> DeviceStep:
+    def _idle(self, plan: StepPlan, turn: Turn) -> DeviceStep:
+        """A step in which only other ranks have tokens: its one row is padding, as kernels cannot
+        be launched for none."""
+        buffers = self._attention[1]
+        buffers.fill([])
+        nothing_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+        step = replace(self._step(turn), num_tokens_1=nothing_1.int())
+        self.model(nothing_1, nothing_1, buffers.attention, step)
+        return self._sampled(plan, [], [], self._logits_BV[:0], self._found_2B[:, :0])
+
+    def _step(self, turn: Turn) -> Step:
+        counts = turn.counts if self.ranks.mesh.dp > 1 else ()
+        return Step(prefill=turn.prefill, counts=counts, rows=max(turn.counts))
+
+    def _sampling(self, plan: StepPlan) -> list[int]:
+        """The items that get a token here."""
+        items = plan.items if self.samples else []
+        return [n for n, item in enumerate(items) if item.sample is not None]
+
+    def _mixed(self, plan: StepPlan, seats: list[Seat], turn: Turn) -> DeviceStep:
         """Any other step, kernel by kernel."""
         items, spans = plan.items, spans_of(plan)
-        sampling = [n for n, item in enumerate(items) if item.sample is not None]
+        wanted = [n for n, item in enumerate(items) if item.sample is not None]
         lengths, total = [span.length for span in spans], plan.num_tokens
         behind = [span.start - item.first for span, item in zip(spans, items, strict=True)]
         ids_T, positions_T, seats_T, last_R, target_R = self._upload(
             np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
             np.arange(total) - np.repeat(behind, lengths),
             np.repeat([seat.number for seat in seats], lengths),
-            [spans[n].start + spans[n].length - 1 for n in sampling],
-            [seats[n].number for n in sampling],
+            [spans[n].start + spans[n].length - 1 for n in wanted],
+            [seats[n].number for n in wanted],
         )
-        hidden_TH = self.model(
-            self._tokens(ids_T, seats_T),
-            positions_T,
-            self.attention(spans),
-            Step(prefill=plan.prefill),
-        )
+        tokens_T = self._tokens(ids_T, seats_T)
+        hidden_TH = self.model(tokens_T, positions_T, self.attention(spans), self._step(turn))
         logits_RV, found_2R = self._logits_BV[:0], self._found_2B[:, :0]
-        if sampling:
+        if wanted:
             logits_RV = self.model.logits(hidden_TH[last_R])
+        if wanted and self.samples:
             found_2R = self._greedy(logits_RV)
             self._last_S.index_copy_(0, target_R, found_2R[0])
-        return self._sampled(plan, sampling, seats, logits_RV, found_2R, hidden_TH)
+        return self._sampled(plan, self._sampling(plan), seats, logits_RV, found_2R, hidden_TH)
 
     def _tokens(self, ids_T: Tensor, seats_T: Tensor) -> Tensor:
         return torch.where(ids_T < 0, self._last_S[seats_T], ids_T)
@@ -346,6 +390,7 @@ class GpuRunner(ModelRunner):
         plan = step.plan
         what = f"step {step.number} of {plan.num_tokens} tokens"
         step.mark.wait(self._timeout, what)
+        self._windows.check()
         results = [ItemResult() for _ in plan.items]
         tokens, broken = step.found.tolist()
         for item, token in zip(step.rows, tokens, strict=True):

@@ -198,14 +198,23 @@ class ModelRunner:
                 self.moe.restart()
             raise
 
-    def begin(self, plan: StepPlan) -> Begun:
-        """Steps are carried out in the order in which they begin."""
-        return Computed(self.step(plan))
+    def begin(self, plan: StepPlan, turn: Turn | None = None) -> Begun:
+        """Steps are carried out in the order in which they begin; `turn`: what all ranks know of
+        this one, where there are several."""
+        if turn is None or self.ranks.mesh.world == 1:
+            return Computed(self.step(plan))
+        return Computed(self.results(plan, turn, self.forward(plan, turn)))
+
+    def abandon(self, reason: str) -> None:
+        """Ends what is under way on a device, also where it waits for other ranks. A rank does so
+        before it tells that it is ready to begin again."""
+        logger.debug("nothing is under way: %s", reason)
 
     def restart(self, generation: int) -> None:
         """After a step that was abandoned; all ranks call it with one number, higher than any
         before."""
         self.moe.restart(generation)
+        self.ranks.restart(generation)
         for layer in self.moe_layers:
             if not layer.dispatcher.keeps_lanes:
                 layer.dispatcher.restart(generation)

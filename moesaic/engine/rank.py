@@ -3,9 +3,9 @@
 In the first stage the leader of each attention group plans. All ranks of the stage then settle in
 one small all-gather what everybody must know of the step, its followers get the leader's plan, and
 all compute, with nothing to do for those that have no tokens. In a pipeline the order goes on to
-the next stage with the hidden states, and up to as many steps as there are stages are under way. A
-rank alone, whose runner overlaps steps, begins one before it takes in the results of the last.
-Every decision of the loop follows from what was gathered, so all ranks take the same one.
+the next stage with the hidden states, and up to as many steps as there are stages are under way.
+Ranks whose runners overlap steps begin one before they take in the results of the last. Every
+decision of the loop follows from what was gathered, so all ranks take the same one.
 
 A rank that raises in a step tells the supervisor, which calls all ranks of the replica back: each
 abandons its step, forgets what is in flight, and when all have, they begin again in the next
@@ -41,7 +41,6 @@ from moesaic.engine.observer import Observer
 from moesaic.engine.pace import Pace
 from moesaic.engine.plan import (
     Begun,
-    Computed,
     Order,
     StepPlan,
     Turn,
@@ -200,9 +199,8 @@ class Rank:
         """Steps that may be under way at once."""
         if self._is_trial:
             return 1
-        if self.leader is None or self.mesh.world > 1:
-            return self.mesh.pp
-        return self.leader.core.depth
+        overlaps = self.runner.overlaps and not self.args.disable_overlap_schedule
+        return 2 if overlaps else self.mesh.pp
 
     def _count_step(self, plan: StepPlan, start: int) -> None:
         self.observer.steps += 1
@@ -244,6 +242,7 @@ class Rank:
         self.link.seat.generation = generation
         while self._recall is None or self._recall.generation != generation:
             self._heed(self._wait_for_word())
+        self.runner.abandon(f"step {self.number} is abandoned")
         suspects = 0 if self.leader is None else self._retreat(self.leader, self._recall)
         self.link.send(messages.Abandoned(self.link.rank, generation, self.number, suspects))
         resume = self._wait_for_word()
@@ -254,8 +253,6 @@ class Rank:
         self._under_way.clear()
         self._local.clear()
         self._sender, self._receiver = PlanSender(), PlanReceiver()
-        self.ranks.stage.restart(generation)
-        self.ranks.attention.restart(generation)
         if self.pipe is not None:
             self.pipe.restart(generation)
         self.runner.restart(generation)
@@ -317,14 +314,10 @@ class Rank:
         return told.numpy().tobytes()
 
     def _compute(self, turn: Turn, plan: StepPlan, wire: bytes) -> None:
-        if self.mesh.world == 1:
-            self._local.append(self.runner.begin(plan))
-            return
-        hidden_TH = self.runner.forward(plan, turn)
         if self.pipe is None:
-            self._local.append(Computed(self.runner.results(plan, turn, hidden_TH)))
+            self._local.append(self.runner.begin(plan, turn))
         else:
-            self.pipe.send(encode(Order(turn, wire)), hidden_TH)
+            self.pipe.send(encode(Order(turn, wire)), self.runner.forward(plan, turn))
 
     def _finish_oldest(self) -> None:
         """Takes in the results of the step that has been under way for longest."""

@@ -25,6 +25,9 @@ class RankContext:
     attention: Collective = field(default_factory=Alone)
     seat: Seat | None = None
     timeout: float = 60.0
+    on_device: Collective | None = None
+    """By which layers put their parts together, where these lie on a GPU; `attention` and `stage`
+    are for what the host knows."""
 
     @property
     def is_first(self) -> bool:
@@ -50,9 +53,10 @@ class RankContext:
                 f"--pp-size {self.mesh.pp} is more than the model's {num_layers} layers: give at "
                 f"most {num_layers}"
             )
+        dense = self.on_device
         return Parallel(
-            attention=self.attention,
-            stage=self.stage,
+            attention=self.attention if dense is None else dense,
+            stage=self.stage if dense is None else dense,
             dp=self.mesh.dp,
             dense_tp=self.mesh.dense_tp,
             vocab_tp=self.mesh.vocab_tp,
@@ -61,6 +65,13 @@ class RankContext:
             is_last=self.is_last,
             deterministic=deterministic,
         )
+
+    def restart(self, generation: int) -> None:
+        """After a step that was abandoned; all ranks do so with one number, higher than any
+        before."""
+        for collective in (self.stage, self.attention, self.on_device):
+            if collective is not None:
+                collective.restart(generation)
 
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""

@@ -2,7 +2,8 @@
 
 Kernels differ by the power of two that the tokens of a step reach, and by whether these are odd;
 those of logits by the rows that sample; attention of single tokens by their number and the length
-of their context. What decodes alone is run when its graphs are captured.
+of their context. What decodes alone is run when its graphs are captured. Several ranks run the same
+steps in the same order, as their kernels wait for each other.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ def warm_up(
                 f"a step of {size} tokens does not fit beside the weights: lower "
                 "--chunked-prefill-size or --max-running-requests, or end what else runs there"
             ) from error
-        greedy(logits_RV)
-        draw(logits_RV[:1], [DRAWN])
+        if len(logits_RV):  # one rank of a group samples
+            greedy(logits_RV)
+            draw(logits_RV[:1], [DRAWN])
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     forget_steps(runner)
@@ -100,12 +102,12 @@ def warm_up(
 
 
 def _logits(runner: ModelRunner, spans: Sequence[Span], size: int) -> Tensor:
-    number_T = torch.arange(size, device=runner.device)
+    number_T, groups = torch.arange(size, device=runner.device), runner.ranks.mesh.dp
     hidden_TH = runner.model(
         number_T % runner.vocab_size,
         number_T % runner.context_length,
         runner.attention(spans),
-        Step(prefill=True),
+        Step(prefill=True, counts=(size,) * groups if groups > 1 else (), rows=size),
     )
     return runner.model.logits(hidden_TH[: runner.max_running])
 
