@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import zmq
 
+from moesaic.comm.mps import start_mps
 from moesaic.comm.supervise.address import check_meeting
 from moesaic.comm.supervise.spec import ServiceSpec, Timeouts, pack
 from moesaic.comm.supervise.watch import process_state
@@ -57,7 +58,10 @@ class Service:
         """Since when the supervisor has been seen stopped."""
         self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._process = _spawn(spec, environment or {})
+        self._mps = start_mps() if spec.shares_gpus else None
+        """Before any rank opens CUDA; it ends after the last."""
+        shared = {} if self._mps is None else self._mps.environment
+        self._process = _spawn(spec, {**(environment or {}), **shared})
         self.folder: Path | None = None
         """Where the supervisor has its sockets; gone when the service has ended."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -146,6 +150,8 @@ class Service:
         self._fault = self._fault or Fault("the service was stopped")
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+        if self._mps is not None:
+            self._mps.stop()
 
     def _await_exit(self, seconds: float) -> None:
         """Ranks end with the supervisor, however it ends."""

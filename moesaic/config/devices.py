@@ -1,4 +1,4 @@
-"""Which device a command line means, found out without torch.
+"""Which device a command line means, and which GPU each rank, found out without torch.
 
 Asking torch would start CUDA in this process, and ranks are forked from processes like it.
 """
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.gpus import share_gpus
 
 VARIABLE = "MOESAIC_DEVICE"
 KINDS = ("auto", "cpu", "cuda")
@@ -38,18 +39,67 @@ def _chosen(args: ServerArgs) -> tuple[str, str]:
         raise ValueError(f"{VARIABLE} is {told!r}: give {', '.join(KINDS)}")
     if told != "auto":
         return told, f"{VARIABLE} says so"
-    missing = cuda_missing() or beyond_cuda(args)
-    return ("cpu", missing) if missing else ("cuda", "there is a GPU")
+    missing = cuda_missing() or beyond_cuda(args) or _too_few(args)
+    if missing:
+        return "cpu", missing
+    return "cuda", "there is a GPU" if num_ranks(args) == 1 else "there is a GPU for each rank"
+
+
+def num_ranks(args: ServerArgs) -> int:
+    return args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+
+
+def _too_few(args: ServerArgs) -> str:
+    """Ranks share a GPU only if that is asked for: a server would not be fast so."""
+    ranks, gpus = num_ranks(args), num_gpus() - args.base_gpu_id
+    if ranks == 1 or ranks <= gpus:
+        return ""
+    return f"{ranks} ranks would have to share {gpus} GPU{'s'[: gpus != 1]}: --device cuda does so"
 
 
 def beyond_cuda(args: ServerArgs) -> str:
     """Which flags ask for what is not built on CUDA; empty: none."""
-    ranks = args.tp_size * args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
-    if ranks > 1:
-        return f"{ranks} ranks (--tp-size, --pp-size, --dp-size) are not built for CUDA yet"
+    tp, dp = args.tp_size, args.dp_size if args.enable_dp_attention else 1
+    if args.pp_size > 1:
+        return f"--pp-size {args.pp_size}: pipeline stages are built for cpu only"
+    if args.nnodes > 1:
+        return f"--nnodes {args.nnodes}: several nodes are built for cpu only"
+    if dp not in (1, tp):
+        return (
+            f"--dp-size {dp} of --tp-size {tp} with --enable-dp-attention cuts the attention of a "
+            f"group over {tp // dp} ranks, which is built for cpu only (--dp-size {tp} is for both)"
+        )
+    if dp > 1 and args.moe_dense_tp_size not in (None, 1):
+        return (
+            f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention cuts dense "
+            "layers over attention groups, which is built for cpu only (1 is for both)"
+        )
+    copies = num_ranks(args) // (tp * args.pp_size)
+    if copies > 1 and num_ranks(args) > num_gpus() - args.base_gpu_id:
+        return (
+            f"--dp-size {copies} means {copies} copies of the model, and these cannot share a GPU, "
+            "as nobody settles how much of its memory each takes"
+        )
+    if tp > 1 and dp == 1 and args.moe_a2a_backend != "none":
+        return (
+            f"--moe-a2a-backend {args.moe_a2a_backend} without --enable-dp-attention is built for "
+            f"cpu only (give --enable-dp-attention --dp-size {tp}, or --moe-a2a-backend none)"
+        )
     if args.enable_deterministic_inference:
-        return "--enable-deterministic-inference is built for --device cpu only"
+        return "--enable-deterministic-inference is built for cpu only"
     return ""
+
+
+def gpus_of(args: ServerArgs) -> tuple[int, ...]:
+    """The GPU of each rank of this node."""
+    first, gpus = args.base_gpu_id, num_gpus()
+    if first >= gpus:
+        raise ValueError(
+            f"--base-gpu-id {first}: there are {gpus} GPUs; give less than that, as they are "
+            "numbered from 0"
+        )
+    ranks = num_ranks(args) // args.nnodes
+    return tuple(first + number for number in share_gpus(ranks, gpus - first))
 
 
 def cuda_missing() -> str:
@@ -72,6 +122,15 @@ def _torch_cuda() -> str | None:
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return None if found is None else found[1]
+
+
+def num_gpus() -> int:
+    """Those that this process may use."""
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        return _num_gpus()
+    # CUDA takes them in order, up to the first that it does not know.
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
 @cache

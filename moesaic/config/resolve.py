@@ -86,6 +86,10 @@ def _told(args: ServerArgs) -> Iterator[Filled]:
             yield Filled("enable_dp_lm_head", False, why)
     if args.device == "auto" and VARIABLE not in os.environ:
         yield Filled("device", device_of(args), why_device(args))
+    if device_of(args) == "cuda" and args.enable_dp_attention and args.dp_size > 1:
+        why = "on CUDA each attention group computes dense layers and logits by itself"
+        yield Filled("moe_dense_tp_size", 1, why)
+        yield Filled("enable_dp_lm_head", True, why)
     if device_of(args) == "cpu":
         for field in ("cuda_graph_bs", "cuda_graph_max_bs"):
             if getattr(args, field) is not None:

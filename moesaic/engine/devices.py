@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moesaic.config import ServerArgs
+from moesaic.config.devices import num_ranks
+from moesaic.config.gpus import share_gpus
 from moesaic.engine.memory import GIB
 from moesaic.engine.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
@@ -36,8 +38,8 @@ LOGIT_BYTES = 2 + 4 + 8
 CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-def compute_device(args: ServerArgs) -> torch.device:
-    """Of resolved arguments; this process uses no other GPU."""
+def compute_device(args: ServerArgs, rank: int = 0) -> torch.device:
+    """Of resolved arguments; a rank's process uses no other GPU."""
     if args.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -45,15 +47,23 @@ def compute_device(args: ServerArgs) -> torch.device:
             f"--device cuda cannot work here: torch {torch.__version__} finds no GPU that it can "
             "use (too old a driver?); give --device cpu"
         )
-    number = args.base_gpu_id
-    if number >= torch.cuda.device_count():
+    first, count = args.base_gpu_id, torch.cuda.device_count()
+    if first >= count:
         raise ValueError(
-            f"--base-gpu-id {number}: torch sees {torch.cuda.device_count()} GPUs; give less than "
-            "that, as they are numbered from 0"
+            f"--base-gpu-id {first}: torch sees {count} GPUs; give less than that, as they are "
+            "numbered from 0"
         )
-    device = torch.device("cuda", number)
+    device = torch.device("cuda", first + share_gpus(num_ranks(args), count - first)[rank])
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_sharers(args: ServerArgs, rank: int = 0) -> int:
+    """How many ranks compute on the GPU of this one."""
+    if args.device != "cuda" or num_ranks(args) == 1:
+        return 1
+    devices = share_gpus(num_ranks(args), torch.cuda.device_count() - args.base_gpu_id)
+    return devices.count(devices[rank])
 
 
 def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:
@@ -63,11 +73,12 @@ def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes of a GPU: all, those that are free, and those that this process holds. The others may
-    be those of other processes."""
+    be those of other processes. Of `sharers` ranks on a GPU each has its part of it."""
 
     total: int
     free: int
     held: int
+    sharers: int = 1
 
     @classmethod
     def of(cls, device: torch.device) -> Room:
@@ -84,11 +95,16 @@ class Room:
 
     def after(self, nbytes: int) -> Room:
         """Once that much is taken."""
-        return Room(self.total, self.free - nbytes, self.held + nbytes)
+        return replace(self, free=self.free - nbytes, held=self.held + nbytes)
+
+    def part(self, sharers: int) -> Room:
+        """Of one of so many ranks that have taken alike, or nothing yet."""
+        return Room(self.total // sharers, self.free // sharers, self.held, sharers)
 
     def __str__(self) -> str:
+        whose = "the GPU" if self.sharers == 1 else f"a rank's part of the GPU (1/{self.sharers})"
         return (
-            f"the GPU has {self.total / GIB:.1f} GiB, of which {self.held / GIB:.1f} GiB are held "
+            f"{whose} has {self.total / GIB:.1f} GiB, of which {self.held / GIB:.1f} GiB are held "
             f"here, {self.others / GIB:.1f} GiB by others and {self.free / GIB:.1f} GiB are free"
         )
 

@@ -21,6 +21,7 @@ from moesaic.engine.devices import (
     check_weights_fit,
     device_cache_tokens,
     gpu_room,
+    gpu_sharers,
 )
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
@@ -98,6 +99,8 @@ class Layout:
     moe: MoeContext
     ranks: tuple[RankShare, ...]
     wanted: int
+    sharers: int = 1
+    """Ranks on the GPU with most of them."""
 
     def of_node(self, node: int) -> Sequence[RankShare]:
         return [share for share in self.ranks if share.node == node]
@@ -108,7 +111,8 @@ class Layout:
     def check_memory(self) -> None:
         """ValueError where a machine like this one cannot hold the ranks of a node."""
         if self.moe.choice.device == "cuda":
-            check_weights_fit("the model", self.ranks[0].fixed_bytes, gpu_room())
+            most = max(share.fixed_bytes for share in self.ranks)
+            check_weights_fit("the model", most, gpu_room().part(self.sharers))
             return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
@@ -127,7 +131,7 @@ class Layout:
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
         sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
         if self.moe.choice.device == "cuda":
-            room = gpu_room().after(share.fixed_bytes)
+            room = gpu_room().part(self.sharers).after(share.fixed_bytes)
             return device_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
             fixed = share.fixed_bytes
@@ -161,6 +165,7 @@ def lay_out(args: ServerArgs) -> Layout:
         moe=subject.moe,
         ranks=tuple(_moved(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)),
         wanted=max_running(args, mesh) * context_length(args, raw),
+        sharers=gpu_sharers(args),
     )
 
 

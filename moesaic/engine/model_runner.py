@@ -30,6 +30,7 @@ from moesaic.engine.devices import (
     check_weights_fit,
     compute_device,
     device_cache_tokens,
+    gpu_sharers,
 )
 from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
@@ -74,7 +75,9 @@ class ModelRunner:
     def __init__(self, args: ServerArgs, ranks: RankContext | None = None) -> None:
         keep_freed_memory()
         self.ranks = ranks = ranks or RankContext()
-        self.device, self.kind = compute_device(args), kind_of(args)
+        number = ranks.place.rank
+        self.device, self.kind = compute_device(args, number), kind_of(args)
+        self.sharers = gpu_sharers(args, number) if self.device.type == "cuda" else 1
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = max_running(args, ranks.mesh)
@@ -143,7 +146,7 @@ class ModelRunner:
         wanted, spec = self.max_running * self.context_length, self.model.cache
         self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
         if self.device.type == "cuda":
-            room = Room.of(self.device)
+            room = Room.of(self.device).part(self.sharers)
             logger.info("memory: %s", room)
             tokens = device_cache_tokens(args, spec, dtype.itemsize, wanted, room, self.step_bytes)
         else:
@@ -156,7 +159,9 @@ class ModelRunner:
         """On CPU memory is only taken when weights are written: without this the kernel kills the
         process."""
         if self.device.type == "cuda":
-            check_weights_fit(str(folder), weight_bytes, Room.of(self.device))
+            room = Room.of(self.device).part(self.sharers)
+            self.ranks.least(0, "look at what is free")  # before any of them takes some of it
+            check_weights_fit(str(folder), weight_bytes, room)
             return
         ranks = self.ranks.mesh.ranks_per_node
         if weight_bytes * ranks > total_memory():

@@ -16,6 +16,8 @@ from moesaic.comm.arrange import mesh_of
 from moesaic.comm.launch import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
+from moesaic.config.devices import gpus_of
+from moesaic.config.gpus import describe_shares, is_shared
 from moesaic.core.messages import (
     Abort,
     Ask,
@@ -223,6 +225,8 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told) or "one of everything")
+    if args.device == "cuda":
+        logger.info("%s", describe_shares(gpus_of(args)))
     core = RemoteCore(args, Service.start(service_spec(args, mesh)))
     log_ranks(core.rank_facts, mesh)
     return core
@@ -248,6 +252,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         threads=args.num_threads or max(1, len(os.sched_getaffinity(0)) // mesh.ranks_per_node),
         preload=("moesaic.engine.rank",),
         log_level=args.log_level,
+        shares_gpus=args.device == "cuda" and is_shared(gpus_of(args)),
     )
 
 

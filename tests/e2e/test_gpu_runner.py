@@ -334,7 +334,9 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
     cpu = arguments(family)
     plain = ModelRunner(cpu)
     expected, served = plainly(plain, 6), serve(plain, cpu, seed=8)
-    monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(
+        "moesaic.engine.model_runner.compute_device", lambda *_: torch.device("cpu")
+    )
     args = replace(cpu, device="cuda")
     runner = GpuRunner(args)
     assert runner.moe.choice.device == "cuda"

@@ -46,7 +46,9 @@ def arguments(dtype: str) -> ServerArgs:
 
 
 def on_cpu_tensors(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
-    monkeypatch.setattr("moesaic.engine.model_runner.compute_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(
+        "moesaic.engine.model_runner.compute_device", lambda *_: torch.device("cpu")
+    )
     return GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
 
 
