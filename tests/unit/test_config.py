@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -643,8 +644,80 @@ def test_the_variable_is_named_where_it_chose_cuda(
     with pytest.raises(ValueError, match=r"^--device cuda cannot work here"):
         resolve(make(device="cuda"))
     monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
-    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot do this: 2 ranks"):
-        resolve(make(tp_size=2))
+    with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot do this: --pp-size 2: "):
+        resolve(make(pp_size=2))
+
+
+GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"pp_size": 2}, "--pp-size 2: pipeline stages are built for cpu only"),
+        (
+            {"tp_size": 2, "nnodes": 2, "dist_init_addr": "h:1"},
+            "--nnodes 2: several nodes are built for cpu only",
+        ),
+        (
+            {**GROUPS, "dp_size": 2},
+            "--dp-size 2 of --tp-size 4 with --enable-dp-attention cuts the attention of a group "
+            "over 2 ranks, which is built for cpu only (--dp-size 4 is for both)",
+        ),
+        (
+            {**GROUPS, "moe_dense_tp_size": 4},
+            "--moe-dense-tp-size 4 with --enable-dp-attention cuts dense layers over attention "
+            "groups, which is built for cpu only (1 is for both)",
+        ),
+        (
+            {"tp_size": 2, "moe_a2a_backend": "deepep"},
+            "--moe-a2a-backend deepep without --enable-dp-attention is built for cpu only (give "
+            "--enable-dp-attention --dp-size 2, or --moe-a2a-backend none)",
+        ),
+        (
+            {"dp_size": 2},
+            "--dp-size 2 means 2 copies of the model, and these cannot share a GPU, as nobody "
+            "settles how much of its memory each takes",
+        ),
+    ],
+)
+def test_ranks_that_cuda_cannot_do(
+    given: dict[str, Any], complaint: str, gpus: Callable[[str | None, int], None]
+):
+    gpus("13.0", 1)
+    with pytest.raises(ValueError) as caught:
+        resolve(make(device="cuda", **given))
+    assert str(caught.value) == (
+        f"--device cuda cannot do this: {complaint}; leave it out or give --device cpu"
+    )
+
+
+def test_ranks_share_a_gpu_only_if_asked_to(
+    gpus: Callable[[str | None, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    gpus("13.0", 2)
+    with caplog.at_level(logging.INFO):
+        assert resolve(make(**GROUPS)).device == "cpu"
+    assert "4 ranks would have to share 2 GPUs: --device cuda does so" in caplog.text
+    shared = resolve(make(device="cuda", **GROUPS))
+    assert devices.gpus_of(shared) == (0, 0, 1, 1)
+    # Each group has all of what is not an expert.
+    assert (shared.moe_dense_tp_size, shared.enable_dp_lm_head) == (1, True)
+    assert resolve(shared) == shared
+    gpus("13.0", 5)
+    with caplog.at_level(logging.INFO):
+        each = resolve(make(**GROUPS, base_gpu_id=1))
+    assert (each.device, devices.gpus_of(each)) == ("cuda", (1, 2, 3, 4))
+    assert "--device is cuda: there is a GPU for each rank" in caplog.text
+    assert resolve(make(**GROUPS, base_gpu_id=2)).device == "cpu"
+    tensors = resolve(make(tp_size=2))
+    assert (tensors.device, tensors.moe_dense_tp_size) == ("cuda", None)
+    monkeypatch.setenv(devices.VISIBLE, "3,1")
+    assert devices.num_gpus() == 2
+    with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs"):
+        devices.gpus_of(make(base_gpu_id=2))
 
 
 def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None]):
@@ -652,14 +725,12 @@ def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None])
     with pytest.raises(ValueError, match="--device cuda cannot work here: there is no NVIDIA GPU"):
         resolve(make(device="cuda"))
     gpus("13.0", 1)
-    with pytest.raises(ValueError, match=r"4 ranks \(--tp-size, .* are not built for CUDA yet"):
-        resolve(make(device="cuda", tp_size=2, dp_size=2))
     with pytest.raises(ValueError, match="torch_native works on cpu, not on cuda: give triton"):
         resolve(make(attention_backend="torch_native"))
-    with pytest.raises(ValueError, match="is built for --device cpu only"):
+    with pytest.raises(ValueError, match="inference is built for cpu only"):
         resolve(make(device="cuda", enable_deterministic_inference=True))
     # Left open, it is where that can be done.
-    assert resolve(make(tp_size=4)).device == "cpu"
+    assert resolve(make(pp_size=2)).device == "cpu"
     assert resolve(make(enable_deterministic_inference=True)).device == "cpu"
     args = resolve(make(kv_cache_dtype="fp8_e4m3", cuda_graph_max_bs=64))
     assert (args.attention_backend, args.sampling_backend) == ("triton", "triton")

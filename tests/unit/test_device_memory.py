@@ -19,6 +19,7 @@ from moesaic.engine.devices import (
     compute_device,
     default_share,
     device_cache_tokens,
+    gpu_sharers,
 )
 from moesaic.engine.layout import chunk_tokens, max_running
 from moesaic.engine.memory import GIB
@@ -79,6 +80,33 @@ def test_what_does_not_fit_is_refused_with_numbers():
         check_weights_fit("m", 83 * GIB, H200)
     check_weights_fit("m", 82 * GIB, H200)
     assert H200.after(2 * GIB) == Room(140 * GIB, 80 * GIB, 59 * GIB)
+
+
+def test_ranks_on_one_gpu_have_equal_parts():
+    """4 ranks that have loaded 10 GiB each; CUDA has 4 GiB more."""
+    room = Room(total=140 * GIB, free=96 * GIB, held=10 * GIB).part(4)
+    assert (room.total, room.free, room.held, room.others) == (
+        35 * GIB,
+        24 * GIB,
+        10 * GIB,
+        GIB,
+    )
+    args = ServerArgs(mem_fraction_static=0.8)
+    assert tokens(args, room) == (28 - 10) * GIB // PER_TOKEN // 16 * 16
+    assert tokens(replace(args, mem_fraction_static=0.99), room) == 22 * GIB // PER_TOKEN // 16 * 16
+    assert str(room.after(GIB)).startswith("a rank's part of the GPU (1/4) has 35.0 GiB, of which")
+
+
+def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    args = ServerArgs(device="cuda", base_gpu_id=1, tp_size=5)
+    assert [compute_device(args, rank).index for rank in range(5)] == [1, 1, 1, 2, 2]
+    assert chosen[3] == torch.device("cuda", 2)
+    assert [gpu_sharers(args, rank) for rank in range(5)] == [3, 3, 3, 2, 2]
+    assert gpu_sharers(replace(args, device="cpu"), 1) == 1
 
 
 @pytest.mark.parametrize(

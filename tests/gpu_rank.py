@@ -1,0 +1,51 @@
+"""Ranks that compute as on a GPU, on CPU tensors."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from moesaic.comm.rank_link import RankLink
+from moesaic.engine import model_runner
+from moesaic.engine import rank as ranks
+from moesaic.engine.gpu_runner import DeviceStep, GpuRunner
+from moesaic.engine.plan import StepPlan, Turn
+from tests.e2e.poison_rank import Poison
+
+STEPS: Final = "tests.gpu_rank:run_steps"
+TWINS: Final = "tests.gpu_rank:run_twins"
+
+
+def run_steps(link: RankLink) -> None:
+    """Steps as on a GPU; experts, attention and dispatchers of a CPU."""
+    ranks.make_runner = GpuRunner  # type: ignore[assignment]
+    _serve(link)
+
+
+def run_twins(link: RankLink) -> None:
+    """All that a GPU runs but its kernels, whose twins compute here."""
+    model_runner.compute_device = lambda *_: torch.device("cpu")
+    link.config = {**link.config, "device": "cuda"}
+    _serve(link)
+
+
+class StepPoison(Poison):
+    """In prompts only: of others the host may not know the tokens."""
+
+    def __init__(self, runner: GpuRunner) -> None:
+        super().__init__(runner)
+        self._begin = runner._begin
+        runner._begin = self.begin  # type: ignore[method-assign]
+
+    def begin(self, plan: StepPlan, turn: Turn) -> DeviceStep:
+        prompts = [item.token_ids for item in plan.items if len(item.token_ids) > 1]
+        self.tokens = {token for prompt in prompts for token in prompt}
+        return self._begin(plan, turn)
+
+
+def _serve(link: RankLink) -> None:
+    rank = ranks.Rank(link)
+    assert isinstance(rank.runner, GpuRunner)
+    StepPoison(rank.runner)
+    rank.serve()
