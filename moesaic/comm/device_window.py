@@ -168,6 +168,21 @@ class HostWindow(DeviceWindow):
         return [cls(rank, regions, specs, timeout, channels) for rank in range(size)]
 
 
+def create_window(
+    group: Peers,
+    specs: Sequence[PlaneSpec],
+    timeout: float,
+    channels: int,
+    device: torch.device,
+) -> DeviceWindow:
+    """Of the kind that kernels on this device can use; called by all ranks with the same planes."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"no window for {device.type}: ranks there cannot reach each other's memory"
+        )
+    return HostWindow.create(group, specs, timeout, channels)
+
+
 def new_state(channels: int, size: int, timeout: float) -> Tensor:
     state = torch.zeros(State.CHANNELS + 2 * channels, dtype=torch.int64)
     state[State.TIMEOUT_NS] = int(timeout * 1e9)
