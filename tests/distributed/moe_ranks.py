@@ -158,7 +158,9 @@ def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
     block = EXPERTS // ep
     others = range(EXPERTS - block) if ep > 1 else range(EXPERTS - 1)
     cases = [
-        Case(f"uneven {turn[:tp]}", turn[:tp], step(i % 2 == 0, i % 2, turn[:tp]), masked=i % 2 == 1)
+        Case(
+            f"uneven {turn[:tp]}", turn[:tp], step(i % 2 == 0, i % 2, turn[:tp]), masked=i % 2 == 1
+        )
         for i, turn in enumerate(chosen)
     ]
     cases += [

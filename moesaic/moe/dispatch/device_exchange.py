@@ -18,7 +18,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_window import create_window, layout
+from moesaic.comm.device_window import create, window_bytes
 from moesaic.comm.window import PlaneSpec
 from moesaic.kernels.a2a import Call, Inbox
 from moesaic.moe.dispatch.base import CommContext
@@ -63,8 +63,8 @@ class DeviceExchangeSpec:
         yield PlaneSpec(f"results {lane}", (self.result_rows, self.hidden_size), self.dtype)
 
     def nbytes(self, size: int) -> int:
-        """Of one rank, however many there are: `rows` are those of all."""
-        return layout(self.planes(), self.channels)[1]
+        """Of one rank of so many, on a GPU."""
+        return window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
 
 
 class DeviceExchange(InFlight):
@@ -75,7 +75,7 @@ class DeviceExchange(InFlight):
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         device = torch.get_default_device()
-        self.window = create_window(comm.group, spec.planes(), comm.timeout, spec.channels, device)
+        self.window = create(comm.group, spec.planes(), comm.timeout, spec.channels, device)
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
         self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """Who takes part, where kernels are."""
