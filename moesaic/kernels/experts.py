@@ -59,6 +59,12 @@ class Groups:
     `down` does, and fills the lists for others."""
     load_E: Tensor | None = None
     """With `ids_K`: what `gate_up` is to add the counts to."""
+    expected: int = 0
+    """How many places are likely to be taken, where that is less than all: for plans."""
+
+    @property
+    def planned_places(self) -> int:
+        return self.expected or self.num_places
 
 
 @dataclass(frozen=True, slots=True)

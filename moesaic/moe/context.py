@@ -11,7 +11,8 @@ import torch
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.exchange import Lanes
+from moesaic.moe.dispatch.device_exchange import DeviceExchange
+from moesaic.moe.dispatch.exchange import LANES, InFlight
 from moesaic.moe.outline import OutlineDispatcher, OutlineGroup
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -42,7 +43,8 @@ class BufferReport:
 class MoeContext:
     """`choice` has nothing left open, for `reasons`. `max_tokens`: the most of a rank in a step,
     `max_decode_tokens`: in a step in which nobody prefills. `copies`: of each block of experts on
-    ranks next to each other, which would else have cut it."""
+    ranks next to each other, which would else have cut it. `lanes`: micro-batches that may be under
+    way at once."""
 
     choice: Problem
     reasons: tuple[str, ...]
@@ -55,6 +57,7 @@ class MoeContext:
     copies: int = 1
     deterministic: bool = False
     replicated: bool = False
+    lanes: int = LANES
     workspace: Workspace = field(default_factory=Workspace)
 
     @classmethod
@@ -117,6 +120,7 @@ class MoeContext:
             deterministic=self.deterministic,
             replicated=self.replicated,
             mode=self.choice.mode,
+            lanes=self.lanes,
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
@@ -131,17 +135,24 @@ class MoeContext:
         of them call it with one number, higher than any before; alone the next one will do."""
         assert generation is not None or self.comm.group.size == 1
         for lanes in self.comm.buffers.values():
-            if isinstance(lanes, Lanes):
+            if isinstance(lanes, InFlight):
                 lanes.restart(lanes.generation + 1 if generation is None else generation)
+
+    def check(self) -> None:
+        """Raises what kernels that wait for other ranks have come upon: they themselves go on. For
+        when their results are there; asks nothing of the device."""
+        for exchange in self.comm.buffers.values():
+            if isinstance(exchange, DeviceExchange):
+                exchange.check()
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
         """What dispatchers of these layers would take, before any of it is taken."""
-        backend = A2A_REGISTRY[self.choice.a2a]
+        buffers = A2A_REGISTRY[self.choice.a2a].buffers_for(self.choice.device)
         size = self.comm.group.size
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:
-            found = backend.buffers(config)
+            found = buffers(config)
             specs |= {spec: spec.nbytes(size) for spec in found}
             layers[config.layer] = LayerBuffers(
                 config.payload.name,

@@ -68,13 +68,19 @@ def dispatch_format(cls: Output) -> Output:
 @dataclass(frozen=True)
 class StandardDispatchOutput(DispatchOutput):
     """Rows with the local slots they go to; the runner applies the weights. Results may be written
-    to the front of `y_OH`, if it is there, where the ranks that wait for them can read."""
+    to the front of `y_OH`, if it is there, where the ranks that wait for them can read.
+
+    With `y_NH` the runner leaves the results of all pairs (N = R * K) there, unweighted: whoever
+    waits for them applies the weights, which then need not be here."""
 
     format = "standard"
     x: Payload  # [R, H]
     ids_RK: Tensor
-    weights_RK: Tensor
+    weights_RK: Tensor | None
     y_OH: Tensor | None = field(default=None, kw_only=True)
+    y_NH: Tensor | None = field(default=None, kw_only=True)
+    one_in: int = field(default=1, kw_only=True)
+    """About one in so many pairs is of a slot here: what the runner may plan for."""
     unsummed: bool = field(default=False, kw_only=True)
     """Whether results may be left as weighted rows of all pairs."""
 
@@ -87,13 +93,13 @@ class StandardDispatchOutput(DispatchOutput):
 @dataclass(frozen=True)
 class NormalDispatchOutput(StandardDispatchOutput):
     """Each token once per rank, in the order of ranks and tokens, and how many rows each local slot
-    gets; post-permute applies the weights."""
+    gets, unless only the device knows; post-permute applies the weights."""
 
     format = "deepep_normal"
-    rows_e: list[int]
+    rows_e: list[int] | None = None
 
     def slot_rows(self, slots: int) -> Sequence[int]:
-        return self.rows_e
+        return super().slot_rows(slots) if self.rows_e is None else self.rows_e
 
 
 @dispatch_format

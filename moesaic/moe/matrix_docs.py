@@ -145,14 +145,24 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _devices(backend: A2aBackend | RunnerBackend, alone_on: Sequence[str] = ()) -> str:
+def _devices(backend: A2aBackend | RunnerBackend) -> str:
     """Where it runs, and by whose provider if not by ours."""
     told = []
     for device, make in backend.providers.items():
         name = provider_name(make)
-        notes = ["one rank"] * (device in alone_on) + [name] * (name != "native")
-        told.append(f"{device} ({', '.join(notes)})" if notes else device)
+        told.append(device if name == "native" else f"{device} ({name})")
     return ", ".join(told)
+
+
+def _format_of(backend: A2aBackend, mode: str) -> str:
+    """And what it is on devices that differ."""
+    format = backend.formats[mode]
+    others = (
+        f"{device}: `{formats[mode]}`"
+        for device, formats in backend.formats_on.items()
+        if formats[mode] != format
+    )
+    return "; ".join((f"`{format}`", *others))
 
 
 def _a2a_table() -> Iterator[str]:
@@ -164,11 +174,11 @@ def _a2a_table() -> Iterator[str]:
             yield (
                 f"`{backend.name}`",
                 mode,
-                f"`{format}`",
+                _format_of(backend, mode),
                 _names(backend.payloads),
                 ", ".join(backend.phases),
                 WEIGHTS_APPLIED_BY[format],
-                _devices(backend, backend.alone_on),
+                _devices(backend),
                 backend.summary,
             )
 

@@ -33,7 +33,8 @@ class A2aBackend:
     """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
     `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
     DispatchConfig will make, or share with others that ask for the same. `rounds`: whether normal
-    mode sends long sequences in rounds. `alone_on`: devices on which it serves one rank only."""
+    mode sends long sequences in rounds. `formats_on`, `buffers_on`: those of devices that differ.
+    `local_on`: devices on which a single rank sends nothing and needs no buffers."""
 
     name: str
     summary: str
@@ -43,7 +44,15 @@ class A2aBackend:
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
     rounds: bool = False
-    alone_on: tuple[str, ...] = ()
+    formats_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    buffers_on: Mapping[str, Callable[[Any], Sequence[BufferSpec]]] = field(default_factory=dict)
+    local_on: tuple[str, ...] = ()
+
+    def formats_for(self, device: str) -> Mapping[str, str]:
+        return self.formats_on.get(device, self.formats)
+
+    def buffers_for(self, device: str) -> Callable[[Any], Sequence[BufferSpec]]:
+        return self.buffers_on.get(device, self.buffers)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,14 @@ def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Back
 
 
 def register_a2a(backend: A2aBackend) -> A2aBackend:
+    for device, formats in backend.formats_on.items():
+        if set(formats) != set(backend.formats) or not set(formats.values()) <= set(
+            DISPATCH_FORMATS
+        ):
+            raise ValueError(
+                f"a2a backend {backend.name!r}: formats {dict(formats)} on {device}: give one of "
+                f"{tuple(DISPATCH_FORMATS)} for each of its modes, {tuple(backend.formats)}"
+            )
     declared = {
         "mode": (backend.formats, MODES),
         "format": (backend.formats.values(), DISPATCH_FORMATS),
@@ -164,7 +181,7 @@ def modes_of(problem: Problem) -> tuple[str, ...]:
 
 
 def formats_of(problem: Problem) -> tuple[str, ...]:
-    formats = A2A_REGISTRY[problem.a2a].formats
+    formats = A2A_REGISTRY[problem.a2a].formats_for(problem.device)
     return tuple(dict.fromkeys(formats[mode] for mode in modes_of(problem)))
 
 
@@ -175,7 +192,7 @@ def payload_of(problem: Problem) -> tuple[str, str]:
     wanted = WEIGHT_FORMATS[problem.weights].activation
     if wanted is None:
         return problem.dtype, f"{problem.weights} weights take activations as they are"
-    if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].alone_on:
+    if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].local_on:
         return problem.dtype, f"nothing travels: the runner makes {wanted} of it"
     for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
         if backend is not None and wanted not in backend.payloads:
@@ -234,11 +251,6 @@ def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
 def _a2a(problem: Problem) -> Iterator[str]:
     backend = A2A_REGISTRY[problem.a2a]
     yield from _provided(backend, problem)
-    if problem.device in backend.alone_on and problem.tp > 1:
-        yield (
-            f"several ranks on {problem.device} are not built yet (tp {problem.tp}): take "
-            f"--tp-size 1 there, or --device cpu"
-        )
     if problem.mode != "auto" and problem.mode not in backend.formats:
         yield f"{backend.name} has no {problem.mode} mode, only {', '.join(backend.formats)}"
     for phase in problem.phases:

@@ -27,19 +27,20 @@ Pair = tuple[Value, Value]
 
 
 @cache
-def everything() -> tuple[Combination, ...]:
+def everything(device: str = "cpu") -> tuple[Combination, ...]:
     """The product, as far as the matrix allows it. A mode that has the same format as another one
     of its backend is the same thing; `auto` and `replicated` are modes of their own."""
     load_backends()
     found = []
     for dtype, (tp, ep) in product(DTYPES, SPLITS):
-        for problem, support in combinations_of(phases=("decode",), dtype=dtype, tp=tp, ep=ep):
+        fixed = {"phases": ("decode",), "dtype": dtype, "tp": tp, "ep": ep, "device": device}
+        for problem, support in combinations_of(**fixed):
             if not support.ok or problem.mode not in distinct_modes(problem.a2a):
                 continue
             for mode in also(problem.a2a, problem.mode):
                 base = (problem.a2a, mode, problem.runner, problem.payload, problem.weights)
                 for deterministic in (False, True):
-                    found.append(Combination(*base, dtype, tp, ep, deterministic))
+                    found.append(Combination(*base, dtype, tp, ep, deterministic, device))
     return tuple(found)
 
 
@@ -149,7 +150,10 @@ def check(group: RankGroup, combination: Combination) -> Verdict:
     for case, wanted in zip(cases_for(group.size, combination.ep, replicated), truths, strict=True):
         x_TH, topk = case.tokens(0 if replicated else group.rank, DTYPES[combination.dtype])
         poison_all(group, layer.context)
-        y_TH = layer(x_TH, topk, case.step)
+        where = combination.where
+        there = TopKOutput(topk.ids_TK.to(where), topk.weights_TK.to(where))
+        y_TH = layer(x_TH.to(where), there, case.step).cpu()
+        layer.context.check()
         found = complaints(y_TH, wanted)
         if bool((y_TH[(topk.ids_TK < 0).all(1)] != 0).any()):
             found.append("a token without experts is not zero")

@@ -6,7 +6,7 @@ T tokens · K chosen · H hidden · E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +17,14 @@ from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
+from moesaic.moe.dispatch.device_exchange import DeviceExchange
 from moesaic.moe.dispatch.exchange import LANES, Exchange, Lanes, planes_of
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
+from moesaic.moe.runner.base import Workspace
 from tests.moe_bounds import Numerics
 from tests.moe_oracle import Experts, config_of, random_topk
 
@@ -35,7 +37,8 @@ PEER_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Combination:
-    """`mode` replicated: all ranks bring the same tokens (a2a `none` only)."""
+    """`mode` replicated: all ranks bring the same tokens (a2a `none` only). `device`: whose
+    providers; without a GPU those of CUDA compute on CPU, by the twins of their kernels."""
 
     a2a: str
     mode: str
@@ -46,11 +49,13 @@ class Combination:
     tp: int
     ep: int
     deterministic: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         parts = (self.a2a, self.mode, self.runner, self.payload, self.weights, self.dtype)
         bits = "-bits" if self.deterministic else ""
-        return "-".join(parts) + f"-ep{self.ep}of{self.tp}{bits}"
+        device = "" if self.device == "cpu" else f"-{self.device}"
+        return "-".join(parts) + f"-ep{self.ep}of{self.tp}{bits}{device}"
 
     @property
     def replicated(self) -> bool:
@@ -68,6 +73,7 @@ class Combination:
             ep=self.ep,
             tp=self.tp,
             phases=("decode",),
+            device=self.device,
             hidden_size=HIDDEN,
             intermediate_size=INNER * (self.tp // self.ep),
         )
@@ -86,7 +92,7 @@ class Combination:
 
     def context(self, group: RankGroup, **options: Any) -> MoeContext:
         options = {"max_tokens": MOST, "max_decode_tokens": MOST, "timeout": 10.0} | options
-        return MoeContext.make(
+        context = MoeContext.make(
             self.problem,
             DTYPES[self.dtype],
             group,
@@ -94,10 +100,17 @@ class Combination:
             replicated=self.replicated,
             **options,
         )
+        return replace(context, workspace=Workspace(self.where))
+
+    @property
+    def where(self) -> str:
+        """The device that computes."""
+        return "cuda" if self.device == "cuda" and torch.cuda.is_available() else "cpu"
 
     def layer(self, group: RankGroup, **options: Any) -> FusedMoE:
         experts = experts_for(self.tp // self.ep)
-        layer = FusedMoE(config_of(experts, TOP_K), self.context(group, **options))
+        with torch.device(self.where):
+            layer = FusedMoE(config_of(experts, TOP_K), self.context(group, **options))
         experts.fill(layer)
         return layer
 
@@ -134,6 +147,10 @@ class Case:
         return x_TH, TopKOutput(ids_TK, topk.weights_TK)
 
 
+def step(prefill: bool, lane: int, counts: tuple[int, ...]) -> Step:
+    return Step(prefill, lane, rows=max(counts))
+
+
 def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
     """Both lanes and both kinds of steps; every one of 0, 1, 63 and 257 tokens on some rank."""
     turns = [(257, 0, 63, 1), (1, 63, 0, 5), (63,), (0,)]
@@ -141,14 +158,16 @@ def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
     block = EXPERTS // ep
     others = range(EXPERTS - block) if ep > 1 else range(EXPERTS - 1)
     cases = [
-        Case(f"uneven {turn[:tp]}", turn[:tp], Step(i % 2 == 0, i % 2), masked=i % 2 == 1)
+        Case(
+            f"uneven {turn[:tp]}", turn[:tp], step(i % 2 == 0, i % 2, turn[:tp]), masked=i % 2 == 1
+        )
         for i, turn in enumerate(chosen)
     ]
     cases += [
-        Case("one expert takes all", (40,) * tp, Step(False, 0), first=EXPERTS - 1),
-        Case("the last rank takes none", (9,) * tp, Step(True, 1), experts=others),
-        Case("nobody has tokens", (0,) * tp, Step(False, 1)),
-        Case("masked", (33,) * tp, Step(True, 0), masked=True),
+        Case("one expert takes all", (40,) * tp, step(False, 0, (40,)), first=EXPERTS - 1),
+        Case("the last rank takes none", (9,) * tp, step(True, 1, (9,)), experts=others),
+        Case("nobody has tokens", (0,) * tp, step(False, 1, (0,))),
+        Case("masked", (33,) * tp, step(True, 0, (33,)), masked=True),
     ]
     if not replicated:
         return cases
@@ -160,7 +179,8 @@ def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
 def poison(context: MoeContext) -> None:
     """NaN in every buffer of this rank, also in what scales and weights travel in. Ids name real
     experts and counts are huge: what is stale and yet used shows."""
-    for plane, tensor in _buffers(context):
+    for name, tensor in _buffers(context):
+        plane = name.split()[0]
         if plane == "ids":
             tensor.fill_(1)
         elif plane in ("counts", "bases", "tags"):
@@ -173,8 +193,9 @@ def poison(context: MoeContext) -> None:
 
 def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
     for buffer in context.comm.buffers.values():
-        assert isinstance(buffer, Lanes)
-        for name in buffer.window._own:
+        assert isinstance(buffer, Lanes | DeviceExchange)
+        own = buffer.window._own if isinstance(buffer, Lanes) else buffer.window._specs
+        for name in own:
             yield name, buffer.window.plane(name)
         if isinstance(buffer, Exchange) and buffer.spec.inbox_rows:
             for inbox in map(buffer.inbox, range(LANES)):

@@ -71,7 +71,7 @@ def plan_of(
     """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
     that rows give the same bits whatever comes with them."""
     shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
-    plan = tuning.plan_for(device, shape, groups.num_places)
+    plan = tuning.plan_for(device, shape, groups.planned_places)
     assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
     return plan if plan.block == groups.block else _plan_of_block(device, shape, groups.block)
 

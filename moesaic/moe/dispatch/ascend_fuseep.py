@@ -4,6 +4,9 @@ here buffers follow the largest step, so that prefill goes through it as well.
 Nothing is copied in between: the gather in front of the first product reads the other ranks' tokens
 where they lie, the last product writes where their owners read, and the reading adds up.
 
+On a GPU the first product gathers rows that were sent to it (device_rows.py), and the reading
+applies the weights, too.
+
 N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the runner's layout.
 """
 
@@ -11,19 +14,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
-from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_rows import device_buffers
 from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
+from moesaic.moe.dispatch.local import DeviceDispatcher
+from moesaic.moe.dispatch.low_latency import DeviceLowLatency
 from moesaic.moe.dispatch.windowed import WindowDispatcher
-from moesaic.moe.formats import CombineInput, FusedCombineInput, FusedDispatchOutput, TopKOutput
+from moesaic.moe.formats import (
+    CombineInput,
+    FusedCombineInput,
+    FusedDispatchOutput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
 from moesaic.moe.permute import register_fused_func
 from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
 from moesaic.moe.runner.base import RunContext
+from moesaic.moe.runner.gpu import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.grouped import SMALL_ROWS
 from moesaic.moe.runner.layouts import Places, StandardInput, standard_places
 
@@ -134,6 +148,63 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     return FusedCombineInput(handle, y_TH, plan.filled)
 
 
+class DeviceFusedRows(DeviceLowLatency):
+    """How rows come to the fused function, and results back."""
+
+    name = "ascend_fuseep"
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePending:
+    """`sent`: of the dispatcher that carries the rows."""
+
+    dispatcher: DeviceFuseEP
+    sent: Any
+
+
+class DeviceFuseEP(BaseDispatcher):
+    """Tokens are on their way when the fused function begins; all the rest is inside of it."""
+
+    name = "ascend_fuseep"
+    keeps_lanes = True
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        super().__init__(config, comm)
+        alone = config.layout.size == 1
+        self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
+
+    def restart(self, generation: int) -> None:
+        self.rows.restart(generation)
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
+        sent = self.rows._dispatch_a(x_TH, topk, step)
+        return FusedDispatchOutput(DevicePending(self, sent), x_TH, topk)
+
+    def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
+        return pending
+
+    def run(self, pending: DevicePending, context: RunContext) -> FusedCombineInput:
+        received = self.rows._dispatch_b(pending.sent)
+        assert isinstance(received, StandardDispatchOutput)
+        inputs = pre_permute_pairs(received, context)
+        outputs = context.core.run(inputs, context.weights, context.workspace)
+        results = post_permute_pairs(outputs, inputs, received, context)
+        y_TH = self.rows._combine_b(self.rows._combine_a(results))
+        return FusedCombineInput(pending, y_TH, count_e=results.count_e)
+
+    def _combine_a(self, results: CombineInput) -> FusedCombineInput:
+        assert isinstance(results, FusedCombineInput)
+        return results
+
+    def _combine_b(self, pending: FusedCombineInput) -> Tensor:
+        return pending.y_TH
+
+
+def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
+    handle: DevicePending = rows.handle
+    return handle.dispatcher.run(handle, context)
+
+
 def spread_rows(rows_R: Tensor, filled: list[int], places: Places) -> Tensor:
     """Rows slot after slot, at the places of their slots; padding repeats the first."""
     if places.total == len(rows_R):
@@ -150,8 +221,10 @@ ASCEND_FUSEEP = register_a2a(
         summary="one fused function from dispatch to combine",
         formats={"low_latency": "fused"},
         payloads=UNQUANTIZED,
-        providers={"cpu": FuseEPDispatcher},
+        providers={"cpu": FuseEPDispatcher, "cuda": DeviceFuseEP},
         buffers=lambda config: (FuseEPDispatcher.buffer_spec(config),),
+        buffers_on={"cuda": device_buffers(DeviceFusedRows)},
+        local_on=("cuda",),
     )
 )
 
@@ -159,3 +232,4 @@ ASCEND_FUSEEP = register_a2a(
 for runner in RUNNER_REGISTRY.values():
     if "fused" in runner.layouts:
         register_fused_func(ASCEND_FUSEEP.name, runner.name)(fused_moe)
+        register_fused_func(ASCEND_FUSEEP.name, runner.name, "cuda")(fused_moe_on_device)

@@ -30,6 +30,8 @@ class DispatchConfig:
 
     `max_tokens` is the most tokens that a rank may bring in one step, `max_decode_tokens` that of a
     step without prefill. `replicated`: all ranks bring the same tokens, and all want all results.
+    `lanes`: micro-batches that may be under way at once; on a GPU each has its own buffers, and two
+    make `dispatch_a` send beside what comes next.
     """
 
     layout: EpLayout
@@ -44,6 +46,7 @@ class DispatchConfig:
     deterministic: bool = False
     replicated: bool = False
     mode: str = "auto"
+    lanes: int = 2
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)
@@ -53,7 +56,10 @@ class DispatchConfig:
 class Traffic:
     """Rows that came to this rank from others, or that it put there, and the bytes of their values
     and scales; `metadata_bytes` are those of the ids and weights that belong to these rows.
-    Nanoseconds are those that this rank spent in the halves of each way, waiting included."""
+    Nanoseconds are those that this rank spent in the halves of each way, waiting included.
+
+    On a GPU only the device knows how many rows move, and nobody asks it: rows and bytes stay 0,
+    nanoseconds are those of handing it the work, and steps that replay a graph are not counted."""
 
     dispatch_rows: int = 0
     dispatch_bytes: int = 0

@@ -1,17 +1,20 @@
 """`deepep`: normal mode sends a token once to each rank, low_latency once to each expert; auto is
-normal in steps in which any rank prefills."""
+normal in steps in which any rank prefills. On a GPU both send a token once to each rank, and differ
+in how results come back (device_rows.py)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
 from moesaic.moe.dispatch.exchange import ExchangeSpec
+from moesaic.moe.dispatch.local import Make, device_provider
 from moesaic.moe.dispatch.long_sequences import rounds_from_environment
-from moesaic.moe.dispatch.low_latency import LowLatencyDispatcher
+from moesaic.moe.dispatch.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.rows import Rounds, Route, RowsDispatcher
 from moesaic.moe.formats import (
     CombineInput,
@@ -42,18 +45,25 @@ class NormalDispatcher(RowsDispatcher):
         return NormalDispatchOutput(route, x, ids_RK, weights_RK, rows_e, y_OH=y_OH)
 
 
+class DeviceNormal(DeviceRowsDispatcher):
+    """How many rows a slot gets only the device knows: the runner counts them there."""
+
+    name = "deepep_normal"
+    output = NormalDispatchOutput
+
+
 class AutoDispatcher(BaseDispatcher):
     """Both modes; ranks agree because a step's kind is agreed."""
 
     name = "deepep"
     keeps_lanes = True
+    kinds: ClassVar[tuple[Make, Make]] = (NormalDispatcher, LowLatencyDispatcher)
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         del comm.traffic[self.name]  # the two count for themselves, and record
         self.spans = Spans()
-        self.normal = NormalDispatcher(config, comm)
-        self.low_latency = LowLatencyDispatcher(config, comm)
+        self.normal, self.low_latency = (kind(config, comm) for kind in self.kinds)
 
     def restart(self, generation: int) -> None:
         for dispatcher in (self.normal, self.low_latency):
@@ -73,9 +83,12 @@ class AutoDispatcher(BaseDispatcher):
         return output
 
     def _combine_a(self, results: CombineInput) -> Any:
-        fixed = isinstance(results, LowLatencyCombineInput)
-        chosen = self.low_latency if fixed else self.normal
+        chosen = self._dispatched(results)
         return chosen, chosen.combine_a(results)
+
+    def _dispatched(self, results: CombineInput) -> BaseDispatcher:
+        fixed = isinstance(results, LowLatencyCombineInput)
+        return self.low_latency if fixed else self.normal
 
     def _combine_b(self, pending: Any) -> Tensor:
         chosen, inner = pending
@@ -83,15 +96,41 @@ class AutoDispatcher(BaseDispatcher):
         return y_TH
 
 
-DISPATCHERS = {
+class DeviceAuto(AutoDispatcher):
+    """Under a graph, too: it was captured for steps of one kind."""
+
+    kinds = (DeviceNormal, DeviceLowLatency)
+
+    def _dispatched(self, results: CombineInput) -> BaseDispatcher:
+        dispatcher: BaseDispatcher = results.handle.owner
+        return dispatcher
+
+
+DISPATCHERS: dict[str, Make] = {
     "auto": AutoDispatcher,
     "normal": NormalDispatcher,
     "low_latency": LowLatencyDispatcher,
 }
 
 
+DEVICE_DISPATCHERS: dict[str, Make] = {
+    "auto": DeviceAuto,
+    "normal": DeviceNormal,
+    "low_latency": DeviceLowLatency,
+}
+DEVICE_BUFFERS = {
+    "auto": device_buffers(DeviceNormal, DeviceLowLatency),
+    "normal": device_buffers(DeviceNormal),
+    "low_latency": device_buffers(DeviceLowLatency),
+}
+
+
 def make_deepep(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
     return DISPATCHERS[config.mode](config, comm)
+
+
+def make_device_deepep(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
+    return DEVICE_DISPATCHERS[config.mode](config, comm)
 
 
 def normal_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
@@ -113,8 +152,11 @@ DEEPEP = register_a2a(
         summary="normal: a token once per rank; low_latency: once per expert, fixed shapes",
         formats={"normal": "deepep_normal", "low_latency": "deepep_ll"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": make_deepep},
+        providers={"cpu": make_deepep, "cuda": device_provider(make_device_deepep)},
         buffers=deepep_buffers,
         rounds=True,
+        formats_on={"cuda": {"normal": "deepep_normal", "low_latency": "standard"}},
+        buffers_on={"cuda": lambda config: DEVICE_BUFFERS[config.mode](config)},
+        local_on=("cuda",),
     )
 )

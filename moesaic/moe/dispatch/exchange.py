@@ -93,27 +93,18 @@ class Offers:
     totals: list[int]
 
 
-class Lanes:
-    """Who is where in the steps under way: signals of a window by lane.
+class InFlight:
+    """Which lanes are under way, and between whom."""
 
-    A signal is a count, so a tag beside it says of what: the generation and the layer. Who waits
-    compares it with its own, and again after reading: a rank that the others have left behind must
-    not take their next data for what it waited for.
-    """
-
-    def __init__(self, window: SharedWindow) -> None:
-        self.window = window
-        self.rank, self.size = window.rank, window.size
-        self.active = list(range(self.size))
+    def __init__(self, rank: int, size: int, lanes: int = LANES) -> None:
+        self.rank, self.size = rank, size
+        self.active = list(range(size))
         self.generation = 0
-        self._busy: list[str] = [""] * LANES
-        self._epochs = [0] * (LANES * len(Signal))
-        self._tags = window.stacked("tags").numpy()
-        self._own_tags = window.plane("tags").split(1)
+        self._busy: list[str] = [""] * lanes
 
     def begin(self, lane: int, operation: str) -> None:
-        if not 0 <= lane < LANES:
-            raise ValueError(f"lane {lane}: there are {LANES}, numbered from 0")
+        if not 0 <= lane < len(self._busy):
+            raise ValueError(f"lane {lane}: there are {len(self._busy)}, numbered from 0")
         if self._busy[lane]:
             raise RuntimeError(
                 f"{operation}: lane {lane} is still in flight since {self._busy[lane]}: combine it "
@@ -136,7 +127,26 @@ class Lanes:
                 f"{self.rank} among them"
             )
         self.generation, self.active = generation, sorted(ranks)
-        self._busy = [""] * LANES
+        self._busy = [""] * len(self._busy)
+
+
+class Lanes(InFlight):
+    """Who is where in the steps under way: signals of a window by lane.
+
+    A signal is a count, so a tag beside it says of what: the generation and the layer. Who waits
+    compares it with its own, and again after reading: a rank that the others have left behind must
+    not take their next data for what it waited for.
+    """
+
+    def __init__(self, window: SharedWindow) -> None:
+        super().__init__(window.rank, window.size)
+        self.window = window
+        self._epochs = [0] * (LANES * len(Signal))
+        self._tags = window.stacked("tags").numpy()
+        self._own_tags = window.plane("tags").split(1)
+
+    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
+        super().restart(generation, active)
         self._epochs = [generation << 32] * (LANES * len(Signal))
         self.window.forget()
         # Before any new data: whoever sees that sees this too.

@@ -16,6 +16,7 @@ from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
 from moesaic.moe.dispatch.exchange import (
     LANES,
     TAGS,
@@ -24,6 +25,7 @@ from moesaic.moe.dispatch.exchange import (
     planes_of,
     wire,
 )
+from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
     CombineInput,
@@ -219,13 +221,22 @@ class FlashInferDispatcher(WindowDispatcher):
         return Terms(owners_TK, torch.where(topk.ids_TK < 0, -1, rows_TK), topk.weights_TK)
 
 
+class DeviceFlashInfer(DeviceRowsDispatcher):
+    """Ids and weights are put beside their rows, whoever will apply them."""
+
+    name = "flashinfer"
+    weights_travel = True
+
+
 FLASHINFER = register_a2a(
     A2aBackend(
         name="flashinfer",
         summary="one-sided: dispatch puts into the windows of others, combine gets from them",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": FlashInferDispatcher},
+        providers={"cpu": FlashInferDispatcher, "cuda": device_provider(DeviceFlashInfer)},
         buffers=lambda config: (FlashInferDispatcher.buffer_spec(config),),
+        buffers_on={"cuda": device_buffers(DeviceFlashInfer)},
+        local_on=("cuda",),
     )
 )

@@ -2,6 +2,9 @@
 
 P ranks · C tokens of a rank at most · e local slots · M rows of a slot's block · N tokens of all
 ranks · T of this one · K chosen · H hidden. Results are weighted where the token lives.
+
+On a GPU a token travels once to each rank, not once to each slot: the first product gathers its
+rows anyway, so that blocks would only be more bytes. What a runner gets is the format `standard`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, plan_pairs
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
 from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
@@ -121,3 +125,11 @@ class LowLatencyDispatcher(WindowDispatcher):
     def reachable(self, terms: Terms) -> Terms:
         """What can be had of the results."""
         return terms
+
+
+class DeviceLowLatency(DeviceRowsDispatcher):
+    """Weights stay with the token, and results are those of its pairs."""
+
+    name = "deepep_low_latency"
+    pairs = True
+    decodes = True

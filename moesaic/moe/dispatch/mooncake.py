@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from moesaic.core.step import Step
+from moesaic.kernels.a2a import Tokens
 from moesaic.kernels.cpu.rows import Terms
-from moesaic.moe.dispatch.low_latency import LowLatencyDispatcher
+from moesaic.moe.dispatch.device_rows import device_buffers
+from moesaic.moe.dispatch.local import device_provider
+from moesaic.moe.dispatch.low_latency import DeviceLowLatency, LowLatencyDispatcher
+from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
 
 
@@ -39,13 +45,38 @@ class MooncakeDispatcher(LowLatencyDispatcher):
         return replace(terms, places_TS=places)
 
 
+class DeviceMooncake(DeviceLowLatency):
+    """The kernels know who takes part. Where ranks share experts, the slots of a group that is not
+    whole are nobody's."""
+
+    name = "mooncake"
+
+    @property
+    def active_ranks(self) -> list[int]:
+        return list(self.exchange.active)
+
+    def resume(self, active_ranks: Sequence[int], generation: int) -> None:
+        self.exchange.restart(generation, active_ranks)
+
+    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
+        if self.layout.moe_tp_size > 1:
+            whole_G = self.exchange.active_P.view(self.layout.ep_size, -1).all(1)
+            owners_TK = self.layout.owner(topk.ids_TK).clamp(min=0).long()
+            ids_TK = torch.where(whole_G[owners_TK], topk.ids_TK, -1)
+            topk = TopKOutput(ids_TK, topk.weights_TK)
+        return super()._tokens(x_TH, topk, step)
+
+
 MOONCAKE = register_a2a(
     A2aBackend(
         name="mooncake",
         summary="low_latency with a list of active ranks: the others are neither awaited nor used",
         formats={"low_latency": "deepep_ll"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": MooncakeDispatcher},
+        providers={"cpu": MooncakeDispatcher, "cuda": device_provider(DeviceMooncake)},
         buffers=lambda config: (MooncakeDispatcher.buffer_spec(config),),
+        formats_on={"cuda": {"low_latency": "standard"}},
+        buffers_on={"cuda": device_buffers(DeviceMooncake)},
+        local_on=("cuda",),
     )
 )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from moesaic.moe.dispatch.deepep import NormalDispatcher, normal_buffers
+from moesaic.moe.dispatch.deepep import DeviceNormal, NormalDispatcher, normal_buffers
+from moesaic.moe.dispatch.device_rows import device_buffers
+from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
 
 
 class MoriDispatcher(NormalDispatcher):
+    name = "mori"
+
+
+class DeviceMori(DeviceNormal):
     name = "mori"
 
 
@@ -16,8 +22,10 @@ MORI = register_a2a(
         summary="a token once per rank; the payload follows the weights",
         formats={"normal": "deepep_normal"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "mxfp4"),
-        providers={"cpu": MoriDispatcher},
+        providers={"cpu": MoriDispatcher, "cuda": device_provider(DeviceMori)},
         buffers=normal_buffers,
         rounds=True,
+        buffers_on={"cuda": device_buffers(DeviceMori)},
+        local_on=("cuda",),
     )
 )

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, Tokens
-from moesaic.kernels.experts import PairSum
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_none import DeviceGather, DeviceReplicated
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
 from moesaic.moe.dispatch.exchange import ExchangeSpec, Signal
+from moesaic.moe.dispatch.local import LocalDispatcher, device_provider
 from moesaic.moe.dispatch.rows import Pending, Plan, Rounds, Route, RowsDispatcher
 from moesaic.moe.formats import (
-    CombineInput,
     DispatchOutput,
     RowsCombineInput,
     StandardDispatchOutput,
@@ -23,54 +22,6 @@ from moesaic.moe.formats import (
 )
 from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
-from moesaic.moe.runner.layouts import weighted_sum
-
-
-class LocalDispatcher(BaseDispatcher):
-    """One rank: nothing travels."""
-
-    name = "none"
-
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> StandardDispatchOutput:
-        return StandardDispatchOutput(topk, self.config.encode(x_TH), topk.ids_TK, topk.weights_TK)
-
-    def _dispatch_b(self, pending: StandardDispatchOutput) -> StandardDispatchOutput:
-        return pending
-
-    def _combine_a(self, results: CombineInput) -> RowsCombineInput:
-        assert isinstance(results, RowsCombineInput)
-        return results
-
-    def _combine_b(self, pending: RowsCombineInput) -> Tensor:
-        if not pending.pairs:
-            return pending.y_RH
-        topk: TopKOutput = pending.handle
-        valid_TK = topk.ids_TK >= 0
-        return weighted_sum(
-            pending.y_RH, torch.arange(len(pending.y_RH)), topk.weights_TK, valid_TK
-        )
-
-
-class DeviceDispatcher(LocalDispatcher):
-    """One rank on a GPU: pairs have rows whether they are anybody's or not."""
-
-    @property
-    def leaves_sums(self) -> bool:
-        return not any(self._hooks.values())
-
-    def _combine_b(self, pending: RowsCombineInput) -> Any:
-        """A `PairSum` of those who asked for it, a tensor of all others."""
-        topk: TopKOutput = pending.handle
-        if pending.unsummed:
-            return PairSum(pending.y_RH, topk.ids_TK)
-        if not pending.pairs:
-            return pending.y_RH
-        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, pending.y_RH.shape[1])
-        total_TH = torch.zeros_like(y_TKH[:, 0], dtype=torch.float32)
-        for k in range(y_TKH.shape[1]):
-            weighted_TH = y_TKH[:, k].float() * topk.weights_TK[:, k, None]
-            total_TH += torch.where(topk.ids_TK[:, k, None] >= 0, weighted_TH, 0.0)
-        return total_TH.to(y_TKH.dtype)
 
 
 class StandardDispatcher(RowsDispatcher):
@@ -155,6 +106,14 @@ def make_none(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
     return (ReplicatedDispatcher if config.replicated else StandardDispatcher)(config, comm)
 
 
+def device_kind(config: DispatchConfig) -> type[DeviceRowsDispatcher]:
+    return DeviceReplicated if config.replicated else DeviceGather
+
+
+def make_device_none(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
+    return device_kind(config)(config, comm)
+
+
 def none_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
     if config.layout.size == 1:
         return ()
@@ -168,8 +127,9 @@ NONE = register_a2a(
         summary="all-gather of tokens, reduce-scatter or all-reduce of results",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": make_none, "cuda": DeviceDispatcher},
+        providers={"cpu": make_none, "cuda": device_provider(make_device_none)},
         buffers=none_buffers,
-        alone_on=("cuda",),
+        buffers_on={"cuda": lambda config: device_buffers(device_kind(config))(config)},
+        local_on=("cuda",),
     )
 )

@@ -142,9 +142,8 @@ class MoeRunner:
         self.core: MoeRunnerCore = RUNNER_REGISTRY[runner].providers[device](config)
         self.fused = POOL.fused_func(a2a, runner, device)
         if self.fused is None:
-            for format in set(A2A_REGISTRY[a2a].formats.values()) & set(
-                RUNNER_REGISTRY[runner].layouts
-            ):
+            formats = A2A_REGISTRY[a2a].formats_for(device).values()
+            for format in set(formats) & set(RUNNER_REGISTRY[runner].layouts):
                 POOL.pre_permute(format, runner, device)
                 POOL.post_permute(runner, format, device)
 

@@ -11,7 +11,7 @@ twins of the kernels compute the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from moesaic.kernels.experts import (
 )
 from moesaic.kernels.formats import nvfp4_grid
 from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
-from moesaic.kernels.tuning import Plan, Shape, plan_for, quantises_inner
+from moesaic.kernels.tuning import Plan, Shape, block_for, plan_for, quantises_inner
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -71,17 +71,30 @@ class PlacesInput(RunnerInput):
 def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
-    x = wanted_rows(rows.x, context)
-    if config.deterministic:
-        groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
-    else:
-        groups = group_pairs(ids_RK, matrices(context.weights.w2_eHI, None), context.load_e)
+    x, groups = wanted_rows(rows.x, context), _grouped(rows, context)
+    if rows.y_NH is not None:
+        return PlacesInput(x, groups, None, rows.y_NH)
     weights_RK = None if config.deterministic else rows.weights_RK
     if _sums_row(groups, context.weights) or _is_sum(rows, context):
         return PlacesInput(x, groups, weights_RK, _results(rows, context))
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
     return PlacesInput(x, groups, weights_RK, y_NH)
+
+
+def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
+    """In blocks for as many pairs as there are likely to be. Only pairs that are summed here may be
+    those of a single row, which its products sort and sum themselves."""
+    config, ids_RK = context.config, rows.ids_RK
+    if config.deterministic:
+        return sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+    w2 = matrices(context.weights.w2_eHI, None)
+    if rows.y_NH is None and (rows.one_in == 1 or len(ids_RK) == 1):
+        return group_pairs(ids_RK, w2, context.load_e)
+    expected = -(-ids_RK.numel() // rows.one_in)
+    block = block_for(w2.format, *w2.shape, expected, ids_RK.device)
+    groups = sort_pairs(ids_RK, config.num_experts, block, context.load_e)
+    return replace(groups, expected=expected)
 
 
 def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
@@ -108,9 +121,10 @@ def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
 def post_permute_pairs(
     outputs: RunnerOutput, inputs: PlacesInput, rows: StandardDispatchOutput, context: RunContext
 ) -> CombineInput:
-    """One weighted sum for each row; in deterministic mode all pairs as they are."""
+    """One weighted sum for each row; all pairs as they are, where it was asked for and in
+    deterministic mode."""
     count_e = inputs.groups.count_E
-    if context.config.deterministic:
+    if context.config.deterministic or rows.y_NH is not None:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
     if _sums_row(inputs.groups, context.weights):
         return RowsCombineInput(rows.handle, outputs.y, count_e=count_e)
@@ -211,7 +225,7 @@ class PlacesCore(MoeRunnerCore):
         experts = self._experts(weights)
         if _sums_row(groups, weights):
             return RunnerOutput(self._run_row(inputs, experts))
-        h, ready = self._inner(groups.num_places, weights, inputs.y_NH.device)
+        h, ready = self._inner(groups, weights, inputs.y_NH.device)
         if ready:
             y_NH = gate_up_down(inputs.x, experts, groups, inputs.weights_RK, h, inputs.y_NH)
             return RunnerOutput(y_NH)
@@ -236,14 +250,15 @@ class PlacesCore(MoeRunnerCore):
         return self._made[1]
 
     def _inner(
-        self, places: int, weights: ExpertWeights, device: torch.device
+        self, groups: Groups, weights: ExpertWeights, device: torch.device
     ) -> tuple[Rows, bool]:
         """What stands between the products, and whether the second takes it as the first leaves
         it: int8 and nvfp4 are made of finished rows. fp8 already by the first where a tile is a
         whole group; never in deterministic mode, where the width of a tile must not show."""
         config, wanted = self.config, weights.w2_eHI.format.activation
-        shape, inner = _shape(config, weights), config.intermediate_size
-        sizes = (shape.format, shape.experts, shape.hidden, shape.inner, places, device)
+        shape, inner, places = _shape(config, weights), config.intermediate_size, groups.num_places
+        facts = (shape.format, shape.experts, shape.hidden, shape.inner)
+        sizes = (*facts, groups.planned_places, device)
         if wanted != "fp8" or config.deterministic or not quantises_inner(*sizes):
             h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
             return h, wanted in (None, "fp8")

@@ -223,13 +223,14 @@ def post_permute_rows(
     """One weighted sum for each row; in deterministic mode the pairs themselves."""
     pairs = inputs.pairs
     assert pairs is not None
-    wanted = pairs.places_N if context.config.deterministic else rows.weights_RK
+    wanted = pairs.places_N if context.config.deterministic else rows.ids_RK
     out = None
     if rows.y_OH is not None and len(wanted) <= len(rows.y_OH):
         out = rows.y_OH[: len(wanted)]
     if context.config.deterministic:
         y_NH = torch.index_select(outputs.y, 0, pairs.places_N, out=out)
         return RowsCombineInput(rows.handle, y_NH, pairs=True)
+    assert rows.weights_RK is not None
     y_RH = weighted_sum(outputs.y, pairs.places_N, rows.weights_RK, pairs.valid_RK, out)
     return RowsCombineInput(rows.handle, y_RH)
 

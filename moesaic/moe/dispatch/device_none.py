@@ -1,0 +1,126 @@
+"""`none` on a GPU: an all-gather of tokens, or of nothing where all ranks have the same ones.
+
+T tokens of this rank · K chosen · H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.kernels.a2a import signal, wait
+from moesaic.kernels.quantise import quantise_rows
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_exchange import RESULTS, ROWS, DeviceExchangeSpec
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, Route
+from moesaic.moe.formats import (
+    CombineInput,
+    DispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
+from moesaic.moe.quant.payload import Payload
+
+
+class DeviceGather(DeviceRowsDispatcher):
+    """Tokens of all ranks to all ranks. Results are taken only from those that hold a token's
+    experts: all others have zeros."""
+
+    name = "none"
+    everywhere = True
+
+
+@dataclass(frozen=True, slots=True)
+class Same(Route):
+    """`half`: of the results. `meets`: whether all ranks meet before results are written."""
+
+    half: int
+    meets: bool
+
+
+class DeviceReplicated(DeviceRowsDispatcher):
+    """All ranks have the same tokens: nothing travels on the way in, and a token is row t of all.
+
+    No token that arrives says that its rank has taken the last results, so results have two halves,
+    which layers take in turn. Whoever writes the half of two layers ago has seen the results of the
+    last layer of all ranks, which they gave after they had taken those of two layers ago. Where a
+    pass over the layers begins (each knows its place, also while a graph is captured), ranks meet
+    first: the last pass may have ended with the same half.
+    """
+
+    name = "none"
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        super().__init__(config, comm)
+        self._place = self.exchange.place()
+
+    def _prepare(self) -> None:
+        """Nothing arrives."""
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
+        each = config.top_k if config.deterministic else 1
+        return DeviceExchangeSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            rows=0,
+            result_rows=2 * cls.most_tokens(config) * each,
+            weights=False,
+            lanes=config.lanes,
+        )
+
+    def rows_of(self, count: int, step: Step) -> int:
+        return super().rows_of(count, Step(rows=count))
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Same:
+        lane, rows = step.lane, self.rows_of(len(x_TH), step)
+        self.exchange.begin(lane, self.operation("dispatch"))
+        meets = not self.exchange.follows(lane, self._place)
+        if meets:
+            signal(self._calls[lane][ROWS])
+        return Same(self, lane, rows, self._tokens(x_TH, topk, step), self._place % 2, meets)
+
+    def _dispatch_b(self, route: Route) -> DispatchOutput:
+        assert isinstance(route, Same)
+        if route.meets:
+            wait(self._calls[route.lane][ROWS])
+        tokens = route.tokens
+        return StandardDispatchOutput(
+            route,
+            self._encoded(tokens.x_TH),
+            self.layout.local(tokens.ids_TK),
+            tokens.weights_TK,
+            **self._room(len(tokens.x_TH), self._half(route)),
+        )
+
+    def _encoded(self, x_TH: Tensor) -> Payload:
+        """There is a kernel for some formats; others are encoded by torch."""
+        payload = self.config.payload
+        if payload.name in ("fp8", "int8"):
+            values = quantise_rows(x_TH, "fp8" if payload.name == "fp8" else "int8")
+            return Payload(*values, payload)
+        return self.config.encode(x_TH)
+
+    def _half(self, route: Same) -> Tensor:
+        return self.exchange.results(route.lane).tensor_split(2)[route.half]
+
+    def _combine_a(self, results: CombineInput) -> Route:
+        assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
+        route: Same = results.handle
+        self._put(results.y_RH, self._half(route))
+        signal(self._calls[route.lane][RESULTS])
+        return route
+
+    def _combine_b(self, route: Route) -> Tensor:
+        """Rows of no rank: `collect` then takes row t for token t, wherever it is."""
+        assert isinstance(route, Same)
+        nbytes = self._half(route).nbytes
+        offset = self.exchange.results_offset(route.lane) + route.half * nbytes
+        y_TH = self._collect(route, 0, offset)
+        self.exchange.end(route.lane)
+        return y_TH

@@ -1,0 +1,76 @@
+"""One rank: nothing travels. On a GPU, whatever the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.kernels.experts import PairSum
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.formats import (
+    CombineInput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
+from moesaic.moe.runner.layouts import weighted_sum
+
+Make = Callable[[DispatchConfig, CommContext], BaseDispatcher]
+
+
+class LocalDispatcher(BaseDispatcher):
+    name = "none"
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> StandardDispatchOutput:
+        return StandardDispatchOutput(topk, self.config.encode(x_TH), topk.ids_TK, topk.weights_TK)
+
+    def _dispatch_b(self, pending: StandardDispatchOutput) -> StandardDispatchOutput:
+        return pending
+
+    def _combine_a(self, results: CombineInput) -> RowsCombineInput:
+        assert isinstance(results, RowsCombineInput)
+        return results
+
+    def _combine_b(self, pending: RowsCombineInput) -> Tensor:
+        if not pending.pairs:
+            return pending.y_RH
+        topk: TopKOutput = pending.handle
+        valid_TK = topk.ids_TK >= 0
+        return weighted_sum(
+            pending.y_RH, torch.arange(len(pending.y_RH)), topk.weights_TK, valid_TK
+        )
+
+
+class DeviceDispatcher(LocalDispatcher):
+    """One rank on a GPU: pairs have rows whether they are anybody's or not."""
+
+    @property
+    def leaves_sums(self) -> bool:
+        return not any(self._hooks.values())
+
+    def _combine_b(self, pending: RowsCombineInput) -> Any:
+        """A `PairSum` of those who asked for it, a tensor of all others."""
+        topk: TopKOutput = pending.handle
+        if pending.unsummed:
+            return PairSum(pending.y_RH, topk.ids_TK)
+        if not pending.pairs:
+            return pending.y_RH
+        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, pending.y_RH.shape[1])
+        total_TH = torch.zeros_like(y_TKH[:, 0], dtype=torch.float32)
+        for k in range(y_TKH.shape[1]):
+            weighted_TH = y_TKH[:, k].float() * topk.weights_TK[:, k, None]
+            total_TH += torch.where(topk.ids_TK[:, k, None] >= 0, weighted_TH, 0.0)
+        return total_TH.to(y_TKH.dtype)
+
+
+def device_provider(make: Make) -> Make:
+    """Of a backend on a GPU: `make` for several ranks."""
+
+    def provide(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
+        return (DeviceDispatcher if config.layout.size == 1 else make)(config, comm)
+
+    return provide
