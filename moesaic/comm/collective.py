@@ -139,7 +139,7 @@ class WindowCollective(Collective):
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         if self.size == 1:
             return x_NH[rows]
-        chosen, width = _chosen(rows, len(x_NH)), math.prod(x_NH.shape[1:])
+        chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
         wanted = range(chosen.start * width, chosen.stop * width)
         out = x_N.new_empty(len(wanted))
@@ -150,7 +150,7 @@ class WindowCollective(Collective):
         return out.view(len(chosen), *x_NH.shape[1:])
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
-        self._check(counts, len(x_TH), "rows")
+        check_counts(self, counts, len(x_TH), "rows")
         if self.size == 1:
             return x_TH
         width = math.prod(x_TH.shape[1:])
@@ -168,11 +168,11 @@ class WindowCollective(Collective):
     def gather_columns(
         self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
     ) -> Tensor:
-        self._check(widths, x_RV.shape[1], "columns")
+        check_counts(self, widths, x_RV.shape[1], "columns")
         if self.size == 1:
             return x_RV[rows]
         x_RV = x_RV.detach()
-        wanted, spans = _chosen(rows, len(x_RV)), _spans(widths)
+        wanted, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
         out = x_RV.new_empty(len(wanted), sum(widths))
         head = _head("gather_columns", x_RV.dtype, (len(x_RV), *widths))
         for lines, columns in self._tiles(len(x_RV), max(widths), x_RV.dtype):
@@ -251,21 +251,22 @@ class WindowCollective(Collective):
 
     def _pieces(self, count: int, dtype: torch.dtype) -> Iterator[range]:
         """Elements 0..count in pieces that fit a half."""
-        return _cut(count, self._capacity // dtype.itemsize)
+        return cut_into(count, self._capacity // dtype.itemsize)
 
     def _tiles(self, rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[range, range]]:
         """Whole rows as many as fit a half, or parts of one row."""
         most = self._capacity // dtype.itemsize
-        for lines in _cut(rows, max(1, most // max(1, width))):
-            for columns in _cut(width, most):
+        for lines in cut_into(rows, max(1, most // max(1, width))):
+            for columns in cut_into(width, most):
                 yield lines, columns
 
-    def _check(self, counts: Sequence[int], own: int, what: str) -> None:
-        if len(counts) != self.size or counts[self.rank] != own:
-            raise ValueError(
-                f"{what} of ranks {list(counts)}: give one number for each of {self.size} ranks, "
-                f"{own} for this one ({self.rank})"
-            )
+
+def check_counts(comm: Collective, counts: Sequence[int], own: int, what: str) -> None:
+    if len(counts) != comm.size or counts[comm.rank] != own:
+        raise ValueError(
+            f"{what} of ranks {list(counts)}: give one number for each of {comm.size} ranks, "
+            f"{own} for this one ({comm.rank})"
+        )
 
 
 def _capacity(nbytes: int) -> int:
@@ -288,7 +289,7 @@ def _head(kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 def _add(parts_PN: Tensor, out: Tensor) -> None:
     """Sums in rank order: floats in float32 at least, rounded once; integers in their own type."""
-    for block in _cut(len(out), BLOCK):
+    for block in cut_into(len(out), BLOCK):
         first, *others = parts_PN[:, block.start : block.stop].unbind(0)
         target = out[block.start : block.stop]
         if out.is_floating_point() and out.dtype.itemsize < 4:
@@ -301,7 +302,7 @@ def _add(parts_PN: Tensor, out: Tensor) -> None:
             target.copy_(total)
 
 
-def _cut(count: int, most: int) -> Iterator[range]:
+def cut_into(count: int, most: int) -> Iterator[range]:
     for start in range(0, count, most):
         yield range(start, min(count, start + most))
 
@@ -310,7 +311,7 @@ def _spans(counts: Sequence[int]) -> list[range]:
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
-def _chosen(rows: slice, count: int) -> range:
+def chosen_rows(rows: slice, count: int) -> range:
     start, stop, step = rows.indices(count)
     assert step == 1, f"rows {rows}"
     return range(start, max(start, stop))

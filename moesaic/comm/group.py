@@ -135,6 +135,13 @@ class RankGroup(Peers):
     def collectives(self) -> RankGroup:
         return self
 
+    @property
+    def store(self) -> Store:
+        """Where its ranks meet, for what they form besides; keys are the group's own."""
+        if self._store is None:
+            raise RuntimeError(f"group {self.name} is closed, or has one rank: it has no store")
+        return self._store
+
     def barrier(self, operation: str) -> None:
         self._run(lambda gloo: gloo.barrier(), operation)
 

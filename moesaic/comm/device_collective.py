@@ -1,0 +1,324 @@
+"""Collectives of ranks that compute on GPUs: over memory that their kernels share, or by NCCL.
+
+T tokens · H channels · R rows · V vocabulary · N elements of a rank's part · M elements of a
+result · P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from moesaic.comm.collective import (
+    Alone,
+    Collective,
+    PartsDiffer,
+    check_counts,
+    chosen_rows,
+    cut_into,
+)
+from moesaic.comm.device_window import DeviceWindow, layout
+from moesaic.comm.group import Peers
+from moesaic.comm.window import PlaneSpec
+from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, Call, Desk
+from moesaic.kernels.collectives import (
+    BLOCK_BYTES,
+    HALVES,
+    HEAD_BYTES,
+    Board,
+    Columns,
+    Cut,
+    Sum,
+    post,
+    post_sums,
+    pull,
+    push,
+)
+
+# Programs that wait for their peers, of each rank on a GPU that several share.
+LANES: Final = 32
+# Of a lane: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
+LANE_BYTES: Final = 4 * BLOCK_BYTES
+# Where a share of a sum begins, so that it can be read in whole words of memory.
+ALIGN: Final = 16
+# By which integers bytes travel that nobody adds.
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+WindowMaker = Callable[[Peers, Sequence[PlaneSpec], float, int], DeviceWindow]
+"""(group, planes, seconds, channels), called by all ranks of the group."""
+
+
+def device_collective(
+    group: Peers,
+    make_window: WindowMaker,
+    nbytes: int,
+    timeout: float,
+    *,
+    shares_gpu: bool,
+    deterministic: bool,
+) -> Collective:
+    """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
+    the group do, which NCCL refuses. Called by all ranks with the same."""
+    if group.size == 1:
+        return Alone()
+    if shares_gpu:
+        return DeviceCollective.create(group, make_window, nbytes, timeout)
+    return NcclCollective(group.collectives().store, group.rank, group.size, timeout, deterministic)
+
+
+class DeviceCollective(Collective):
+    """Ranks whose kernels write into each other's memory (kernels/collectives.py).
+
+    Small tensors travel in one kernel. Large sums take two rounds: every rank sums a share and
+    reads from the others what it wants, since none knows what they want; between two ranks one
+    round reads less. Nothing waits on the host, and all of it can be captured in a graph. One
+    stream at a time uses a collective.
+
+    Kernels do not raise: `check` does, after the step. On CPU, where a kernel's twin has ended when
+    it returns, every operation checks by itself. All ranks name an operation alike.
+    """
+
+    def __init__(self, window: DeviceWindow, nbytes: int, lanes: int, lane_bytes: int) -> None:
+        """`window` has the planes and channels that `planes` and `channels` tell for the same."""
+        self.rank, self.size = window.rank, window.size
+        self.window = window
+        pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
+        self._board = Board(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
+        self._device = window.mail.state.device.type
+        self._parts: dict[int, tuple[str, str]] = {}
+
+    @classmethod
+    def create(
+        cls, group: Peers, make_window: WindowMaker, nbytes: int, timeout: float
+    ) -> DeviceCollective:
+        if nbytes < 1:
+            raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
+        specs = cls.planes(group.size, nbytes, LANES, LANE_BYTES)
+        return cls(make_window(group, specs, timeout, LANES + 1), nbytes, LANES, LANE_BYTES)
+
+    @staticmethod
+    def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
+        pushed = (lanes, HALVES, size, HEAD_BYTES + lane_bytes)
+        return [
+            PlaneSpec("pushed", pushed, torch.uint8),
+            PlaneSpec("posted", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8),
+        ]
+
+    @classmethod
+    def region_bytes(cls, size: int, nbytes: int) -> int:
+        """Memory of a rank's GPU that a collective takes."""
+        return layout(cls.planes(size, nbytes, LANES, LANE_BYTES), LANES + 1)[1] if size > 1 else 0
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
+        x_N = self._flat(x_NH)
+        first = chosen.start * width
+        out_M = x_N.new_empty(len(chosen) * width)
+        tag = self._tag(operation, "sum_rows", x_N.dtype, (len(x_N),))
+        if len(x_N) and x_N.nbytes <= self._board.push_bytes:
+            call = Call(self.window.mail, 0, tag)
+            push(call, self._board, x_N, out_M, Cut(0, len(x_N)), Sum(first))
+        else:
+            self._sum_large(x_N, out_M, first, tag)
+        self._check_twins()
+        return out_M.view(len(chosen), *x_NH.shape[1:])
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        row = math.prod(x_TH.shape[1:])
+        out = self._room(x_TH, counts, (sum(counts), *x_TH.shape[1:]))
+        tag = self._tag(operation, "gather_rows", x_TH.dtype, (*counts, row))
+        self._gather(x_TH, out, [count * row for count in counts], range(1), tag)
+        return out
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        chosen = chosen_rows(rows, len(x_RV))
+        out = self._room(x_RV, widths, (len(chosen), sum(widths)))
+        tag = self._tag(operation, "gather_columns", x_RV.dtype, (len(x_RV), *widths))
+        self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
+        return out
+
+    def restart(self, generation: int) -> None:
+        super().restart(generation)
+        self.window.restart(generation)
+
+    def check(self) -> None:
+        """Raises what went wrong in a wait, as far as kernels have come."""
+        desk = self.window.mail.desk
+        if not desk[Desk.FAILURE]:
+            return
+        wanted, seen = int(desk[Desk.WANTED]), int(desk[Desk.SEEN])
+        operation, ours = self._parts.get(wanted & MAX_TAG, ("?", "?"))
+        if wanted != seen and wanted >> COUNT_SHIFT == seen >> COUNT_SHIFT:
+            peers = int(desk[Desk.PEERS])
+            strange = next(rank for rank in range(self.size) if peers >> rank & 1)
+            theirs = self._parts.get(seen & MAX_TAG, ("", "another operation"))[1]
+            raise PartsDiffer(
+                f"{operation}: rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+            )
+        self.window.call(int(desk[Desk.CHANNEL]), operation, wanted & MAX_TAG)
+        self.window.check()
+
+    def close(self) -> None:
+        self.window.close()
+
+    def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
+        call, board = Call(self.window.mail, self._board.lanes, tag), self._board
+        itemsize = x_N.element_size()
+        for piece in cut_into(len(x_N), board.post_bytes // itemsize):
+            cut = Cut(piece.start, piece.stop)
+            post(call, board, x_N, cut, Sum())
+            if self.size == 2:
+                pull(call, board, out_M, cut, Sum(first))
+                continue
+            unit = max(1, ALIGN // itemsize)
+            size = -(-len(cut) // (self.size * unit)) * unit
+            post_sums(call, board, x_N.dtype, cut, size)
+            limit = max(0, min(len(out_M), cut.stop - first))
+            shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
+            pull(call, board, out_M, Cut(0, size), shares)
+
+    def _gather(
+        self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int
+    ) -> None:
+        """`widths`: elements of a row of each rank. `rows`: from the first that is wanted to the
+        last that there is."""
+        itemsize = x.element_size()
+        word = math.gcd(8, *(width * itemsize for width in widths))
+        x_N = self._flat(x).view(torch.uint8).view(WORDS[word])
+        out_M = out.view(-1).view(torch.uint8).view(WORDS[word])
+        words = [width * itemsize // word for width in widths]
+        even = len(set(words)) == 1
+        target = Columns(rows.stop, words[self.rank], even, sum(words), rows.start)
+        count, board = rows.stop * max(words), self._board
+        if count and count * word <= board.push_bytes:
+            push(Call(self.window.mail, 0, tag), board, x_N, out_M, Cut(0, count), target)
+        else:
+            call = Call(self.window.mail, board.lanes, tag)
+            for piece in cut_into(count, board.post_bytes // word):
+                cut = Cut(piece.start, piece.stop)
+                post(call, board, x_N, cut, target)
+                pull(call, board, out_M, cut, target)
+        self._check_twins()
+
+    def _room(self, like: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+        """For a result. Where ranks tell how much they bring, and one does not come, nobody knows
+        where its part would have begun; but what is computed with it must not be anything."""
+        even = len(set(counts)) == 1
+        return like.new_empty(shape) if even else like.new_zeros(shape)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        if x.device.type != self._device:
+            raise ValueError(
+                f"a tensor on {x.device} for ranks that compute on {self._device}: give one there, "
+                "or use a collective of the host"
+            )
+        x_N = x.detach().contiguous().view(-1)
+        return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
+
+    def _tag(
+        self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
+    ) -> int:
+        """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
+        text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
+        tag = zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG
+        self._parts[tag] = operation, text
+        return tag
+
+    def _check_twins(self) -> None:
+        if self._device == "cpu":
+            self.check()
+
+
+class NcclCollective(Collective):
+    """Ranks with a GPU each.
+
+    NCCL adds in an order of its own, in the type of the tensor, and rounds at every step: its sums
+    are not those of other collectives to the bit, nor the same for every number of rows. In
+    deterministic mode parts are gathered instead and added in rank order, in float32, as everywhere
+    else. None knows which rows of a sum the others want, so all of it is summed.
+
+    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, deterministic: bool
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._timeout, self._deterministic = store, timeout, deterministic
+        self._nccl = self._form(0)
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        chosen_rows(rows, len(x_NH))
+        if self._deterministic and x_NH.is_floating_point():
+            parts = self._gather(x_NH.detach()[None], [1] * self.size)
+            first, *others = (part[0] for part in parts)
+            total = first.float() if first.element_size() < 4 else first
+            for other in others:
+                total = total + other
+            return total.to(x_NH.dtype)[rows]
+        total = x_NH.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            self._nccl.allreduce([total]).wait()
+        return total[rows]
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        return torch.cat(self._gather(x_TH.detach(), counts))
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        parts = self._gather(x_RV.detach().t(), widths)
+        return torch.cat(parts).t()[rows].contiguous()
+
+    def restart(self, generation: int) -> None:
+        """Ends what waits for a rank that will not come, and meets the others anew: after an
+        operation that was abandoned ranks may have begun different numbers of them."""
+        super().restart(generation)
+        self._nccl.abort()
+        self._nccl = self._form(generation)
+
+    def check(self) -> None:
+        """As of other collectives on a device; NCCL raises by itself."""
+
+    def close(self) -> None:
+        self._nccl.shutdown()
+
+    def _form(self, generation: int) -> Any:
+        """Connects at once: later it might be in the midst of a graph's capture."""
+        factory: Any = torch.distributed.ProcessGroupNCCL
+        options = factory.Options()
+        options._timeout = timedelta(seconds=self._timeout)
+        store = PrefixStore(f"nccl {self.size} {generation}", self._store)
+        nccl = factory(store, self.rank, self.size, options)
+        nccl.allreduce([torch.zeros(1, device="cuda")]).wait()
+        return nccl
+
+    def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The parts of all ranks, which travel with as many rows as the longest has."""
+        most = max(counts)
+        if not most * math.prod(x_NH.shape[1:]):
+            return [x_NH.new_empty(count, *x_NH.shape[1:]) for count in counts]
+        own = x_NH.new_empty(most, *x_NH.shape[1:])
+        own[: len(x_NH)] = x_NH
+        parts = [torch.empty_like(own) for _ in counts]
+        wires = [part.view(torch.uint8) for part in parts]
+        self._nccl.allgather([wires], [own.view(torch.uint8)]).wait()
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _capacity(nbytes: int) -> int:
+    """Of a part, rounded so that what follows begins at a whole block."""
+    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES

@@ -1,0 +1,246 @@
+"""Ranks that put their parts of one tensor together, each in the others' memory.
+
+P ranks · N elements of a rank's part · M elements of the result · R rows · V columns of a rank.
+
+    push       small parts: into everybody's memory at once, then what has come is summed or laid out
+    post       large parts: into the rank's own memory, and the signal that they are there
+    post_sums  the same with a share of the sum of what all have posted
+    pull       waits, then sums or lays out what all have posted
+
+An operation is one round (push; post, pull) or two (post, post_sums, pull: every rank sums a share,
+and reads what others have summed). The part of a round is elements begin..stop of every rank's
+part; what does not fit goes in several rounds.
+
+A round uses one of two halves: that of its number's parity, and its number is the count of the flag,
+which is on the device (kernels/a2a.py), so that a graph alternates when it is replayed. Why nothing
+is overwritten too early: round k + 2 writes where round k was read, and a rank that is in it has
+seen everybody's flag of round k + 1, which each raised after it had read all of round k. So every
+rank waits in every round, even if it wants nothing.
+
+Small parts are cut into lanes. A lane has a channel, two halves and a count of its own, and one
+program writes, signals, waits and reads it, so that no program waits for another of its rank and
+the argument above holds for each lane by itself, whatever lanes the rounds before took.
+
+What follows a wait that failed writes nothing to others, and zeros as results: what is computed of
+them is abandoned, but must not read where nothing is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.a2a import Call, State, signal, wait
+from moesaic.kernels.native import native
+
+COLLECTIVES = "moesaic.kernels.triton.collectives"
+HALVES = 2
+# Stands before each part: how many columns it has, where ranks bring different numbers.
+HEAD_BYTES = 128
+# Bytes that the threads of a program copy at once; lanes begin at multiples of it.
+BLOCK_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Byte offsets, in every region, of planes [lanes, 2, P, HEAD + lane_bytes] (`pushed`) and
+    [2, HEAD + post_bytes] (`posted`). Lane i has channel i, posts have the one after the last."""
+
+    pushed: int
+    posted: int
+    lanes: int
+    lane_bytes: int
+    post_bytes: int
+
+    @property
+    def push_bytes(self) -> int:
+        """Of the largest part that can be pushed."""
+        return self.lanes * self.lane_bytes
+
+    @property
+    def channels(self) -> int:
+        return self.lanes + 1
+
+    def lane_elements(self, count: int, itemsize: int) -> int:
+        """Of a lane, where parts have `count`; all ranks find the same."""
+        block = BLOCK_BYTES // itemsize
+        return max(1, -(-count // (self.lanes * block))) * block
+
+    def half_offset(self, call: Call, half: int, source: int, lane: int | None) -> int:
+        """Where a part begins, behind its head: that which `source` has pushed or posted."""
+        if lane is None:
+            return self.posted + half * (HEAD_BYTES + self.post_bytes) + HEAD_BYTES
+        place = (lane * HALVES + half) * call.mail.size + source
+        return self.pushed + place * (HEAD_BYTES + self.lane_bytes) + HEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements of parts that travel in this round. `begin` is a multiple of 16 bytes."""
+
+    begin: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The result is the sum of the parts in rank order, from element `first` on: floats in float32
+    at least, rounded once; integers in their own type."""
+
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Parts are matrices [R, V]; the result has them side by side, from row `first` on. `width`: V
+    of this rank. `even`: all ranks have it, else each tells the others. `shift` is where the result
+    begins to be written; what would stand before it or at `limit` and behind is left out."""
+
+    rows: int
+    width: int
+    even: bool
+    total: int
+    first: int = 0
+    shift: int = 0
+    limit: int | None = None
+
+
+Target = Sum | Columns
+
+
+@native(COLLECTIVES)
+def push(
+    call: Call, board: Board, x_N: Tensor | None, out_M: Tensor | None, cut: Cut, target: Target
+) -> None:
+    """This rank's part to all, and the result from all of theirs. Without x_N it only takes, after
+    another call gave; without out_M it only gives. `call` is on channel 0.
+
+    Ranks 0 and 1 with [1, 2, 3] and [10, 20, 30], Cut(0, 3): Sum(1) gives [22, 33]; as
+    Columns(3, 1, True, 2) it gives [1, 10, 2, 20, 3, 30].
+    """
+    given = x_N if x_N is not None else out_M
+    assert given is not None
+    size = board.lane_elements(len(cut), given.element_size())
+    lanes = [
+        (lane, Cut(start, min(start + size, cut.stop)))
+        for lane, start in enumerate(range(cut.begin, max(cut.stop, cut.begin + 1), size))
+    ]
+    assert len(lanes) <= board.lanes, (cut, board)
+    if x_N is not None:
+        for lane, part in lanes:
+            _give(Call(call.mail, lane, call.tag), board, x_N, part, target)
+    if out_M is not None:
+        for lane, part in lanes:
+            own = Call(call.mail, lane, call.tag)
+            wait.twin(own)  # type: ignore[attr-defined]
+            _take(own, board, out_M, part, target, pushed=True)
+
+
+@native(COLLECTIVES)
+def post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
+    """This rank's part where others can read it, and the signal."""
+    if call.mail.state[State.BROKEN]:
+        return
+    offset = board.half_offset(call, _round(call) + 1 & 1, call.mail.rank, None)
+    _write(call, offset, call.mail.rank, x_N[cut.begin : cut.stop], target)
+    signal.twin(call)  # type: ignore[attr-defined]
+
+
+@native(COLLECTIVES)
+def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int) -> None:
+    """Waits, then posts elements rank * size and the next, `size` of them, of the sum of what all
+    have posted in the last round, which was of elements `cut`."""
+    mail = call.mail
+    wait.twin(call)  # type: ignore[attr-defined]
+    if mail.state[State.BROKEN]:
+        return
+    start = min(len(cut), mail.rank * size)
+    share = Cut(start, min(len(cut), start + size))
+    sums = torch.empty(len(share), dtype=dtype)
+    _take(call, board, sums, Cut(0, share.stop), Sum(start), pushed=False)
+    offset = board.half_offset(call, _round(call) + 1 & 1, mail.rank, None)
+    _write(call, offset, mail.rank, sums, Sum())
+    signal.twin(call)  # type: ignore[attr-defined]
+
+
+@native(COLLECTIVES)
+def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
+    """Waits until all have posted, then sums their parts or lays them out."""
+    wait.twin(call)  # type: ignore[attr-defined]
+    _take(call, board, out_M, cut, target, pushed=False)
+
+
+def _round(call: Call) -> int:
+    """The number of the last one that this rank has given its part of."""
+    return int(call.mail.state[State.CHANNELS + 2 * call.channel])
+
+
+def _give(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
+    mail = call.mail
+    if mail.state[State.BROKEN]:
+        return
+    offset = board.half_offset(call, _round(call) + 1 & 1, mail.rank, call.channel)
+    for peer in range(mail.size):
+        _write(call, offset, peer, x_N[cut.begin : cut.stop], target)
+    signal.twin(call)  # type: ignore[attr-defined]
+
+
+def _write(call: Call, offset: int, peer: int, part: Tensor, target: Target) -> None:
+    mail = call.mail
+    mail.plane(peer, offset, tuple(part.shape), part.dtype).copy_(part)
+    if isinstance(target, Columns):
+        mail.plane(peer, offset - HEAD_BYTES, (1,), torch.int64).fill_(target.width)
+
+
+def _take(
+    call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target, *, pushed: bool
+) -> None:
+    """Of elements `cut` those that the result has, from the half of the last round."""
+    mail, lane = call.mail, call.channel if pushed else None
+    if mail.state[State.BROKEN]:
+        out_M.zero_()
+        return
+    regions = [mail.rank if pushed else peer for peer in range(mail.size)]
+    offsets = [
+        board.half_offset(call, _round(call) & 1, peer, lane) for peer in range(mail.size)
+    ]
+    places = list(zip(regions, offsets, strict=True))
+    parts = [mail.plane(region, at, (len(cut),), out_M.dtype) for region, at in places]
+    if isinstance(target, Sum):
+        _add(out_M, parts, cut, target)
+        return
+    heads = [mail.plane(region, at - HEAD_BYTES, (1,), torch.int64) for region, at in places]
+    widths = [target.width if target.even else int(head) for head in heads]
+    start = 0
+    for part, width in zip(parts, widths, strict=True):
+        _lay_out(out_M, part, cut, target, width, start)
+        start += width
+
+
+def _add(out_M: Tensor, parts: list[Tensor], cut: Cut, target: Sum) -> None:
+    begin = max(cut.begin, target.first)
+    stop = max(begin, min(cut.stop, target.first + len(out_M)))
+    first, *others = (part[begin - cut.begin : stop - cut.begin] for part in parts)
+    narrow = out_M.is_floating_point() and out_M.element_size() < 4
+    total = first.float() if narrow else first.clone()
+    for other in others:
+        total += other
+    out_M[begin - target.first : stop - target.first] = total
+
+
+def _lay_out(
+    out_M: Tensor, part_N: Tensor, cut: Cut, target: Columns, width: int, start: int
+) -> None:
+    """A rank's part, whose columns are those from `start` on."""
+    at_N = torch.arange(cut.begin, min(cut.stop, max(cut.begin, target.rows * width)))
+    row_N = at_N.div(max(1, width), rounding_mode="floor")
+    column_N = at_N - row_N * width
+    to_N = (row_N - target.first) * target.total + start + column_N + target.shift
+    limit = len(out_M) if target.limit is None else target.limit
+    wanted_N = (row_N >= target.first) & (to_N >= 0) & (to_N < limit)
+    out_M[to_N[wanted_N]] = part_N[: len(at_N)][wanted_N]
