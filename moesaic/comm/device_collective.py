@@ -114,7 +114,7 @@ class DeviceCollective(Collective):
     @classmethod
     def region_bytes(cls, size: int, nbytes: int) -> int:
         """Memory of a rank's GPU that a collective takes."""
-        return layout(cls.planes(size, nbytes, LANES, LANE_BYTES), LANES + 1)[1] if size > 1 else 0
+        return layout(cls.planes(size, nbytes, LANES, LANE_BYTES), LANES + 1, size)[1] if size > 1 else 0
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])

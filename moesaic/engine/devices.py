@@ -159,8 +159,10 @@ def _dense(model: CausalLM) -> list[torch.Tensor]:
 
 
 def _expert_bytes(layer: FusedMoE, tokens: int) -> int:
-    """Rows of the sorted order within an expert, and results of all pairs; inputs quantised."""
+    """Rows of the sorted order within an expert, and results of all pairs; inputs quantised. Where
+    tokens come from other ranks nobody knows how many of their pairs are this rank's."""
     config, size = layer.config, layer.context.dtype.itemsize
+    tokens *= 1 if layer.context.replicated else layer.layout.size
     pairs = tokens * config.top_k
     return (
         pairs * (layer.inner + config.hidden_size) * size + 2 * tokens * config.hidden_size * size

@@ -37,7 +37,7 @@ def holdings(runner: ModelRunner) -> dict[str, Any]:
     collectives, whether touched or not; `experts`: the logical expert in each slot."""
     layers, config = runner.moe_layers, runner.model.config
     buffers = runner.moe.buffers(layer.dispatcher.config for layer in layers).total
-    sizes = (config.hidden_size, config.dtype)
+    sizes = (config.hidden_size, config.dtype, runner.kind)
     return {
         "pid": os.getpid(),
         "weight_bytes": runner.model.nbytes,

@@ -10,6 +10,7 @@ import torch
 
 from moesaic.comm.arrange import mesh_of
 from moesaic.comm.collective import Outline, WindowCollective
+from moesaic.comm.device_collective import DeviceCollective
 from moesaic.comm.mesh import Mesh, Place
 from moesaic.comm.pipe import PipeSpec
 from moesaic.config import ServerArgs
@@ -37,7 +38,7 @@ from moesaic.engine.moe_setup import (
     report_buffers,
     weight_format,
 )
-from moesaic.engine.ranks import RankContext
+from moesaic.engine.ranks import DEVICE_BYTES, RankContext
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
@@ -229,14 +230,19 @@ class Subject:
             cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(
-                self.mesh, self.limits, model.config.hidden_size, moe.dtype
+                self.mesh, self.limits, model.config.hidden_size, moe.dtype, moe.choice.device
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
         )
 
 
-def collective_bytes(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> int:
-    """Of a rank: for its stage, for the attention group where it is another, and for the pipe."""
+def collective_bytes(
+    mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype, kind: str = "cpu"
+) -> int:
+    """Of a rank: for its stage, for the attention group where it is another, and for the pipe. On
+    a GPU what is there."""
+    if kind == "cuda":
+        return DeviceCollective.region_bytes(mesh.attention_tp, DEVICE_BYTES)
     windows = [
         (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
         for size in {mesh.tp, mesh.attention_tp}

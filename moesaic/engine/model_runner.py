@@ -78,6 +78,8 @@ class ModelRunner:
         number = ranks.place.rank
         self.device, self.kind = compute_device(args, number), kind_of(args)
         self.sharers = gpu_sharers(args, number) if self.device.type == "cuda" else 1
+        if self.kind == "cuda":
+            self.ranks = ranks = ranks.computing_on(self.device, self.sharers > 1)
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = max_running(args, ranks.mesh)

@@ -137,6 +137,7 @@ def moe_context(
         copies=copies,
         deterministic=deterministic,
         replicated=replicated,
+        **({"lanes": 1} if kind_of(args) == "cuda" else {}),
     )
     _log_choice(context)
     return context

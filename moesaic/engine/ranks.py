@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
 
 from moesaic.comm.collective import Alone, Collective
 from moesaic.comm.control import Seat
+from moesaic.comm.device_collective import device_collective
+from moesaic.comm.device_window import create
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.mesh import Mesh, Place, share
 from moesaic.layers.parallel import Parallel
+
+# What a rank's part may have to go in one piece between GPUs: most of a step of prompts.
+DEVICE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,22 @@ class RankContext:
     def tokens_of_rank(self, tokens: int) -> int:
         """The most tokens that a rank brings to an expert layer, of so many of its group."""
         return -(-tokens // self.mesh.attention_tp)
+
+    def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
+        """The same, with what its layers need on a GPU, or where a GPU's code runs. Attention
+        groups of one rank put nothing together."""
+        if self.mesh.attention_tp == 1:
+            return self
+        assert self.mesh.attention_tp == self.mesh.tp, "beyond_cuda refuses others"
+        collective = device_collective(
+            self.stage_peers,
+            partial(create, device=device),
+            DEVICE_BYTES,
+            self.timeout,
+            shares_gpu=shares_gpu or device.type == "cpu",
+            deterministic=False,
+        )
+        return replace(self, on_device=collective)
 
     def parallel(self, num_layers: int, deterministic: bool) -> Parallel:
         layers = share(num_layers, self.place.stage, self.mesh.pp)

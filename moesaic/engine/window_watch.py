@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from moesaic.comm.control import Seat
 from moesaic.comm.device_window import DeviceWindow
@@ -23,34 +24,43 @@ LOOK_SECONDS = 0.02
 CALLED_BACK = "the supervisor calls this rank back"
 
 
+class Owner(Protocol):
+    """A dispatcher's exchange, or a collective."""
+
+    window: DeviceWindow
+
+    def check(self) -> None:
+        """Raises what a kernel has found wrong."""
+
+
 class WindowWatch:
-    def __init__(self, windows: Sequence[DeviceWindow], seat: Seat | None) -> None:
-        self.windows, self._seat = tuple(windows), seat
+    def __init__(self, owners: Sequence[Owner], seat: Seat | None) -> None:
+        self.owners, self._seat = tuple(owners), seat
         self._lock = threading.Lock()
-        if self.windows and seat is not None:
+        if self.owners and seat is not None:
             threading.Thread(target=self._watch, args=(seat,), daemon=True, name="recall").start()
 
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> WindowWatch:
-        """Those of dispatchers and of collectives on a device."""
+        """Of dispatchers and collectives on a device."""
         owners = [*moe.comm.buffers.values(), ranks.on_device]
-        found = (getattr(owner, "window", None) for owner in owners)
-        return cls([window for window in found if isinstance(window, DeviceWindow)], ranks.seat)
+        found = [one for one in owners if isinstance(getattr(one, "window", None), DeviceWindow)]
+        return cls(found, ranks.seat)
 
     def check(self) -> None:
         """Raises what a kernel has found wrong. A rank that was called back hears that instead:
         its kernels gave up for it."""
         try:
-            for window in self.windows:
-                window.check()
+            for owner in self.owners:
+                owner.check()
         except WindowAborted:
             if self._seat is not None:
                 self._seat.check()
             raise
 
     def abort(self, reason: str) -> None:
-        for window in self.windows:
-            window.abort(reason)
+        for owner in self.owners:
+            owner.window.abort(reason)
 
     @property
     @contextmanager

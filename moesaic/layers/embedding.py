@@ -34,9 +34,11 @@ class Embedding(Module):
     def forward(self, ids_T: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids_T, self.weight)
-        here_T = (ids_T >= self.held.start) & (ids_T < self.held.stop)
-        x_TH = self.weight.new_zeros(len(ids_T), self.weight.shape[1])
-        x_TH[here_T] = self.weight[ids_T[here_T] - self.held.start]
+        local_T = ids_T - self.held.start
+        here_T = (local_T >= 0) & (local_T < len(self.held))
+        # Of all tokens: how many are here only the device knows.
+        x_TH = F.embedding(local_T.clamp(0, len(self.held) - 1), self.weight)
+        x_TH = torch.where(here_T[:, None], x_TH, 0)
         return self.group.all_reduce(x_TH, "embedding")
 
 
