@@ -11,9 +11,9 @@ N = P * C * K pairs.
     collect_rows     results of a token from all groups, one row of each, summed
     collect_pairs    results of a token's pairs, weighted and summed in the order of k
 
-Token t of rank p is row p * C + t of whoever needs it. So nobody counts or sorts before it sends, no
-counts travel, and whoever waits for a result knows where it is. A row that was not sent has ids of
--1 and may hold anything.
+Token t of rank p is row p * C + t of whoever needs it. So nobody counts or sorts before it sends,
+no counts travel, and whoever waits for a result knows where it is. A row that was not sent has ids
+of -1 and may hold anything.
 
 A region is what a rank shows to its peers: planes at the same offsets on all ranks, and flags. A
 rank raises its flag on a channel by writing a word into everybody's region:
@@ -23,9 +23,9 @@ rank raises its flag on a channel by writing a word into everybody's region:
 `count` is how often it has done so in this generation, which each rank keeps on its device, so that
 a graph can be replayed; `tag` is what it was of (a layer). Who waits wants the word that it has
 written itself last: an older one means that the peer is not here yet, any other that the two are
-not in the same operation. A wait that fails writes on its desk, and goes on; all that follow neither
-wait nor signal until the rank restarts. So a kernel ends whatever its peers do, and the host finds
-out why (comm/device_window.py).
+not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
+neither wait nor signal until the rank restarts. So a kernel ends whatever its peers do, and the
+host finds out why (comm/device_window.py).
 
 Why nothing is overwritten too early is told in moe/dispatch/exchange.py; it is the same here.
 """
@@ -111,11 +111,13 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A use of a channel: by which layer."""
+    """A use of a channel: by which layer. `programs`: so many at most, for kernels that run beside
+    others; 0: as many as serve."""
 
     mail: Mail
     channel: int
     tag: int = 0
+    programs: int = 0
 
     @property
     def values(self) -> Tensor:
@@ -124,9 +126,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Byte offsets, in every region, of planes of rows that arrive: values, scales (of payloads that
-    have some), ids [rows, K] int32 and weights [rows, K] float32. `weights` below 0: they stay.
-    `value_bytes`, `scale_bytes`: of a row, in the payload's format."""
+    """Byte offsets, in every region, of planes of rows that arrive: values, scales (of payloads
+    that have some), ids [rows, K] int32 and weights [rows, K] float32. `weights` below 0: they
+    stay. `value_bytes`, `scale_bytes`: of a row, in the payload's format."""
 
     payload: str
     values: int
@@ -195,13 +197,13 @@ def wait(call: Call) -> None:
         while (seen := int(flags[rank])) != wanted:
             late = time.monotonic_ns() > deadline
             if seen > wanted or late or mail.desk[Desk.ABORT]:
-                _fail(call, wanted, late and seen <= wanted)
+                _fail(call, wanted)
                 return
             time.sleep(0)
     _fence()
 
 
-def _fail(call: Call, wanted: int, late: bool) -> None:
+def _fail(call: Call, wanted: int) -> None:
     """Writes down who is not here; of those, the first one's flag."""
     mail, desk = call.mail, call.mail.desk
     flags = mail.flag(mail.rank, call.channel).tolist()
@@ -271,12 +273,19 @@ def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
 
 @native(A2A)
 def collect_rows(
-    out_TH: Tensor, tokens: Tokens, rows: int, results: int, spread: Spread, call: Call
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over ranks r, in their order, that a token went to, of row
     p * C + t of their results (planes [P * C, H] at offset `results`, of the type of out), in
-    float32; p is this rank. Zeros for a token that went nowhere; rows that are no tokens are left."""
-    wait.twin(call)
+    float32; p is this rank. Zeros for a token that went nowhere; rows that are no tokens are left.
+    `signals`: first this rank's own signal, that its results are there."""
+    _exchange_flags(call, signals)
     mail, count, hidden = call.mail, tokens.count, out_TH.shape[1]
     groups_TK = tokens.ids_TK[:count].div(spread.slots, rounding_mode="floor")
     total_TH = torch.zeros(count, hidden, dtype=torch.float32, device=out_TH.device)
@@ -291,11 +300,17 @@ def collect_rows(
 
 @native(A2A)
 def collect_pairs(
-    out_TH: Tensor, tokens: Tokens, rows: int, results: int, spread: Spread, call: Call
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over k, in order, of weights[t, k] times the sum over the ranks of
     its slot's group of row (p * C + t) * K + k of their results (planes [P * C * K, H])."""
-    wait.twin(call)
+    _exchange_flags(call, signals)
     mail, count, hidden = call.mail, tokens.count, out_TH.shape[1]
     active = set(_active(mail))
     top_k = tokens.ids_TK.shape[1]
@@ -313,6 +328,12 @@ def collect_pairs(
         total_TH += torch.where((groups_T >= 0)[:, None], weighted_TH, 0.0)
     out_TH[:count] = total_TH
     return out_TH
+
+
+def _exchange_flags(call: Call, signals: bool) -> None:
+    if signals:
+        signal.twin(call)
+    wait.twin(call)
 
 
 def _word(call: Call, count: int) -> int:

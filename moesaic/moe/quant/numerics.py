@@ -16,19 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.formats import FP4_GRID as FP4_GRID
+from moesaic.kernels.formats import FP4_MAX as FP4_MAX
+from moesaic.kernels.formats import NVFP4_GROUP as NVFP4_GROUP
+from moesaic.kernels.payloads import MXFP4_GROUP as MXFP4_GROUP
+from moesaic.kernels.payloads import encode_fp4 as encode_fp4
+from moesaic.kernels.payloads import encode_mxfp4 as encode_mxfp4
+from moesaic.kernels.payloads import encode_nvfp4 as encode_nvfp4
+from moesaic.kernels.payloads import in_groups, pack_pairs
+from moesaic.kernels.payloads import mxfp4_scales as mxfp4_scales
 from moesaic.kernels.quantise import FP8_MAX as FP8_MAX
 from moesaic.kernels.quantise import TINY as TINY
 from moesaic.kernels.quantise import absmax_scales as absmax_scales
 
 FP8 = torch.float8_e4m3fn
-FP8_TINY = 2.0**-9
-FP4_MAX = 6.0
-FP4_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INT8_MAX = 127.0
 INT4_MAX = 15.0
 INT4_ZERO = 8
-NVFP4_GROUP = 16
-MXFP4_GROUP = 32
 
 
 def encode_fp8(w_NK: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +85,7 @@ def encode_int4(w_NK: Tensor, group: int, symmetric: bool = True) -> tuple[Tenso
     largest value (or to zero, which is always exact) over q in 0..15.
     Example with groups of 4: [[-7, 7, 1, 0]] -> q [1, 15, 9, 8], bytes F1 89, scale 1, zero 8.
     """
-    grouped = _groups(w_NK.float(), group)
+    grouped = in_groups(w_NK.float(), group)
     if symmetric:
         scales = absmax_scales(grouped.abs().amax(-1), INT4_MAX - INT4_ZERO)
         zeros = torch.full_like(scales, INT4_ZERO)
@@ -91,57 +95,24 @@ def encode_int4(w_NK: Tensor, group: int, symmetric: bool = True) -> tuple[Tenso
         scales = absmax_scales(high * 0.5 - low * 0.5, INT4_MAX / 2)
         zeros = (-low / scales).round_().clamp_(0, INT4_MAX).nan_to_num_(0)
     q = (grouped / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, INT4_MAX)
-    return _pack(q.nan_to_num_(0).to(torch.uint8).flatten(-2)), scales, zeros.to(torch.uint8)
+    return pack_pairs(q.nan_to_num_(0).to(torch.uint8).flatten(-2)), scales, zeros.to(torch.uint8)
 
 
 def decode_int4(packed: Tensor, scales: Tensor, zeros: Tensor, out: Tensor | None = None) -> Tensor:
     nibbles = unpack(packed)
     group = nibbles.shape[-1] // scales.shape[-1]
     # Differences are taken as bytes, a quarter of the traffic of floats.
-    offsets = _groups(nibbles.view(torch.int8), group).sub_(zeros.view(torch.int8).unsqueeze(-1))
+    offsets = in_groups(nibbles.view(torch.int8), group).sub_(zeros.view(torch.int8).unsqueeze(-1))
 
     def fill(work: Tensor) -> None:
-        _groups(work, group).copy_(offsets).mul_(scales.unsqueeze(-1))
+        in_groups(work, group).copy_(offsets).mul_(scales.unsqueeze(-1))
 
     return _decoded(nibbles.shape, packed.device, out, fill)
-
-
-def encode_fp4(x_NK: Tensor) -> Tensor:
-    """Bytes [N, K / 2] of e2m1 numbers: the nearest of ±0, .5, 1, 1.5, 2, 3, 4, 6; of two equally
-    near the one with an even code; ±6 beyond. Example: [[1, -6, .25, 5]] -> bytes F2 60."""
-    rest = x_NK.abs()
-    # Each term counts the steps of one stretch of the grid: 0..2 by .5, 2..4 by 1, 4..6 by 2.
-    codes = (rest * 2).clamp_(max=4).round_()
-    codes += rest.sub_(2).clamp(0, 2).round_()
-    codes += rest.sub_(2).mul_(0.5).clamp_(0, 1).round_()
-    return _pack(codes.nan_to_num_(0).to(torch.uint8) + x_NK.signbit().to(torch.uint8) * 8)
 
 
 def decode_fp4(packed: Tensor, out: Tensor | None = None) -> Tensor:
     shape = torch.Size((*packed.shape[:-1], packed.shape[-1] * 2))
     return _decoded(shape, packed.device, out, lambda work: _fp4_to_float(packed, work))
-
-
-def encode_nvfp4(
-    w_NK: Tensor, global_scale: Tensor | float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """fp4 bytes [N, K / 2], e4m3 scales [N, K / 16] and the global scale in float32 [N, 1], the
-    same in every row: w = fp4 * (scale * global).
-
-    Without a global scale the one is taken that gives the matrix's largest value the largest
-    scale. With one, blocks beyond 6 * 448 * global saturate.
-    """
-    w_NK = w_NK.float()
-    grouped = _groups(w_NK, NVFP4_GROUP)
-    if global_scale is None:
-        global_scale = absmax_scales(w_NK.abs().amax((-2, -1), keepdim=True), FP4_MAX * FP8_MAX)
-    of_rows = torch.ones((*w_NK.shape[:-1], 1), device=w_NK.device).mul_(global_scale)
-    amax = grouped.abs().amax(-1)
-    wanted = (amax / (of_rows * FP4_MAX)).clamp_(FP8_TINY, FP8_MAX)
-    wanted = wanted.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)
-    scales = wanted.to(FP8)
-    scaled = grouped / nvfp4_scales(scales, of_rows).unsqueeze(-1)
-    return encode_fp4(scaled.flatten(-2)), scales, of_rows
 
 
 def decode_nvfp4(
@@ -156,32 +127,8 @@ def nvfp4_scales(scales: Tensor, global_scale: Tensor | float) -> Tensor:
     return _fp8_to_float(scales, floats).mul_(global_scale)
 
 
-def encode_mxfp4(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """fp4 bytes [N, K / 2] and the exponents of the scales plus 127 as uint8 [N, K / 32].
-
-    Not the rule of the OCP specification (floor of log2 of the largest value, less 2): that cuts
-    anything from 6 to 8 down to 6. Here the largest value is first rounded to fp4's one bit of
-    mantissa, so that what would round to 8 takes the next scale, and no element is off by more than
-    half a step. On Gaussian blocks the squared error is 5 % smaller (0.0125 for 0.0132), as small
-    as with the better of both scales chosen for each block. Decoding is the same for all rules.
-    """
-    grouped = _groups(w_NK.float(), MXFP4_GROUP)
-    amax = grouped.abs().amax(-1)
-    rounded = amax.contiguous().view(torch.int32) + (1 << 21)
-    exponents = ((rounded >> 23) - 2).clamp_(0, 254)
-    exponents = exponents.masked_fill_(amax == 0, 127).masked_fill_(~amax.isfinite(), 255)
-    scales = exponents.to(torch.uint8)
-    return encode_fp4((grouped / mxfp4_scales(scales).unsqueeze(-1)).flatten(-2)), scales
-
-
 def decode_mxfp4(packed: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     return _decode_scaled_fp4(packed, mxfp4_scales(scales), out)
-
-
-def mxfp4_scales(scales: Tensor) -> Tensor:
-    """2 ** (s - 127) in float32; 255 is NaN."""
-    table = _e8m0_table(scales.device)
-    return table.index_select(0, scales.flatten().int()).view(scales.shape)
 
 
 def spread(scales: Tensor, rows: int, cols: int, size_N: int, size_K: int) -> Tensor:
@@ -197,17 +144,9 @@ def unpack(packed: Tensor) -> Tensor:
     return pairs.view(torch.uint8)
 
 
-def _pack(nibbles: Tensor) -> Tensor:
-    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-
-
-def _groups(w_NK: Tensor, group: int) -> Tensor:
-    return w_NK.unflatten(-1, (w_NK.shape[-1] // group, group))
-
-
 def _blocks(w_NK: Tensor, rows: int, cols: int) -> Tensor:
     """[N, K] -> [N / rows, rows, K / cols, cols]."""
-    return _groups(w_NK, cols).unflatten(-3, (w_NK.shape[-2] // rows, rows))
+    return in_groups(w_NK, cols).unflatten(-3, (w_NK.shape[-2] // rows, rows))
 
 
 def _decoded(
@@ -228,7 +167,7 @@ def _decode_scaled_fp4(packed: Tensor, scales: Tensor, out: Tensor | None) -> Te
 
     def fill(work: Tensor) -> None:
         _fp4_to_float(packed, work)
-        _groups(work, shape[-1] // scales.shape[-1]).mul_(scales.unsqueeze(-1))
+        in_groups(work, shape[-1] // scales.shape[-1]).mul_(scales.unsqueeze(-1))
 
     return _decoded(shape, packed.device, out, fill)
 
@@ -280,8 +219,3 @@ def _fp4_pair_table(device: torch.device) -> Tensor:
     byte = torch.arange(256)
     pairs = torch.stack((numbers[byte % 16], numbers[byte // 16]), -1)
     return pairs.view(torch.int64).flatten().to(device)
-
-
-@cache
-def _e8m0_table(device: torch.device) -> Tensor:
-    return torch.tensor([2.0 ** (s - 127) for s in range(255)] + [torch.nan], device=device)
