@@ -121,7 +121,7 @@ class DeviceCollective(Collective):
         if size == 1:
             return 0
         specs = cls.planes(size, nbytes, LANES, LANE_BYTES)
-        return layout(specs, cls.channels(LANES))[1]
+        return layout(specs, cls.channels(LANES), size)[1]
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
