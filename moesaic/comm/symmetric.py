@@ -219,7 +219,7 @@ def _allocate(group: Peers, nbytes: int, device: torch.device) -> Tensor:
 def _rendezvous(memory: Tensor, group: Peers, store: Meeting) -> Any:
     """The same region of all ranks, mapped. torch looks the group up by its name."""
     os.environ.update(SWITCHES)
-    name = f"moesaic-window-{next(_numbers)}"
+    name: Any = f"moesaic-window-{next(_numbers)}"  # newer versions have a type of its own for it
     processes = ProcessGroup(store, group.rank, group.size)
     processes._set_group_name(name)
     _register_process_group(name, processes)
