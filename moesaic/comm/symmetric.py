@@ -77,7 +77,6 @@ class SymmetricWindow(DeviceWindow):
         self._owners: tuple[Any, ...] = ()
 
     @classmethod
-    @torch.inference_mode(False)  # what is made in it could not be written outside it
     def create(
         cls,
         group: Peers,
@@ -89,6 +88,8 @@ class SymmetricWindow(DeviceWindow):
         """Called by all ranks of the group with the same planes; one RuntimeError on all of them
         if it fails on any."""
         nbytes = layout(specs, channels, group.size)[1]
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         if group.size == 1:
             region = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return cls(0, [region], specs, timeout, channels)

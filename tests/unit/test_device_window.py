@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from math import prod
 
 import pytest
 import torch
 
 from moesaic.comm import device_window
-from moesaic.comm.device_window import ALIGN, MAX_GENERATION, HostWindow, layout, window_bytes
+from moesaic.comm.device_window import (
+    ALIGN,
+    MAX_GENERATION,
+    DeviceWindow,
+    HostWindow,
+    layout,
+    window_bytes,
+)
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.group import RankGroup
 from moesaic.comm.window import PlaneSpec
@@ -58,11 +66,16 @@ def test_one_array_of_each_rank():
 
 
 def test_a_rank_alone():
-    window = device_window.create(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
+    """Made where models are: in inference mode, with another device for new tensors."""
+    with torch.inference_mode(), torch.device("meta"):
+        window = device_window.create(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
     call = window.call(0, "alone")
     signal(call)
     wait(call)
     window.check()
+    with torch.device("meta"):
+        window.restart(1)
+    step([window])
     window.close()
     window.close()
 
@@ -81,7 +94,7 @@ def test_ranks_on_two_nodes():
         device_window.create(group, SPECS, SECONDS, 2, CPU)
 
 
-def step(ranks: list[HostWindow], channel: int = 0, layer: int = 0) -> None:
+def step(ranks: Sequence[DeviceWindow], channel: int = 0, layer: int = 0) -> None:
     """One operation in which all of them take part."""
     calls = [window.call(channel, f"dispatch, layer {layer}", layer) for window in ranks]
     for call in calls:
