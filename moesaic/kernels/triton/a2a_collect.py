@@ -112,11 +112,18 @@ def collect_rows_kernel(
             group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS).to(tl.int64)
             went |= tl.where(group < 0, 0, tl.full((), 1, tl.int64) << tl.maximum(group, 0))
         row = rank.to(tl.int64) * rows + token
-        total = tl.zeros((BLOCK,), tl.float32)
+        parts = ()
         for by in tl.static_range(SIZE):
             at = region_at(bases_ptr, by, results + row * ROW_BYTES, TYPE, ALIGN)
             mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
-            total += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
+            parts = parts + (tl.load(at + inside, mask),)
+        # All are asked for before the first is waited for: sums need what is only read here.
+        tl.debug_barrier()
+        members = tl.load(state_ptr + ACTIVE)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for by in tl.static_range(SIZE):
+            comes = bit(members, by) & bit(went, by // WIDTH)
+            total += tl.where(comes, parts[by].to(tl.float32), 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
     if SIGNALS:
         _leave(state_ptr, count, channel)
@@ -168,18 +175,24 @@ def collect_pairs_kernel(
         token = tl.cast(item // PARTS, tl.int64)
         inside = item % PARTS * BLOCK + tl.arange(0, BLOCK)
         row = (rank.to(tl.int64) * rows + token) * K
-        total = tl.zeros((BLOCK,), tl.float32)
+        parts = ()
         for k in tl.static_range(K):
             group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS)
-            chosen = (group >= 0) & (group < SIZE // WIDTH)
-            weight = tl.load(weights_ptr + token * K + k)
-            y = tl.zeros((BLOCK,), tl.float32)
+            first = tl.minimum(tl.maximum(group, 0) * WIDTH, SIZE - WIDTH)
             for member in tl.static_range(WIDTH):
-                by = tl.where(chosen, group, 0) * WIDTH + member
+                by = first + member
                 at = region_at(bases_ptr, by, results + (row + k) * ROW_BYTES, TYPE, ALIGN)
-                mask = (inside < H) & chosen & bit(active, by)
-                y += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
-            total += tl.where(group >= 0, y * weight, 0.0)
+                mask = (inside < H) & (group * WIDTH == first) & bit(active, by)
+                parts = parts + (tl.load(at + inside, mask, 0.0),)
+        # All are asked for before the first is waited for: sums need what is only read here.
+        tl.debug_barrier()
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(K):
+            y = parts[k * WIDTH].to(tl.float32)
+            for member in tl.static_range(1, WIDTH):
+                y += parts[k * WIDTH + member].to(tl.float32)
+            weight = tl.load(weights_ptr + token * K + k)
+            total += tl.where(tl.load(ids_ptr + token * K + k) >= 0, y * weight, 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
     if SIGNALS:
         _leave(state_ptr, count, channel)
