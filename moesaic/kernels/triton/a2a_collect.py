@@ -12,12 +12,14 @@ from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
     VARYING,
+    all_bases,
     await_flags,
     bit,
+    byte_at,
     flag_word,
     groups_of,
+    is_last,
     raise_flags,
-    region_at,
     taking_part,
 )
 from moesaic.kernels.triton.launch import await_inputs, release_next
@@ -55,10 +57,7 @@ def _enter(
 def _leave(state_ptr, count, channel):
     """By all programs: the last one may write the count, as all have read it."""
     at = state_ptr + CHANNELS + 2 * channel
-    tl.debug_barrier()
-    before = tl.atomic_add(at + 1, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
-        tl.store(at + 1, 0)
+    if is_last(at + 1, "gpu"):
         tl.store(at, count)
 
 
@@ -97,6 +96,7 @@ def collect_rows_kernel(
     ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     await_inputs(PDL)
+    bases = all_bases(bases_ptr, SIZE)
     if WAITS:
         count = _enter(
             bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
@@ -114,7 +114,7 @@ def collect_rows_kernel(
         row = rank.to(tl.int64) * rows + token
         parts = ()
         for by in tl.static_range(SIZE):
-            at = region_at(bases_ptr, by, results + row * ROW_BYTES, TYPE, ALIGN)
+            at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
             mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
             parts = parts + (tl.load(at + inside, mask),)
         # All are asked for before the first is waited for: sums need what is only read here.
@@ -181,7 +181,7 @@ def collect_pairs_kernel(
             first = tl.minimum(tl.maximum(group, 0) * WIDTH, SIZE - WIDTH)
             for member in tl.static_range(WIDTH):
                 by = first + member
-                at = region_at(bases_ptr, by, results + (row + k) * ROW_BYTES, TYPE, ALIGN)
+                at = byte_at(tl.load(bases_ptr + by), results + (row + k) * ROW_BYTES, TYPE, ALIGN)
                 mask = (inside < H) & (group * WIDTH == first) & bit(active, by)
                 parts = parts + (tl.load(at + inside, mask, 0.0),)
         # All are asked for before the first is waited for: sums need what is only read here.
