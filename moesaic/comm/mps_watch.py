@@ -34,9 +34,10 @@ LOG_LINES: Final = 5
 
 def main() -> None:
     program, folder, parent = sys.argv[1], sys.argv[2], os.getppid()
-    # Ctrl-C in a terminal reaches all of its processes: this one ends after its parent.
+    # Whoever ends all processes of a server means this one too: it ends after its parent. What is
+    # ignored stays so in the programs that a process starts, what is handled does not.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     trouble = start(program)
     with contextlib.suppress(BrokenPipeError):
         print(trouble or READY, flush=True)
@@ -71,9 +72,9 @@ def start(program: str) -> str:
     return ""
 
 
-def answers(program: str, environment: dict[str, str] | None = None) -> bool:
-    """Whether the daemon of an environment does."""
-    return _tell(program, "get_server_list", ANSWER_SECONDS, environment)
+def answers(program: str) -> bool:
+    """Whether the daemon of this environment does."""
+    return _tell(program, "get_server_list", ANSWER_SECONDS)
 
 
 def stop(program: str) -> None:
@@ -94,19 +95,16 @@ def mps_processes(pipes: str | None = None) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if not (folder / "comm").read_text().startswith(COMMAND):
                 continue
-            wanted = b"" if pipes is None else f"{PIPES}={pipes}".encode()
-            if pipes is None or wanted in (folder / "environ").read_bytes().split(b"\0"):
+            variables = (folder / "environ").read_bytes().split(b"\0") if pipes else []
+            if not pipes or f"{PIPES}={pipes}".encode() in variables:
                 yield int(folder.name)
 
 
-def _tell(
-    program: str, command: str, seconds: float, environment: dict[str, str] | None = None
-) -> bool:
+def _tell(program: str, command: str, seconds: float) -> bool:
     try:
         done = subprocess.run(
             [program],
             input=f"{command}\n",
-            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
