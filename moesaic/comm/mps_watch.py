@@ -1,7 +1,7 @@
 """The process that owns an MPS daemon: it starts it, and stops it when the one who asked is gone.
 
 Run as a program of its own, by its path, with the program of the daemon as its argument and the
-folders in the environment. It writes one line once the daemon answers, or why it does not, and
+folders in the environment. It writes one line once the daemon is there, or why it is not, and
 goes on until its standard input ends or its parent does: both happen whatever ends the parent,
 SIGKILL too. Asking the kernel to kill a daemon in the foreground with its parent would be shorter,
 and would leave the daemon's own child, the server that holds the GPU.
@@ -65,9 +65,9 @@ def start(program: str) -> str:
     if done.returncode:
         return f"{program} -d ended with {done.returncode}{_log()}"
     deadline = time.monotonic() + ANSWER_SECONDS
-    while not answers(program):
+    while not (_listens(os.environ[PIPES]) or answers(program)):
         if time.monotonic() > deadline:
-            return f"{program} -d started no daemon that answers{_log()}"
+            return f"{program} -d started no daemon that listens{_log()}"
         time.sleep(POLL)
     return ""
 
@@ -75,6 +75,11 @@ def start(program: str) -> str:
 def answers(program: str) -> bool:
     """Whether the daemon of this environment does."""
     return _tell(program, "get_server_list", ANSWER_SECONDS)
+
+
+def _listens(pipes: str) -> bool:
+    """Whether the daemon runs and has made its socket."""
+    return Path(pipes, "control").exists() and any(mps_processes(pipes))
 
 
 def stop(program: str) -> None:
