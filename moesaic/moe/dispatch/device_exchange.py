@@ -25,9 +25,9 @@ from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.dispatch.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
-# Of a lane: rows are here, results are here.
-ROWS, RESULTS = 0, 1
-CHANNELS = 2
+# Of a lane: rows are here, results are here; those of the second half, where there are two.
+ROWS, RESULTS, SECOND = 0, 1, 2
+CHANNELS = 3
 STAYS = -1
 
 
