@@ -77,7 +77,8 @@ class DeviceExchange(InFlight):
         device = torch.get_default_device()
         self.window = create(comm.group, spec.planes(), comm.timeout, spec.channels, device)
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
-        self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # or it could not be written outside that mode
+            self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """Who takes part, where kernels are."""
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes

@@ -153,7 +153,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return route
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
-        ids_TK, weights_TK = topk.ids_TK.contiguous(), topk.weights_TK.contiguous()
+        ids_TK, weights_TK = topk.ids_TK.int().contiguous(), topk.weights_TK.contiguous()
         return Tokens(x_TH.contiguous(), ids_TK, weights_TK, step.num_tokens_1)
 
     def _send(self, route: Route) -> None:
