@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.kernels.collectives import BLOCK_BYTES
 from moesaic.kernels.triton import collectives
-from moesaic.kernels.triton.collectives import THREADS, WARPS
+from moesaic.kernels.triton.collectives import WARPS
 from tests.kernels.aot import Usage, build
 
 POINTERS = {"bases": "*i64", "state": "*i64", "desk": "*i64"}
@@ -21,7 +21,7 @@ BYTES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 
 def compiled(kernel: Any, ranks: int, kind: str, **constants: Any) -> Usage:
     """Numbers are multiples of 16, as they are with any model, except which rank and channel."""
-    blocks = {"P": ranks, "THREADS": THREADS, "PDL": True}
+    blocks = {"P": ranks, "THREADS": 32 * WARPS, "PDL": True}
     if "BLOCK" in kernel.arg_names:
         blocks["BLOCK"] = BLOCK_BYTES // BYTES[kind]
     constants |= blocks

@@ -158,7 +158,7 @@ def await_flags(
     SIZE: tl.constexpr,
 ):
     """Until all have written what is wanted, or one something else, or time is over, or the host
-    says so."""
+    says so. Whether they have."""
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
     at = region_at(bases_ptr, rank, offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
@@ -172,13 +172,15 @@ def await_flags(
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):
-            aborted = tl.max(tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True), 0) != 0
-            late = INTERPRETED | (tl.max((_now(lane) > deadline).to(tl.int32), 0) != 0)
-            level = tl.where(aborted | late, GIVEN_UP, level)
+            word = tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True)
+            aborted = tl.max((word != 0).to(tl.int32), 0)
+            late = tl.max(((_now(lane) > deadline) | INTERPRETED).to(tl.int32), 0)
+            level = tl.where((aborted | late) != 0, GIVEN_UP, level)
     if level != HERE:
         _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted)
     # What one thread has acquired is there for all.
     tl.debug_barrier()
+    return level == HERE
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborte
     peers = tl.sum(tl.where(missing, tl.full(lane.shape, 1, tl.int64) << (lane & 63), 0), 0)
     first = tl.min(tl.where(missing, lane, 64), 0)
     flag = tl.sum(tl.where(lane == first, seen, 0), 0)
-    why = tl.where(aborted, ABORTED, TIMEOUT)
+    why = tl.where(aborted != 0, ABORTED, TIMEOUT)
     if tl.atomic_xchg(state_ptr + BROKEN, 1) == 0:
         tl.store(desk_ptr + CHANNEL, channel.to(tl.int64))
         tl.store(desk_ptr + PEERS, peers)
