@@ -101,7 +101,9 @@ class DeviceCollective(Collective):
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         specs = cls.planes(group.size, nbytes, LANES, LANE_BYTES)
-        return cls(make_window(group, specs, timeout, cls.channels(LANES)), nbytes, LANES, LANE_BYTES)
+        return cls(
+            make_window(group, specs, timeout, cls.channels(LANES)), nbytes, LANES, LANE_BYTES
+        )
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -195,9 +197,7 @@ class DeviceCollective(Collective):
             shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
             pull(call, board, out_M, Cut(0, size), shares)
 
-    def _gather(
-        self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int
-    ) -> None:
+    def _gather(self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int) -> None:
         """`widths`: elements of a row of each rank. `rows`: from the first that is wanted to the
         last that there is."""
         itemsize = x.element_size()
@@ -233,9 +233,7 @@ class DeviceCollective(Collective):
         x_N = x.detach().contiguous().view(-1)
         return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
 
-    def _tag(
-        self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
-    ) -> int:
+    def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
         """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
         text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
         tag = zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG

@@ -78,9 +78,7 @@ def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int)
     _post(call, board, like, share, Sum(), sums=True)
 
 
-def _post(
-    call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool
-) -> None:
+def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool) -> None:
     mail, pdl = call.mail, dependent_launch(call.mail.state)
     block = BLOCK_BYTES // x_N.element_size()
     kind = _kind(target)
@@ -148,9 +146,7 @@ def _turn(state, channel, back: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    plane, slot, half, rank, lane, peer, P: tl.constexpr, PUSHED: tl.constexpr
-):
+def _part(plane, slot, half, rank, lane, peer, P: tl.constexpr, PUSHED: tl.constexpr):
     """Which rank's region has the part that `peer` gave to this one, and where in it, behind its
     head."""
     if PUSHED:
@@ -190,15 +186,14 @@ def _lay_out(
         region, offset = _part(plane, slot, half, rank, lane, peer, P, PUSHED)
         if EVEN:
             own = width
-            row_B = at_B // width
         else:
             head = region_at(bases, region, offset - _HEAD, tl.int64, 16)
             own = tl.load(head, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
-            row_B = at_B // tl.maximum(own, 1)
         if FLAT:
             mask_B = (at_B < stop) & (at_B < own)
             to_B = start + at_B
         else:
+            row_B = at_B // (width if EVEN else tl.maximum(own, 1))
             mask_B = (at_B < stop) & (row_B >= first) & (row_B < rows) & (own > 0)
             to_B = start + (row_B - first).to(tl.int64) * total + (at_B - row_B * own)
         mask_B = mask_B & (to_B >= 0) & (to_B < limit)
@@ -323,9 +318,7 @@ def _post_kernel(
         arrived = state + CHANNELS + 2 * channel + 1
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             tl.store(arrived, 0)
-            raise_flags(
-                bases, state, number, active, thread, rank, flags, channel + half, tag, P
-            )
+            raise_flags(bases, state, number, active, thread, rank, flags, channel + half, tag, P)
             tl.store(counter, number)
 
 
