@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moesaic.comm.mps_watch import mps_processes
 from moesaic.config.devices import cuda_missing
 
 PACKAGES = (
@@ -71,7 +72,7 @@ def describe_machine() -> dict[str, Any]:
         "shared_memory": _shared_memory(),
         "gpus": list(_gpus()),
         "cuda_missing": cuda_missing() or None,
-        "mps": _mps_runs(),
+        "mps": any(mps_processes()),
         "compiler": {"command": command, "path": shutil.which(command)},
         "versions": {"python": platform.python_version(), **dict(_versions())},
     }
@@ -124,15 +125,6 @@ def _gpus() -> Iterator[dict[str, Any]]:
     from moesaic.engine.devices import describe
 
     yield from map(describe, range(torch.cuda.device_count()))
-
-
-def _mps_runs() -> bool:
-    """Whether CUDA's MPS daemon runs, with which ranks may share a GPU."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with suppress(OSError):
-            if path.read_text().startswith("nvidia-cuda-mps"):
-                return True
-    return False
 
 
 def _versions() -> Iterator[tuple[str, str | None]]:

@@ -7,16 +7,16 @@ kernels' torch twins compute, regions are shared memory; on CUDA they are symmet
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.group import Peers
-from moesaic.comm.window import PlaneSpec, share_memory
+from moesaic.comm.window import PlaneSpec, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
     DESK_WORDS,
@@ -33,10 +33,40 @@ from moesaic.kernels.a2a import (
 ALIGN: Final = 512
 # The mask of who takes part is one signed word.
 MAX_RANKS: Final = 63
+# Flags are signed words.
+MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
 
 
-class OutOfStep(RuntimeError):
-    """Ranks are not in the same operation, or some have gone on without this one."""
+def create(
+    group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int, device: torch.device
+) -> DeviceWindow:
+    """Called by all ranks of a group on one node with the same planes. `timeout`: seconds that a
+    wait of a kernel may take."""
+    if not 1 <= group.size <= MAX_RANKS:
+        raise ValueError(f"a window holds 1..{MAX_RANKS} ranks, not {group.size}")
+    if len(set(group.nodes)) > 1:
+        raise ValueError(
+            f"ranks on nodes {sorted(set(group.nodes))}: kernels reach memory of one node only; "
+            f"keep the ranks that share experts on one"
+        )
+    # Groups make tensors where the default is, and gloo wants them on the CPU; and what is made in
+    # inference mode could not be written outside it.
+    with torch.device("cpu"), torch.inference_mode(False):
+        if device.type == "cpu":
+            return HostWindow.create(group, specs, timeout, channels)
+        from moesaic.comm.symmetric import SymmetricWindow
+
+        return SymmetricWindow.create(group, specs, timeout, channels, device)
+
+
+def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int, device: torch.device) -> int:
+    """What a rank of a window of so many ranks takes on its device, at most."""
+    nbytes = layout(specs, channels, size)[1]
+    if device.type == "cpu" or size == 1:
+        return nbytes
+    from moesaic.comm.symmetric import symmetric_bytes
+
+    return symmetric_bytes(nbytes)
 
 
 class DeviceWindow(ABC):
@@ -47,11 +77,16 @@ class DeviceWindow(ABC):
 
     mail: Mail
 
-    def __init__(self, specs: Sequence[PlaneSpec], channels: int) -> None:
-        self._offsets, self.region_bytes = layout(specs, channels)
+    def __init__(
+        self, specs: Sequence[PlaneSpec], size: int, timeout: float, channels: int
+    ) -> None:
+        self._offsets, self.region_bytes = layout(specs, channels, size)
         self._specs = {spec.name: spec for spec in specs}
+        self.timeout = timeout
         self._channels = channels
         self._operations: dict[int, str] = {}
+        self._reason = ""
+        self.generation = 0
 
     @property
     def rank(self) -> int:
@@ -63,56 +98,81 @@ class DeviceWindow(ABC):
 
     def offset(self, name: str) -> int:
         """Bytes from where a region begins to a plane."""
+        if name not in self._offsets:
+            raise ValueError(f"no plane {name!r}: this window has {sorted(self._offsets)}")
         return self._offsets[name]
 
     def plane(self, name: str, rank: int | None = None) -> Tensor:
         """The array of a rank (None: of this one) itself, not a copy."""
-        spec = self._specs[name]
+        offset, spec = self.offset(name), self._specs[name]
         rank = self.rank if rank is None else rank
-        return self.mail.plane(rank, self._offsets[name], spec.shape, spec.dtype)
+        return self.mail.plane(rank, offset, spec.shape, spec.dtype)
 
     def call(self, channel: int, operation: str, tag: int = 0) -> Call:
         """For a kernel that signals or waits; `operation` is what an error will name."""
-        assert 0 <= channel < self._channels and 0 <= tag <= MAX_TAG
+        assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
+        assert 0 <= tag <= MAX_TAG, f"tag {tag}, which is at most {MAX_TAG}"
         self._operations[channel << COUNT_SHIFT | tag] = operation
         return Call(self.mail, channel, tag)
 
     def check(self) -> None:
         """Raises what a wait of a kernel has left on the desk, as far as kernels have come."""
         desk = self.mail.desk
-        if not desk[Desk.FAILURE]:
-            return
-        raise self._complaint(desk.tolist())
+        if desk[Desk.FAILURE]:
+            raise self._complaint(desk.tolist())
 
     def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
         """Forgets what is in flight. All ranks that go on call it with one number, higher than any
-        before, when no kernel of the last generation is under way on any of them."""
-        state = torch.zeros(len(self.mail.state), dtype=torch.int64)
+        before, when no kernel of the last generation is under way on any of them; `active`: who
+        goes on, all unless given."""
         ranks = range(self.size) if active is None else active
+        if not self.generation < generation <= MAX_GENERATION:
+            raise ValueError(
+                f"generation {generation}: give one of {self.generation + 1}..{MAX_GENERATION}"
+            )
+        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
+            raise ValueError(
+                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
+                f"{self.rank} among them"
+            )
+        self.generation, self._reason = generation, ""
+        state = new_state(self._channels, ranks, self.timeout)
         state[State.GENERATION] = generation
-        state[State.TIMEOUT_NS] = self.mail.state[State.TIMEOUT_NS]
-        state[State.ACTIVE] = sum(1 << rank for rank in ranks)
         self.mail.state.copy_(state)
         self.mail.desk.zero_()
 
     def abort(self, reason: str) -> None:
-        """Makes waits of this rank's kernels, those under way too, give up."""
+        """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""
         self._reason = reason
         self.mail.desk[Desk.ABORT] = 1
 
+    @abstractmethod
     def close(self) -> None:
-        """Gives the memory back once the last tensor that views it is gone. May be repeated."""
+        """Gives the memory back; no kernel of this rank may use it any more. May be repeated."""
 
     def _complaint(self, desk: Sequence[int]) -> Exception:
         wanted, seen, channel = desk[Desk.WANTED], desk[Desk.SEEN], desk[Desk.CHANNEL]
         peers = tuple(rank for rank in range(self.size) if desk[Desk.PEERS] >> rank & 1)
-        operation = self._operations.get(channel << COUNT_SHIFT | wanted & MAX_TAG, "?")
+        operation = self._operation(channel, wanted)
         if desk[Desk.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
         if desk[Desk.FAILURE] == Failure.TIMEOUT:
-            seconds = int(self.mail.state[State.TIMEOUT_NS]) / 1e9
-            return PeerTimeout(peers, operation, seconds, dict.fromkeys(peers, ""))
+            flags = self.mail.flag(self.rank, channel).tolist()
+            last_seen = {rank: self._last_seen(channel, flags[rank], wanted) for rank in peers}
+            return PeerTimeout(peers, operation, self.timeout, last_seen)
         return OutOfStep(f"{operation}: {_difference(peers[0], seen, wanted)}")
+
+    def _last_seen(self, channel: int, flag: int, wanted: int) -> str:
+        """What a rank did last on a channel, as far as its flag tells."""
+        if flag >= wanted:
+            return "it came later"
+        if not flag & (1 << GENERATION_SHIFT) - 1 or flag >> GENERATION_SHIFT != self.generation:
+            return ""
+        return self._operation(channel, flag)
+
+    def _operation(self, channel: int, flag: int) -> str:
+        tag = flag & MAX_TAG
+        return self._operations.get(channel << COUNT_SHIFT | tag, f"channel {channel}, layer {tag}")
 
 
 def _difference(rank: int, seen: int, wanted: int) -> str:
@@ -137,25 +197,23 @@ class HostWindow(DeviceWindow):
         timeout: float,
         channels: int,
     ) -> None:
-        super().__init__(specs, channels)
-        state = new_state(channels, len(regions), timeout)
+        size = len(regions)
+        super().__init__(specs, size, timeout, channels)
+        state = new_state(channels, range(size), timeout)
         bases = torch.tensor([region.data_ptr() for region in regions])
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64)
-        self.mail = Mail(group_rank, len(regions), tuple(regions), bases, 0, state, desk)
+        self.mail = Mail(group_rank, size, tuple(regions), bases, 0, state, desk)
 
     @classmethod
     def create(
         cls, group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
     ) -> HostWindow:
         """Called by all ranks of the group with the same planes."""
-        if group.size > MAX_RANKS:
-            raise ValueError(f"a window holds {MAX_RANKS} ranks, not {group.size}")
-        nbytes = layout(specs, channels)[1]
+        nbytes = layout(specs, channels, group.size)[1]
         if group.size == 1:
             return cls(0, [torch.zeros(nbytes, dtype=torch.uint8)], specs, timeout, channels)
-        memory = share_memory(group, group.size * nbytes, repr((tuple(specs), channels)))
-        with torch.inference_mode(False):
-            data = torch.frombuffer(memory, dtype=torch.uint8)
+        memory = share_memory(group, group.size * nbytes, layout_of(specs, channels))
+        data = torch.frombuffer(memory, dtype=torch.uint8)
         return cls(group.rank, data.split(nbytes), specs, timeout, channels)
 
     @classmethod
@@ -163,31 +221,34 @@ class HostWindow(DeviceWindow):
         cls, size: int, specs: Sequence[PlaneSpec], timeout: float, channels: int
     ) -> list[HostWindow]:
         """Of ranks in one process: for tests of kernels."""
-        nbytes = layout(specs, channels)[1]
+        nbytes = layout(specs, channels, size)[1]
         regions = torch.zeros(size, nbytes, dtype=torch.uint8).unbind(0)
         return [cls(rank, regions, specs, timeout, channels) for rank in range(size)]
 
+    def close(self) -> None:
+        """It is gone with the last tensor that views it."""
+        vars(self).pop("mail", None)
 
-def new_state(channels: int, size: int, timeout: float) -> Tensor:
-    state = torch.zeros(State.CHANNELS + 2 * channels, dtype=torch.int64)
+
+def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
+    """As a rank's own state begins; on the CPU."""
+    state = torch.zeros(State.CHANNELS + 2 * channels, dtype=torch.int64, device="cpu")
     state[State.TIMEOUT_NS] = int(timeout * 1e9)
-    state[State.ACTIVE] = (1 << size) - 1
+    state[State.ACTIVE] = sum(1 << rank for rank in active)
     return state
 
 
-def layout(
-    specs: Sequence[PlaneSpec], channels: int, size: int = MAX_RANKS
-) -> tuple[dict[str, int], int]:
-    """Where each plane begins in a region, and how many bytes that has."""
+def layout(specs: Sequence[PlaneSpec], channels: int, size: int) -> tuple[dict[str, int], int]:
+    """Where each plane begins in a region of one of so many ranks, and how many bytes that has."""
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise ValueError(f"planes {names}: give each a name of its own")
-    offsets, end = {}, _round_up(channels * size * 8)
+    offsets, end = {}, round_up(channels * size * 8, ALIGN)
     for spec in specs:
         offsets[spec.name] = end
-        end += _round_up(spec.nbytes)
+        end += round_up(spec.nbytes, ALIGN)
     return offsets, end
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+def round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

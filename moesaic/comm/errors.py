@@ -48,6 +48,10 @@ class PeerLost(PeerTimeout):
         return f"rank {rank} is lost in {self.operation!r}: {self.last_seen.get(rank)}"
 
 
+class OutOfStep(RuntimeError):
+    """Ranks are not in the same operation, or some have gone on without this one."""
+
+
 class WindowAborted(RuntimeError):
     """Somebody called `abort` on the window: the step in progress is to be abandoned."""
 

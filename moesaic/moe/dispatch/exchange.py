@@ -24,6 +24,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from moesaic.comm.errors import OutOfStep
 from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.kernels.cpu.rows import Terms, Tokens, sum_rows
 from moesaic.moe.dispatch.base import CommContext
@@ -90,10 +91,6 @@ class Offers:
 
     tokens: Tokens
     totals: list[int]
-
-
-class OutOfStep(RuntimeError):
-    """Ranks are not in the same operation, or some have gone on without this one."""
 
 
 class Lanes:

@@ -1,0 +1,109 @@
+"""CUDA's MPS for ranks that share a GPU.
+
+Without it the GPU gives its time to one process at a time, and a rank that waits for another's data
+waits for a slice of some milliseconds. One daemon a server, in folders of its own, so that servers
+of one machine do not meet; it ends with the server. No torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from moesaic.comm import mps_watch
+from moesaic.comm.mps_watch import LOGS, PIPES, READY
+from moesaic.config.devices import VISIBLE
+
+logger = logging.getLogger(__name__)
+
+PROGRAM: Final = "nvidia-cuda-mps-control"
+DEFAULT_PIPES: Final = "/tmp/nvidia-mps"
+MEMORY_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+STOP_SECONDS: Final = 20.0
+ADVICE: Final = (
+    "ranks that share a GPU need it (it comes with NVIDIA's driver; containers get it with "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility): install it, or give each rank a GPU of its own"
+)
+
+
+@dataclass(slots=True)
+class Mps:
+    """A daemon that ranks can use. `environment`: to be set in a rank before it opens CUDA."""
+
+    environment: dict[str, str]
+    _watch: subprocess.Popen[str] | None = field(default=None, repr=False)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it ends with this process."""
+        return self._watch is not None
+
+    def environment_of(self, device: int, memory_bytes: int | None = None) -> dict[str, str]:
+        """Of a rank on a GPU; `memory_bytes`: what it may take of the GPU's memory."""
+        if memory_bytes is None:
+            return dict(self.environment)
+        return {**self.environment, MEMORY_LIMIT: f"{device}={memory_bytes >> 20}M"}
+
+    def stop(self) -> None:
+        """When its ranks have ended. May be repeated."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        assert watch.stdin is not None and watch.stdout is not None
+        watch.stdin.close()
+        try:
+            watch.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d is still stopping the MPS daemon", watch.pid)
+        watch.stdout.close()
+
+    def __enter__(self) -> Mps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_mps() -> Mps:
+    """The daemon that the user runs, if there is one; else one of our own."""
+    program = shutil.which(PROGRAM)
+    if program is None:
+        raise RuntimeError(f"{PROGRAM} is not on PATH: {ADVICE}")
+    pipes = os.environ.get(PIPES, DEFAULT_PIPES)
+    if Path(pipes, "control").exists() and mps_watch.answers(program):
+        logger.info("MPS: using the daemon that runs already in %s", pipes)
+        return Mps({PIPES: pipes})
+    return _start_own(program)
+
+
+def _start_own(program: str) -> Mps:
+    folder = tempfile.mkdtemp(prefix="moesaic-mps-")
+    environment = {
+        name: str(Path(folder, part)) for name, part in ((PIPES, "pipes"), (LOGS, "log"))
+    }
+    for path in environment.values():
+        os.mkdir(path, mode=0o700)
+    # A daemon that sees some GPUs only numbers them anew, and ranks name them by the old numbers.
+    inherited = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    watch = subprocess.Popen(
+        [sys.executable, "-I", mps_watch.__file__, program, folder],
+        env={**inherited, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert watch.stdout is not None
+    told = watch.stdout.readline().strip()
+    if told != READY:
+        Mps(environment, watch).stop()
+        raise RuntimeError(f"no MPS daemon: {told or 'the process that starts it died'}; {ADVICE}")
+    logger.info("MPS: daemon of our own in %s, stopped with this process", folder)
+    return Mps(environment, watch)

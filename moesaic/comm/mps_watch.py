@@ -1,0 +1,133 @@
+"""The process that owns an MPS daemon: it starts it, and stops it when the one who asked is gone.
+
+Run as a program of its own, by its path, with the program of the daemon as its argument and the
+folders in the environment. It writes one line once the daemon is there, or why it is not, and
+goes on until its standard input ends or its parent does: both happen whatever ends the parent,
+SIGKILL too. Asking the kernel to kill a daemon in the foreground with its parent would be shorter,
+and would leave the daemon's own child, the server that holds the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
+LOGS: Final = "CUDA_MPS_LOG_DIRECTORY"
+READY: Final = "ready"
+COMMAND: Final = "nvidia-cuda-mps"
+START_SECONDS: Final = 20.0
+ANSWER_SECONDS: Final = 5.0
+QUIT_SECONDS: Final = 5.0
+POLL: Final = 0.2
+LOG_LINES: Final = 5
+
+
+def main() -> None:
+    program, folder, parent = sys.argv[1], sys.argv[2], os.getppid()
+    # Whoever ends all processes of a server means this one too: it ends after its parent. What is
+    # ignored stays so in the programs that a process starts, what is handled does not.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    trouble = start(program)
+    with contextlib.suppress(BrokenPipeError):
+        print(trouble or READY, flush=True)
+    while not trouble and os.getppid() == parent:
+        if select.select([sys.stdin], [], [], POLL)[0]:
+            break
+    stop(program)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(program: str) -> str:
+    """Why there is no daemon; empty once there is."""
+    try:
+        done = subprocess.run(
+            [program, "-d"],
+            stdin=subprocess.DEVNULL,
+            # The daemon lives on with what it is given here: a pipe to this process would not end.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=START_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode:
+        return f"{program} -d ended with {done.returncode}{_log()}"
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not (_listens(os.environ[PIPES]) or answers(program)):
+        if time.monotonic() > deadline:
+            return f"{program} -d started no daemon that listens{_log()}"
+        time.sleep(POLL)
+    return ""
+
+
+def answers(program: str) -> bool:
+    """Whether the daemon of this environment does."""
+    return _tell(program, "get_server_list", ANSWER_SECONDS)
+
+
+def _listens(pipes: str) -> bool:
+    """Whether the daemon runs and has made its socket."""
+    return Path(pipes, "control").exists() and any(mps_processes(pipes))
+
+
+def stop(program: str) -> None:
+    """Asks the daemon to go; kills it and its servers if they do not."""
+    _tell(program, "quit", QUIT_SECONDS)
+    folder = os.environ[PIPES]
+    deadline = time.monotonic() + QUIT_SECONDS
+    while any(mps_processes(folder)) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    for pid in mps_processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def mps_processes(pipes: str | None = None) -> Iterator[int]:
+    """Daemons and servers of this machine; `pipes`: those with this folder in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if not (folder / "comm").read_text().startswith(COMMAND):
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0") if pipes else []
+            if not pipes or f"{PIPES}={pipes}".encode() in variables:
+                yield int(folder.name)
+
+
+def _tell(program: str, command: str, seconds: float) -> bool:
+    try:
+        done = subprocess.run(
+            [program],
+            input=f"{command}\n",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _log() -> str:
+    """The last lines that the daemon has written."""
+    with contextlib.suppress(OSError):
+        lines = (Path(os.environ[LOGS]) / "control.log").read_text(errors="replace").splitlines()
+        return ": " + " | ".join(lines[-LOG_LINES:])
+    return ""
+
+
+if __name__ == "__main__":
+    main()

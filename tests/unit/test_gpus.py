@@ -1,0 +1,51 @@
+"""Which GPU each rank gets."""
+
+import pytest
+
+from moesaic.config.gpus import describe_shares, is_shared, share_gpus, share_of
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "devices"),
+    [
+        (1, 1, (0,)),
+        (2, 8, (0, 1)),
+        (4, 4, (0, 1, 2, 3)),
+        (4, 1, (0, 0, 0, 0)),
+        (5, 2, (0, 0, 0, 1, 1)),
+        (8, 3, (0, 0, 0, 1, 1, 1, 2, 2)),
+    ],
+)
+def test_the_gpu_of_each_rank(ranks: int, gpus: int, devices: tuple[int, ...]):
+    assert share_gpus(ranks, gpus) == devices
+    assert is_shared(devices) == (ranks > gpus)
+
+
+def test_no_gpu_is_left_out_and_none_has_two_more_than_another():
+    for ranks in range(1, 20):
+        for gpus in range(1, 9):
+            devices = share_gpus(ranks, gpus)
+            counts = [devices.count(gpu) for gpu in range(min(ranks, gpus))]
+            assert sum(counts) == ranks and max(counts) - min(counts) <= 1
+            assert list(devices) == sorted(devices)
+
+
+def test_parts_of_the_memory():
+    devices = share_gpus(5, 2)
+    assert [share_of(rank, devices) for rank in range(5)] == [1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]
+    assert share_of(1, share_gpus(2, 2)) == 1.0
+
+
+def test_what_is_said():
+    assert describe_shares((0,)) == "1 rank, a GPU each"
+    assert describe_shares((0, 1)) == "2 ranks, a GPU each"
+    assert describe_shares((0, 0, 1)) == (
+        "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has its part of "
+        "the memory, 1/2 of a GPU or more"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(0, 1), (2, 0)])
+def test_nothing_to_share(ranks: int, gpus: int):
+    with pytest.raises(ValueError, match=f"^{ranks} ranks"):
+        share_gpus(ranks, gpus)

@@ -1,0 +1,160 @@
+"""The MPS daemon of a server, with a program in place of NVIDIA's that does what that one does with
+files and processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moesaic.comm import mps_watch
+from moesaic.comm.mps import PROGRAM, start_mps
+from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
+
+PROGRAM_TEXT = """#!/bin/sh
+control="${CUDA_MPS_PIPE_DIRECTORY:-/nowhere}/control"
+case "$1" in
+-d)
+    echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_VISIBLE_DEVICES" >> "$FAKE/starts"
+    if [ -e "$FAKE/fails" ]; then
+        echo "no GPU here" > "$CUDA_MPS_LOG_DIRECTORY/control.log"
+        exit 1
+    fi
+    : > "$control"
+    "$0" -f > /dev/null 2>&1 &
+    ;;
+-f)
+    while [ -e "$control" ] || [ -e "$FAKE/stubborn" ]; do sleep 0.05; done
+    ;;
+*)
+    read -r command
+    case "$command" in
+    get_server_list) [ -e "$control" ] ;;
+    quit) rm "$control" ;;
+    esac
+    ;;
+esac
+"""
+# A server in small: it starts the daemon, says where, and waits to be killed.
+SERVER = """
+import sys, time
+from moesaic.comm.mps import start_mps
+print(start_mps().environment["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of NVIDIA's program, and of what is asked of it."""
+    program = tmp_path / PROGRAM
+    program.write_text(PROGRAM_TEXT)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("moesaic.comm.mps.DEFAULT_PIPES", str(tmp_path / "default"))
+    monkeypatch.delenv(PIPES, raising=False)
+    monkeypatch.delenv(LOGS, raising=False)
+    return tmp_path
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
+    """Started once, in private folders, stopped with all that it left."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    mps = start_mps()
+    pipes = mps.environment[PIPES]
+    assert mps.is_own
+    assert any(mps_processes(pipes))
+    assert os.stat(pipes).st_mode & 0o777 == 0o700
+    assert Path(mps.environment[LOGS]).is_dir()
+    assert os.environ.get(PIPES) is None
+    # The daemon sees all GPUs, whatever this process may.
+    assert (fake / "starts").read_text() == f"{pipes} \n"
+    assert mps.environment_of(2, 5 << 30) == {
+        **mps.environment,
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "2=5120M",
+    }
+    mps.stop()
+    assert list(mps_processes(pipes)) == []
+    assert not Path(pipes).parent.exists()
+    mps.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_dies_leaves_nothing(number: int, fake: Path):
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pipes = server.stdout.readline().strip()
+    assert any(mps_processes(pipes))
+    server.send_signal(number)
+    server.wait()
+    server.stdout.close()
+    assert until(lambda: not any(mps_processes(pipes)))
+    assert until(lambda: not Path(pipes).parent.exists())
+
+
+def test_a_daemon_that_does_not_go_is_killed(fake: Path, monkeypatch: pytest.MonkeyPatch):
+    (fake / "stubborn").touch()
+    monkeypatch.setattr(mps_watch, "QUIT_SECONDS", 0.3)
+    monkeypatch.setenv(PIPES, str(fake))
+    monkeypatch.setenv(LOGS, str(fake))
+    program = str(fake / PROGRAM)
+    assert mps_watch.start(program) == ""
+    assert any(mps_processes(str(fake)))
+    mps_watch.stop(program)
+    assert until(lambda: not any(mps_processes(str(fake))))
+
+
+def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is used, and not stopped."""
+    monkeypatch.setenv(PIPES, str(fake))
+    (fake / "control").touch()
+    with start_mps() as mps:
+        assert mps.environment == {PIPES: str(fake)}
+        assert not mps.is_own
+    assert (fake / "control").exists()
+    assert not (fake / "starts").exists()
+
+
+def test_a_folder_without_a_daemon(fake: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(PIPES, str(fake / "stale"))
+    with start_mps() as mps:
+        assert mps.is_own
+        assert mps.environment[PIPES] != str(fake / "stale")
+
+
+def test_a_daemon_that_does_not_start(fake: Path):
+    (fake / "fails").touch()
+    message = rf"{PROGRAM} -d ended with 1: no GPU here; ranks that share a GPU need it"
+    with pytest.raises(RuntimeError, match=message):
+        start_mps()
+    assert list(fake.glob("moesaic-mps-*")) == []
+
+
+def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"{PROGRAM} is not on PATH: ranks that share a GPU"):
+        start_mps()
+
+
+def test_no_torch():
+    """The process that starts ranks stays small."""
+    code = "import sys, moesaic.comm.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
