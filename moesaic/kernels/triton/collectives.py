@@ -86,8 +86,8 @@ def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, su
         x_N, mail.bases_P, mail.state,
         mail.flags, board.posted, HEAD_BYTES + board.post_bytes, call.channel, call.tag, mail.rank,
         cut.begin, len(cut), 0 if kind["EVEN"] else target.width,
-        SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block, THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
-        PDL=pdl.on, **pdl.options,
+        SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block,
+        THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> N
         out_M, mail.bases_P, mail.state,
         board.posted, HEAD_BYTES + board.post_bytes, call.channel, mail.rank,
         cut.begin, cut.stop, **_places(target, out_M), **_kind(target),
-        P=mail.size, BLOCK=block, THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
+        P=mail.size, BLOCK=block, THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
+        PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -118,21 +119,21 @@ def _places(target: Target, out_M: Tensor | None) -> dict[str, int]:
     """What a kernel has to know of where the result goes."""
     size = 0 if out_M is None else out_M.numel()
     if isinstance(target, Sum):
-        return dict(first=target.first, limit=size, rows=1, width=0, total=0, shift=0)
-    return dict(
-        first=target.first,
-        limit=size if target.limit is None else target.limit,
-        rows=target.rows,
-        width=target.width,
-        total=target.total,
-        shift=target.shift,
-    )
+        target = Columns(1, 0, True, 0, target.first)
+    return {
+        "first": target.first,
+        "limit": size if target.limit is None else target.limit,
+        "rows": target.rows,
+        "width": target.width,
+        "total": target.total,
+        "shift": target.shift,
+    }
 
 
 def _kind(target: Target) -> dict[str, bool]:
     if isinstance(target, Columns):
-        return dict(SUM=False, EVEN=target.even, FLAT=target.rows == 1)
-    return dict(SUM=True, EVEN=True, FLAT=True)
+        return {"SUM": False, "EVEN": target.even, "FLAT": target.rows == 1}
+    return {"SUM": True, "EVEN": True, "FLAT": True}
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def _push_kernel(
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
     ok = active != 0
-    if PUT:
+    if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
             _give_to_all(
                 x, bases, plane, slot, half, rank, lane, start, length, count, width,
