@@ -78,16 +78,24 @@ def test_rows_of_a_product_do_not_know_each_other(
 
     assert differing(product, x_TI, 20) == 0
     exact = F.linear(x_TI.double(), weight.double(), bias_O.double() if bias else None)
-    bound = 4 * EPS[dtype] * (1 + exact.abs().max().item())
+    # Rounding the result, and what a float32 sum may be off: how torch adds differs between CPUs.
+    bound = 4 * EPS[dtype] * (1 + exact.abs().max().item()) + inputs**0.5 * 2**-23
     torch.testing.assert_close(product(x_TI).double(), exact, atol=bound, rtol=0)
     assert product(x_TI[:0]).shape == (0, outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_fails_for_what_torch_does(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_fails_for_sums_whose_order_depends_on_the_batch(dtype: torch.dtype) -> None:
+    """As torch does on many CPUs, and here on every one."""
+    torch.manual_seed(0)
     weight = matrix(2048, 128, dtype)
     x_TI = torch.randn(150, 2048).to(dtype)
-    assert differing(lambda x: F.linear(x, weight), x_TI, 20) > 0
+
+    def product(x: Tensor) -> Tensor:
+        cut = 1024 if len(x) > 32 else 512
+        return F.linear(x[:, :cut], weight[:, :cut]) + F.linear(x[:, cut:], weight[:, cut:])
+
+    assert differing(product, x_TI, 20) > 0
 
 
 @settings(max_examples=60, deadline=None)
