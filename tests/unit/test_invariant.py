@@ -88,11 +88,11 @@ def test_rows_of_a_product_do_not_know_each_other(
 def test_the_check_fails_for_sums_whose_order_depends_on_the_batch(dtype: torch.dtype) -> None:
     """As torch does on many CPUs, and here on every one."""
     torch.manual_seed(0)
-    weight = matrix(2048, 128, dtype)
-    x_TI = torch.randn(150, 2048).to(dtype)
+    weight = matrix(512, 32, dtype)
+    x_TI = torch.randn(150, 512).to(dtype)
 
     def product(x: Tensor) -> Tensor:
-        cut = 1024 if len(x) > 32 else 512
+        cut = 256 if len(x) > 32 else 128
         return F.linear(x[:, :cut], weight[:, :cut]) + F.linear(x[:, cut:], weight[:, cut:])
 
     assert differing(product, x_TI, 20) > 0
@@ -372,9 +372,9 @@ def test_attention_depends_on_the_sequence_alone(
     torch.testing.assert_close(expected, usual, atol=16 * EPS[dtype] * (1 + scale), rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_fails_for_the_usual_attention(dtype: torch.dtype) -> None:
-    case = cases(dtype)["heads that share keys"]
+def test_the_check_fails_for_the_usual_attention() -> None:
+    """In float32: rounding to 16 bits hides what differs, on CPUs that round once, at the end."""
+    case = cases(torch.float32)["heads that share keys"]
     whole = Play(case, TorchAttention, 0).run([LENGTH])
     assert not torch.equal(Play(case, TorchAttention, 1).run([1] * LENGTH), whole)
 
