@@ -33,7 +33,8 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 tests/unit tests/kernels $(PYTEST_ARGS)
-	$(BIN)/pytest tests/distributed tests/e2e tests/server $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/server $(PYTEST_ARGS)
 
 test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)

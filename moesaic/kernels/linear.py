@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import linear as compiled
+from moesaic.kernels.cpu import widened
 from moesaic.kernels.experts import Rows
 from moesaic.kernels.native import native
 from moesaic.kernels.norm import SumToNorm, add_rms_norm
@@ -69,7 +70,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     few = len(x_TI) <= FEW_ROWS and x_TI.dtype == weight_OI.dtype == torch.bfloat16
     if few and compiled.fits(weight_OI):
         return compiled.run(x_TI, weight_OI, bias_O)
-    return F.linear(x_TI, weight_OI, bias_O)
+    return widened.linear(x_TI, weight_OI, bias_O)
 
 
 @native(LINEAR)

@@ -26,11 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.cpu import widened
 from moesaic.layers.context import AttentionSpec, CpuAttention, LatentMaps
 from moesaic.layers.invariant import in_pieces, sigmoid
 from moesaic.layers.torch_attention import PagedCache, Span
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Keys of a block begin and end at multiples of this.
 RANGE = 128
@@ -217,7 +216,7 @@ def _attend(
     # Where there are several products their rows have one position.
     position_of_row = (torch.arange(ROWS) // shared).clamp(max=positions - 1)
     mask = mask_BQL[:, position_of_row].unsqueeze(1)
-    out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)
+    out, lse = widened.flash(q, k, v, False, mask, spec.scale)
 
     def by_query(x: Tensor) -> Tensor:
         x_BMX = x.reshape(blocks, heads, products * ROWS, *x.shape[3:])[:, :, :count]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import linear as kernel
+from moesaic.kernels.cpu import widened
 from moesaic.kernels.linear import linear_invariant
 
 # Rows and outputs of a product in torch: always exactly so many, the last ones zero.
@@ -39,7 +40,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     def product(x_CI: Tensor) -> Tensor:
         # Weights on the left: oneDNN reads them as they lie instead of repacking them.
         x_IC = x_CI.t()
-        return torch.cat([torch.mm(piece, x_IC) for piece in pieces])[:outputs].t()
+        return torch.cat([widened.mm(piece, x_IC) for piece in pieces])[:outputs].t()
 
     y_TO = in_pieces(product, x_TI)
     return y_TO if bias_O is None else y_TO + bias_O

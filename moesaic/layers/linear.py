@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.comm.collective import Collective
+from moesaic.kernels.cpu import widened
 from moesaic.kernels.experts import PairSum, Rows
 from moesaic.kernels.linear import (
     Fp8Matrix,
@@ -46,7 +47,7 @@ def product(deterministic: bool) -> Product:
 def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
     """A product for each head."""
     if not deterministic:
-        return torch.bmm(x_NTI, w_NOI.transpose(1, 2))
+        return widened.bmm(x_NTI, w_NOI.transpose(1, 2))
     linear = product(deterministic)
     return torch.stack([linear(x, w, None) for x, w in zip(x_NTI, w_NOI, strict=True)])
 

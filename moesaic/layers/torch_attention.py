@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.kernels.cpu import widened
 from moesaic.layers.context import AttentionSpec, CacheSpec, CpuAttention, LatentMaps
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Sequences are gathered together while at most this share of the gathered tokens is padding.
 MAX_PADDING = 0.25
@@ -214,7 +213,7 @@ def _attend(
         q = q_RMGD.permute(2, 1, 0, 3)
         k_BMLD = k_BMLD.expand(q.shape[0], -1, -1, -1)
         v_BMLD = v_BMLD.expand(q.shape[0], -1, -1, -1)
-    out, lse = _flash(q, k_BMLD, v_BMLD, 0.0, group.causal, attn_mask=group.mask, scale=spec.scale)
+    out, lse = widened.flash(q, k_BMLD, v_BMLD, group.causal, group.mask, spec.scale)
     if group.queries > 1:
         out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
     out_RND = out.flatten(1, 2)

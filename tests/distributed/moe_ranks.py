@@ -33,6 +33,8 @@ INNER = 128  # of each rank that shares an expert: the blocks of every format fi
 MOST = 257
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEER_SECONDS = 20.0
+# Only ends a run that hangs, and after the time limit of most tests.
+POOL_SECONDS = 280.0
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def rank_pools() -> Iterator[Pools]:
 
     def pool(size: int) -> LocalRanks:
         if size not in made:
-            made[size] = LocalRanks(size, timeout=110)
+            made[size] = LocalRanks(size, timeout=POOL_SECONDS)
         return made[size]
 
     yield pool

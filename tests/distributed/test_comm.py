@@ -142,7 +142,7 @@ def barriers(group: RankGroup, count: int) -> tuple[int, float]:
 def test_barriers(pool: LocalRanks):
     for early, seconds in pool.run(barriers, 1000):
         assert early == 0
-        assert seconds < 5  # half of all wakes lost would take 25 s
+        assert seconds < 12  # half of all wakes lost would take 25 s; 1 s where nothing else runs
 
 
 def absent(group: RankGroup) -> tuple[PeerTimeout | None, float]:
@@ -173,7 +173,7 @@ def test_missing_rank_is_named(four: LocalRanks):
             "rank 2 did not reach 'deepep dispatch, layer 3' within 0.3 s "
             "(last seen: 'deepep combine, layer 2')"
         )
-        assert 0.3 <= seconds < 1.5
+        assert 0.3 <= seconds < 5  # not the 10 s of the window
 
 
 def aborted(group: RankGroup) -> tuple[str, float]:
@@ -195,7 +195,7 @@ def aborted(group: RankGroup) -> tuple[str, float]:
 def test_abort(four: LocalRanks):
     for reason, seconds in four.run(aborted):
         assert reason == "rank 3 left (épreuve)"
-        assert seconds < 0.5
+        assert seconds < 5  # not the 20 s of the window; 0.05 s where nothing else runs
 
 
 def test_window_is_counted_before_it_is_made():

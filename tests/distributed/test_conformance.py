@@ -48,6 +48,7 @@ def outcomes(pools: Callable[[int], LocalRanks]) -> Callable[[int], Outcomes]:
     return of
 
 
+@pytest.mark.timeout(300)  # the first on a number of ranks computes all that run on as many
 @pytest.mark.parametrize("combination", covering(), ids=str)
 def test_combination(combination: Combination, outcomes: Callable[[int], Outcomes]):
     verdicts = outcomes(combination.tp)[combination]

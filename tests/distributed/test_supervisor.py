@@ -1,6 +1,7 @@
 """The supervisor and real processes: what it does when ranks work, die, hang, and when it dies."""
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -38,6 +39,7 @@ from moesaic.core.messages import (
 TARGET = "tests.distributed.fake_rank:run"
 LONG = 10**9
 PAIR = Mesh(tp=2, dp=2, ep=2)
+ODD = r"the odd one out is rank 1 \(tp 1, dp 1, ep 1\): step 4, computing for"
 
 
 def spec(mesh: Mesh = PAIR, config: dict | None = None, **times: float) -> ServiceSpec:
@@ -229,7 +231,8 @@ def test_stopped_rank_is_named(stepping: bool):
         fault = fault_of(service)
         assert fault.ranks == [0]
         assert "rank 0 (tp 0, dp 0, ep 0) hangs: its process" in fault.message
-        assert "has been stopped (state T) for 0." in fault.message
+        # Long before a step that takes too long would tell.
+        assert re.search(r"has been stopped \(state T\) for [0-4]\.", fault.message)
 
 
 def test_error_in_a_step():
@@ -269,14 +272,14 @@ def test_step_that_stands_still(capfd: pytest.CaptureFixture[str]):
         fault = fault_of(service)
     assert fault.ranks == [1]
     for text in (
-        "the odd one out is rank 1 (tp 1, dp 1, ep 1): step 4, computing for 2.",
+        rf"{ODD} [2-9]\.",
         "last in 'sleep for ever'",
         "Waiting for it: rank 0 in 'count work' of step 4 for ",
     ):
-        assert text in fault.message
+        assert re.search(text, fault.message), fault.message
     log = capfd.readouterr().err
     # The warning, long before the fault, which is for the client to log.
-    assert log.count("the odd one out is rank 1 (tp 1, dp 1, ep 1): step 4, computing for 0.") == 1
+    assert len(re.findall(rf"{ODD} [01]\.", log)) == 1, log
     assert log.count("the odd one out") == 1
 
 

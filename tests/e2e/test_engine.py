@@ -402,7 +402,8 @@ def test_a_cancelled_task_stops_its_request(engine: Engine, prompts: list[list[i
         task = asyncio.create_task(
             engine.async_generate(input_ids=prompts[0], sampling_params=params)
         )
-        await asyncio.sleep(0.1)
+        while not task.done() and engine.get_server_info()["running"] == 0:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

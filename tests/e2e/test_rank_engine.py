@@ -16,6 +16,7 @@ from moesaic.engine.jobs import Job
 from tests import trace_format
 from tests.e2e.grid import model_path, prompts
 from tests.e2e.names import check_that_a_name_is_free
+from tests.server.serving import wait_until
 
 MESHES = {
     "attention groups": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
@@ -119,10 +120,15 @@ def test_what_cannot_be_sent_fails_alone(engine: Engine) -> None:
 
 
 def test_abort_from_another_thread(engine: Engine) -> None:
-    timer = threading.Timer(0.3, engine.abort, ["mine"])
-    timer.start()
+    def abort() -> None:
+        wait_until(lambda: engine.get_server_info()["running"] == 1)
+        engine.abort("mine")
+
+    other = threading.Thread(target=abort)
+    other.start()
     call = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
     out = engine.generate(input_ids=[1, 2], sampling_params=call, rid="mine")
+    other.join()
     assert out["meta_info"]["finish_reason"]["type"] == "abort"
     assert settled(engine)["pages_used"] == 0
 

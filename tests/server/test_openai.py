@@ -1,4 +1,4 @@
-"""The OpenAI API of a server process with four expert-parallel ranks. The oracles are the openai
+"""The OpenAI API of a server process with two expert-parallel ranks. The oracles are the openai
 client, its types, which are stricter than the client itself, and transformers for templates."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def url() -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = f"-m moesaic.launch_server --model-path {MODEL} --tp 4 --ep 4 --port {port}"
+    command = f"-m moesaic.launch_server --model-path {MODEL} --tp 2 --ep 2 --port {port}"
     flags = "--num-threads 1 --enable-cache-report --log-level warning"
     server = subprocess.Popen(
         [sys.executable, *command.split(), *flags.split()], stdout=subprocess.PIPE, text=True

@@ -78,16 +78,24 @@ def test_rows_of_a_product_do_not_know_each_other(
 
     assert differing(product, x_TI, 20) == 0
     exact = F.linear(x_TI.double(), weight.double(), bias_O.double() if bias else None)
-    bound = 4 * EPS[dtype] * (1 + exact.abs().max().item())
+    # Rounding the result, and what a float32 sum may be off: how torch adds differs between CPUs.
+    bound = 4 * EPS[dtype] * (1 + exact.abs().max().item()) + inputs**0.5 * 2**-23
     torch.testing.assert_close(product(x_TI).double(), exact, atol=bound, rtol=0)
     assert product(x_TI[:0]).shape == (0, outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_fails_for_what_torch_does(dtype: torch.dtype) -> None:
-    weight = matrix(2048, 128, dtype)
-    x_TI = torch.randn(150, 2048).to(dtype)
-    assert differing(lambda x: F.linear(x, weight), x_TI, 20) > 0
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_fails_for_sums_whose_order_depends_on_the_batch(dtype: torch.dtype) -> None:
+    """As torch does on many CPUs, and here on every one."""
+    torch.manual_seed(0)
+    weight = matrix(512, 32, dtype)
+    x_TI = torch.randn(150, 512).to(dtype)
+
+    def product(x: Tensor) -> Tensor:
+        cut = 256 if len(x) > 32 else 128
+        return F.linear(x[:, :cut], weight[:, :cut]) + F.linear(x[:, cut:], weight[:, cut:])
+
+    assert differing(product, x_TI, 20) > 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -364,9 +372,9 @@ def test_attention_depends_on_the_sequence_alone(
     torch.testing.assert_close(expected, usual, atol=16 * EPS[dtype] * (1 + scale), rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_fails_for_the_usual_attention(dtype: torch.dtype) -> None:
-    case = cases(dtype)["heads that share keys"]
+def test_the_check_fails_for_the_usual_attention() -> None:
+    """In float32: rounding to 16 bits hides what differs, on CPUs that round once, at the end."""
+    case = cases(torch.float32)["heads that share keys"]
     whole = Play(case, TorchAttention, 0).run([LENGTH])
     assert not torch.equal(Play(case, TorchAttention, 1).run([1] * LENGTH), whole)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from moesaic.kernels.cpu import linear as kernel
+from moesaic.kernels.cpu import widened
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunnerConfig, Workspace
@@ -86,7 +86,7 @@ def invariant(weight_OI: Tensor, x_IC: Tensor) -> Tensor:
     the compiled kernel, for one number of threads and pieces of equal size."""
     if kernel.fits(weight_OI):
         return kernel.run(x_IC.t(), weight_OI).t()
-    return torch.mm(weight_OI, x_IC)
+    return widened.mm(weight_OI, x_IC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class GroupedMLP:
 
     def run(self, x_YH: Tensor, y_YH: Tensor, groups: list[Group], quantized: bool) -> None:
         together = self.weights.w13_eJH.plain is not None and not self.config.deterministic
-        product = invariant if self.config.deterministic else torch.mm
+        product = invariant if self.config.deterministic else widened.mm
         for group in groups:
             if together and len(group.slots) > 1:
                 x_eHC = group.view(x_YH).transpose(1, 2).contiguous()
                 which = slice(group.slots.start, group.slots.stop)
-                group.view(y_YH).copy_(self._mlp(torch.bmm, which, x_eHC).transpose(1, 2))
+                group.view(y_YH).copy_(self._mlp(widened.bmm, which, x_eHC).transpose(1, 2))
                 continue
             for slot, start in zip(group.slots, group.starts, strict=True):
                 x_CH = x_YH[start : start + group.rows]
