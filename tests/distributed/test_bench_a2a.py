@@ -14,6 +14,6 @@ def test_ranks_measure_what_they_have_checked(pools: Pools, mode: str, rows_back
     assert pool.run(device_name, where) == ["cpu", "cpu"]
     found = [ranks[0] for ranks in pool.run(work, job, where)]
     row = summarise(job, found, False, "cpu")
-    assert 0 < row.error < 0.01 and row.pair_us > 0 and row.limit_us > row.meet_us > 0
+    assert 0 <= row.error < 0.01 and row.pair_us > 0 and row.limit_us > row.meet_us > 0
     # Of 8 of 128 experts some are on either rank, for these tokens: rows of 128 bytes.
     assert row.bytes == 3 * (1 + 2 + rows_back + 1) * 128
