@@ -13,14 +13,7 @@ from moesaic.engine.gpu_runner import DeviceStep, GpuRunner
 from moesaic.engine.plan import StepPlan, Turn
 from tests.e2e.poison_rank import Poison
 
-STEPS: Final = "tests.gpu_rank:run_steps"
 TWINS: Final = "tests.gpu_rank:run_twins"
-
-
-def run_steps(link: RankLink) -> None:
-    """Steps as on a GPU; experts, attention and dispatchers of a CPU."""
-    ranks.make_runner = GpuRunner  # type: ignore[assignment]
-    _serve(link)
 
 
 def run_twins(link: RankLink) -> None:

@@ -101,7 +101,7 @@ class DeviceCollective(Collective):
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         specs = cls.planes(group.size, nbytes, LANES, LANE_BYTES)
-        return cls(make_window(group, specs, timeout, LANES + 1), nbytes, LANES, LANE_BYTES)
+        return cls(make_window(group, specs, timeout, cls.channels(LANES)), nbytes, LANES, LANE_BYTES)
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -111,10 +111,17 @@ class DeviceCollective(Collective):
             PlaneSpec("posted", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8),
         ]
 
+    @staticmethod
+    def channels(lanes: int) -> int:
+        return HALVES * (lanes + 1)
+
     @classmethod
     def region_bytes(cls, size: int, nbytes: int) -> int:
         """Memory of a rank's GPU that a collective takes."""
-        return layout(cls.planes(size, nbytes, LANES, LANE_BYTES), LANES + 1, size)[1] if size > 1 else 0
+        if size == 1:
+            return 0
+        specs = cls.planes(size, nbytes, LANES, LANE_BYTES)
+        return layout(specs, cls.channels(LANES), size)[1]
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
@@ -173,7 +180,7 @@ class DeviceCollective(Collective):
         self.window.close()
 
     def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
-        call, board = Call(self.window.mail, self._board.lanes, tag), self._board
+        call, board = Call(self.window.mail, self._board.post_channel, tag), self._board
         itemsize = x_N.element_size()
         for piece in cut_into(len(x_N), board.post_bytes // itemsize):
             cut = Cut(piece.start, piece.stop)
@@ -204,7 +211,7 @@ class DeviceCollective(Collective):
         if count and count * word <= board.push_bytes:
             push(Call(self.window.mail, 0, tag), board, x_N, out_M, Cut(0, count), target)
         else:
-            call = Call(self.window.mail, board.lanes, tag)
+            call = Call(self.window.mail, board.post_channel, tag)
             for piece in cut_into(count, board.post_bytes // word):
                 cut = Cut(piece.start, piece.stop)
                 post(call, board, x_N, cut, target)

@@ -48,6 +48,8 @@ class Service:
         if spec.mesh.nnodes > 1:
             known = {**os.environ, **(environment or {})}
             check_meeting(spec.node_rank, spec.dist_init_addr or "", known)
+        self._mps = start_mps() if spec.shares_gpus else None
+        """Before any rank opens CUDA; it ends after the last."""
         self.spec = spec
         self.farewell = Stop()
         """What `close` tells the supervisor."""
@@ -58,8 +60,6 @@ class Service:
         """Since when the supervisor has been seen stopped."""
         self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._mps = start_mps() if spec.shares_gpus else None
-        """Before any rank opens CUDA; it ends after the last."""
         shared = {} if self._mps is None else self._mps.environment
         self._process = _spawn(spec, {**(environment or {}), **shared})
         self.folder: Path | None = None

@@ -172,6 +172,7 @@ class GpuRunner(ModelRunner):
             return self._begin(plan, turn or Turn(0, (plan.num_tokens,), prefill=plan.prefill))
         except Exception as error:
             self._abandon(error)
+            self._windows.explain(error)
             raise
 
     def finish(self, step: DeviceStep) -> StepResult:
@@ -179,6 +180,7 @@ class GpuRunner(ModelRunner):
             return self._finish(step)
         except Exception as error:
             self._abandon(error)
+            self._windows.explain(error)
             raise
 
     def abandon(self, reason: str) -> None:

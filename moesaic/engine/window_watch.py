@@ -48,15 +48,14 @@ class WindowWatch:
         return cls(found, ranks.seat)
 
     def check(self) -> None:
-        """Raises what a kernel has found wrong. A rank that was called back hears that instead:
-        its kernels gave up for it."""
-        try:
-            for owner in self.owners:
-                owner.check()
-        except WindowAborted:
-            if self._seat is not None:
-                self._seat.check()
-            raise
+        """Raises what a kernel has found wrong."""
+        for owner in self.owners:
+            owner.check()
+
+    def explain(self, error: Exception) -> None:
+        """Raises why kernels gave up where that is the error: the rank is called back."""
+        if isinstance(error, WindowAborted) and self._seat is not None:
+            self._seat.check()
 
     def abort(self, reason: str) -> None:
         for owner in self.owners:

@@ -11,15 +11,17 @@ An operation is one round (push; post, pull) or two (post, post_sums, pull: ever
 and reads what others have summed). The part of a round is elements begin..stop of every rank's
 part; what does not fit goes in several rounds.
 
-A round uses one of two halves: that of its number's parity, and its number is the count of the flag,
-which is on the device (kernels/a2a.py), so that a graph alternates when it is replayed. Why nothing
-is overwritten too early: round k + 2 writes where round k was read, and a rank that is in it has
-seen everybody's flag of round k + 1, which each raised after it had read all of round k. So every
-rank waits in every round, even if it wants nothing.
+Rounds use two halves in turn, and each half has a channel of its own. Which is next follows from how
+often the two have been raised, which is counted on the device (kernels/a2a.py): so a graph takes
+turns when it is replayed. Why nothing is overwritten too early: round k + 2 writes where round k was
+read, and a rank that is in it has seen everybody's flag of round k + 1, which each raised after it
+had read all of round k. So every rank waits in every round, even if it wants nothing. And nobody
+raises a flag a second time before all have seen it, for the same reason; one channel alone would
+show some a flag of round k + 1 while they wait for that of round k.
 
-Small parts are cut into lanes. A lane has a channel, two halves and a count of its own, and one
-program writes, signals, waits and reads it, so that no program waits for another of its rank and
-the argument above holds for each lane by itself, whatever lanes the rounds before took.
+Small parts are cut into lanes. A lane has channels, halves and counts of its own, and one program
+writes, signals, waits and reads it, so that no program waits for another of its rank and the
+argument above holds for each lane by itself, whatever lanes the rounds before took.
 
 What follows a wait that failed writes nothing to others, and zeros as results: what is computed of
 them is abandoned, but must not read where nothing is.
@@ -46,7 +48,8 @@ BLOCK_BYTES = 2048
 @dataclass(frozen=True, slots=True)
 class Board:
     """Byte offsets, in every region, of planes [lanes, 2, P, HEAD + lane_bytes] (`pushed`) and
-    [2, HEAD + post_bytes] (`posted`). Lane i has channel i, posts have the one after the last."""
+    [2, HEAD + post_bytes] (`posted`). Lane i has channels 2 * i and the next, posts the two behind
+    the last lane's."""
 
     pushed: int
     posted: int
@@ -60,19 +63,21 @@ class Board:
         return self.lanes * self.lane_bytes
 
     @property
-    def channels(self) -> int:
-        return self.lanes + 1
+    def post_channel(self) -> int:
+        return HALVES * self.lanes
 
     def lane_elements(self, count: int, itemsize: int) -> int:
         """Of a lane, where parts have `count`; all ranks find the same."""
         block = BLOCK_BYTES // itemsize
         return max(1, -(-count // (self.lanes * block))) * block
 
-    def half_offset(self, call: Call, half: int, source: int, lane: int | None) -> int:
-        """Where a part begins, behind its head: that which `source` has pushed or posted."""
-        if lane is None:
+    def part_offset(self, call: Call, source: int) -> int:
+        """For twins: where a part begins, behind its head, that which `source` has pushed or
+        posted in the half of the call's channel."""
+        if call.channel >= self.post_channel:
+            half = call.channel - self.post_channel
             return self.posted + half * (HEAD_BYTES + self.post_bytes) + HEAD_BYTES
-        place = (lane * HALVES + half) * call.mail.size + source
+        place = call.channel * call.mail.size + source
         return self.pushed + place * (HEAD_BYTES + self.lane_bytes) + HEAD_BYTES
 
 
@@ -127,89 +132,74 @@ def push(
     assert given is not None
     size = board.lane_elements(len(cut), given.element_size())
     lanes = [
-        (lane, Cut(start, min(start + size, cut.stop)))
+        (Call(call.mail, HALVES * lane, call.tag), Cut(start, min(start + size, cut.stop)))
         for lane, start in enumerate(range(cut.begin, max(cut.stop, cut.begin + 1), size))
     ]
     assert len(lanes) <= board.lanes, (cut, board)
     if x_N is not None:
-        for lane, part in lanes:
-            _give(Call(call.mail, lane, call.tag), board, x_N, part, target)
+        for own, part in lanes:
+            _give(_turn(own, 0), board, x_N[part.begin : part.stop], target)
     if out_M is not None:
-        for lane, part in lanes:
-            own = Call(call.mail, lane, call.tag)
-            wait.twin(own)  # type: ignore[attr-defined]
-            _take(own, board, out_M, part, target, pushed=True)
+        for own, part in lanes:
+            _take(_turn(own, 1), board, out_M, part, target)
 
 
 @native(COLLECTIVES)
 def post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
-    """This rank's part where others can read it, and the signal."""
-    if call.mail.state[State.BROKEN]:
-        return
-    offset = board.half_offset(call, _round(call) + 1 & 1, call.mail.rank, None)
-    _write(call, offset, call.mail.rank, x_N[cut.begin : cut.stop], target)
-    signal.twin(call)  # type: ignore[attr-defined]
+    """This rank's part where others can read it, and the signal. `call` is on the posts' channel,
+    here and below."""
+    _give(_turn(call, 0), board, x_N[cut.begin : cut.stop], target)
 
 
 @native(COLLECTIVES)
 def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int) -> None:
     """Waits, then posts elements rank * size and the next, `size` of them, of the sum of what all
     have posted in the last round, which was of elements `cut`."""
-    mail = call.mail
-    wait.twin(call)  # type: ignore[attr-defined]
-    if mail.state[State.BROKEN]:
-        return
-    start = min(len(cut), mail.rank * size)
+    start = min(len(cut), call.mail.rank * size)
     share = Cut(start, min(len(cut), start + size))
     sums = torch.empty(len(share), dtype=dtype)
-    _take(call, board, sums, Cut(0, share.stop), Sum(start), pushed=False)
-    offset = board.half_offset(call, _round(call) + 1 & 1, mail.rank, None)
-    _write(call, offset, mail.rank, sums, Sum())
-    signal.twin(call)  # type: ignore[attr-defined]
+    _take(_turn(call, 1), board, sums, Cut(0, share.stop), Sum(start))
+    _give(_turn(call, 0), board, sums, Sum())
 
 
 @native(COLLECTIVES)
 def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
     """Waits until all have posted, then sums their parts or lays them out."""
-    wait.twin(call)  # type: ignore[attr-defined]
-    _take(call, board, out_M, cut, target, pushed=False)
+    _take(_turn(call, 1), board, out_M, cut, target)
 
 
-def _round(call: Call) -> int:
-    """The number of the last one that this rank has given its part of."""
-    return int(call.mail.state[State.CHANNELS + 2 * call.channel])
+def _turn(call: Call, back: int) -> Call:
+    """On the channel of the next round (0), or of the one that this rank has given its part of
+    last (1); `call` is on that of the first."""
+    state, place = call.mail.state, State.CHANNELS + 2 * call.channel
+    rounds = int(state[place] + state[place + 2])
+    return Call(call.mail, call.channel + (rounds - back) % HALVES, call.tag)
 
 
-def _give(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
+def _give(call: Call, board: Board, part: Tensor, target: Target) -> None:
+    """To all what is pushed, to itself what is posted, and the signal."""
     mail = call.mail
     if mail.state[State.BROKEN]:
         return
-    offset = board.half_offset(call, _round(call) + 1 & 1, mail.rank, call.channel)
-    for peer in range(mail.size):
-        _write(call, offset, peer, x_N[cut.begin : cut.stop], target)
+    offset = board.part_offset(call, mail.rank)
+    for peer in range(mail.size) if call.channel < board.post_channel else (mail.rank,):
+        mail.plane(peer, offset, tuple(part.shape), part.dtype).copy_(part)
+        if isinstance(target, Columns):
+            mail.plane(peer, offset - HEAD_BYTES, (1,), torch.int64).fill_(target.width)
     signal.twin(call)  # type: ignore[attr-defined]
 
 
-def _write(call: Call, offset: int, peer: int, part: Tensor, target: Target) -> None:
+def _take(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
+    """Waits; then of elements `cut` those that the result has."""
     mail = call.mail
-    mail.plane(peer, offset, tuple(part.shape), part.dtype).copy_(part)
-    if isinstance(target, Columns):
-        mail.plane(peer, offset - HEAD_BYTES, (1,), torch.int64).fill_(target.width)
-
-
-def _take(
-    call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target, *, pushed: bool
-) -> None:
-    """Of elements `cut` those that the result has, from the half of the last round."""
-    mail, lane = call.mail, call.channel if pushed else None
+    wait.twin(call)  # type: ignore[attr-defined]
     if mail.state[State.BROKEN]:
         out_M.zero_()
         return
-    regions = [mail.rank if pushed else peer for peer in range(mail.size)]
-    offsets = [
-        board.half_offset(call, _round(call) & 1, peer, lane) for peer in range(mail.size)
+    here = call.channel < board.post_channel
+    places = [
+        (mail.rank if here else peer, board.part_offset(call, peer)) for peer in range(mail.size)
     ]
-    places = list(zip(regions, offsets, strict=True))
     parts = [mail.plane(region, at, (len(cut),), out_M.dtype) for region, at in places]
     if isinstance(target, Sum):
         _add(out_M, parts, cut, target)

@@ -1,45 +1,59 @@
-"""Several ranks that compute as on a GPU: here on CPU tensors, on a GPU where there is one."""
+"""Several ranks that compute as on a GPU: on CPU tensors, where the twins of kernels compute; and
+on a GPU where there is one, which they share."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from moesaic import Engine
+from moesaic.comm.mps_watch import mps_processes
 from moesaic.engine import remote
+from moesaic.models.tiny import FAMILIES
 from tests import gpu_rank
 from tests.e2e.grid import model_path
-from tests.e2e.test_rank_isolation import Served, prompts
+from tests.e2e.poison_rank import POISONS
+from tests.e2e.test_rank_isolation import prompts, reason
 
 pytestmark = pytest.mark.timeout(300)
 
-GROUPS = {
-    "tp_size": 2,
-    "ep_size": 2,
-    "dp_size": 2,
-    "enable_dp_attention": True,
-    "enable_dp_lm_head": True,
-    "moe_dense_tp_size": 1,
-    "moe_a2a_backend": "deepep",
-}
+WHOLE = {"enable_dp_lm_head": True, "moe_dense_tp_size": 1}
 TENSORS = {"tp_size": 2, "ep_size": 2}
+BACKENDS = ("none", "mooncake", "mori", "flashinfer", "ascend_fuseep")
 SMALL = {"page_size": 4, "chunked_prefill_size": 32, "max_running_requests": 6}
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+    GREEDY,
     {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 10},
     {"temperature": 0, "max_new_tokens": 12, "repetition_penalty": 1.3, "ignore_eos": True},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "sampling_seed": 5, "max_new_tokens": 9},
     {"temperature": 0, "max_new_tokens": 1},
-    {"temperature": 0, "max_new_tokens": 9, "min_new_tokens": 7, "frequency_penalty": 0.5},
 ]
 
 
+def groups(ranks: int, backend: str) -> dict[str, Any]:
+    return {
+        "tp_size": ranks,
+        "ep_size": ranks,
+        "dp_size": ranks,
+        "enable_dp_attention": True,
+        "moe_a2a_backend": backend,
+    }
+
+
 @contextmanager
-def ranks(target: str, family: str, **flags: Any) -> Iterator[Engine]:
-    before, remote.TARGET = remote.TARGET, target
+def twins(family: str, **flags: Any) -> Iterator[Engine]:
+    before, remote.TARGET = remote.TARGET, gpu_rank.TWINS
     try:
         with Engine(model_path=model_path(family), **SMALL, **flags) as engine:
             yield engine
@@ -47,26 +61,146 @@ def ranks(target: str, family: str, **flags: Any) -> Iterator[Engine]:
         remote.TARGET = before
 
 
-def answers(engine: Engine, count: int, logprobs: bool = False) -> list[list[int]]:
-    """Of so many requests at once, more than run at once."""
-    params = [PARAMS[n % len(PARAMS)] for n in range(count)]
+def answers(engine: Engine, params: list[dict[str, Any]], logprobs: bool = False) -> list[Any]:
     told = engine.generate(
-        input_ids=prompts()[:count], sampling_params=params, return_logprob=logprobs
+        input_ids=prompts()[: len(params)], sampling_params=params, return_logprob=logprobs
     )
     assert isinstance(told, list)
     return [one["output_ids"] for one in told]
 
 
-@pytest.mark.parametrize("flags", [GROUPS, TENSORS], ids=["groups", "tensors"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(groups(2, "deepep") | WHOLE, id="deepep"),
+        pytest.param(TENSORS, id="tensors", marks=pytest.mark.slow),
+        *(
+            pytest.param(groups(2, backend) | WHOLE, id=backend, marks=pytest.mark.slow)
+            for backend in BACKENDS
+        ),
+        pytest.param(
+            groups(2, "deepep") | WHOLE | {"disable_cuda_graph": True},
+            id="launches",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            groups(4, "deepep") | WHOLE | {"deepep_mode": "low_latency"},
+            id="four",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_ranks_give_the_tokens_of_one(flags: dict[str, Any]) -> None:
-    """All at once, so that buckets change and prompts come beside decodes; then one alone, so that
-    other ranks have nothing; then one whose step fails, beside others that go on."""
+    """All at once, so that buckets change and prompts come beside decodes; one alone, so that other
+    ranks have nothing; and beside one whose step fails. Then one dies while others wait for its
+    rows in kernels, which the supervisor's word ends."""
+    pytest.importorskip("moesaic.layers.gpu_attention")
+    many = PARAMS * 2
     with Engine(model_path=model_path("qwen3_moe"), **SMALL) as one:
-        expected = answers(one, 12), answers(one, 1), answers(one, 6, logprobs=True)
-    with ranks(gpu_rank.STEPS, "qwen3_moe", **flags) as engine:
-        assert answers(engine, 12) == expected[0]
-        assert answers(engine, 1) == expected[1]
-        assert answers(engine, 6, logprobs=True) == expected[2]
-        served = Served(engine)
-        for name in ("attention", "dispatch", "combine"):
-            served.poisoned_prompt(name, 4)
+        expected = answers(one, many)
+        scored = answers(one, PARAMS[:2], logprobs=True)
+    with twins("qwen3_moe", **flags) as engine:
+        assert answers(engine, many) == expected
+        assert answers(engine, many[:1]) == expected[:1]
+        assert answers(engine, PARAMS[:2], logprobs=True) == scored
+        engine.flush_cache()
+        bad = [7, 8, POISONS["combine"], 9]
+        told = engine.generate(input_ids=[*prompts()[:3], bad], sampling_params=[*many[:3], GREEDY])
+        assert isinstance(told, list)
+        assert [one["output_ids"] for one in told] == [*expected[:3], []]
+        assert "poison in combine" in reason(told[3])["message"]
+        info = engine.get_server_info()
+        assert info["failed_steps"] > 0 and len(info["ranks"]) == flags["tp_size"]
+        check_death(engine)
+
+
+def check_death(engine: Engine) -> None:
+    params = {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}
+    pids = [rank["pid"] for rank in engine.get_server_info()["ranks"]]
+    stream = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True)
+    next(iter(stream))
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"rank 1 \(.*\) was killed|rank 1 .*SIGKILL"):
+        for piece in stream:
+            if (end := reason(piece)) is not None and end["type"] == "abort":
+                raise RuntimeError(end["message"])
+    assert time.monotonic() - began < 20.0
+    deadline = time.monotonic() + 20.0
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+def of_gpu(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=GPU) for case in cases]
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Neither daemons nor memory of the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    daemons, used = set(mps_processes()), used_bytes()
+    yield
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        if set(mps_processes()) <= daemons and used_bytes() <= used + (64 << 20):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{set(mps_processes()) - daemons}, {used_bytes() - used} bytes")
+
+
+def used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+ON_GPU = {"device": "cuda", "dtype": "float32", "max_total_tokens": 2048, **SMALL}
+MANY = [GREEDY] * 10
+
+
+@cache
+def of_one(family: str) -> list[Any]:
+    """What one rank answers there."""
+    with Engine(model_path=model_path(family), **ON_GPU) as engine:
+        return answers(engine, MANY)
+
+
+def check_on_gpu(family: str, flags: dict[str, Any]) -> None:
+    expected = of_one(family)
+    with nothing_left(), Engine(model_path=model_path(family), **ON_GPU, **flags) as engine:
+        assert answers(engine, MANY) == expected
+        assert answers(engine, MANY[:1]) == expected[:1]
+        providers = engine.get_server_info()["providers"]
+    backend = flags.get("moe_a2a_backend", "none")
+    assert (providers["device"], providers["a2a"]) == ("cuda", backend)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "backend"),
+    of_gpu(
+        *((family, 2, "deepep") for family in FAMILIES),
+        *(("qwen3_moe", 4, backend) for backend in ("deepep", *BACKENDS)),
+    ),
+)
+def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backend: str) -> None:
+    check_on_gpu(family, groups(ranks, backend))
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=GPU) for name in FAMILIES])
+def test_a_model_cut_over_ranks_on_one_gpu(family: str) -> None:
+    check_on_gpu(family, TENSORS)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=GPU) for count in (2, 4)])
+def test_a_rank_that_dies_leaves_nothing_on_the_gpu(ranks: int) -> None:
+    flags = {**ON_GPU, "max_total_tokens": 4096, **groups(ranks, "deepep")}
+    with nothing_left(), Engine(model_path=model_path("qwen3_moe"), **flags) as engine:
+        check_death(engine)

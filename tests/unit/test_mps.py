@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from moesaic.comm import mps_watch
+from moesaic.comm.launch import Service, ServiceSpec
+from moesaic.comm.mesh import Mesh
 from moesaic.comm.mps import PROGRAM, start_mps
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 
@@ -158,3 +160,27 @@ def test_no_torch():
     """The process that starts ranks stays small."""
     code = "import sys, moesaic.comm.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("TMPDIR")  # too long for the supervisor's sockets
+    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", shares_gpus=True)
+    service = Service.start(spec)
+    try:
+        rank = service.facts["ranks"][0]["pid"]  # type: ignore[index]
+        environment = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
+        (pipes,) = (fake / "starts").read_text().split()[:1]
+        assert f"{PIPES}={pipes}" in environment
+        assert len(list(mps_processes(pipes))) == 1
+    finally:
+        service.close()
+    assert until(lambda: not list(mps_processes(pipes))) and not Path(pipes).exists()
+
+
+def test_without_the_program_no_rank_is_started(fake: Path):
+    (fake / PROGRAM).unlink()
+    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", shares_gpus=True)
+    with pytest.raises(RuntimeError, match=f"{PROGRAM} is not on PATH: ranks that share a GPU"):
+        Service.start(spec)

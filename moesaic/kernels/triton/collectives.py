@@ -178,14 +178,15 @@ def _lay_out(
         part = _part(bases, plane, slot, half, rank, lane, peer, P, PUSHED)
         if EVEN:
             own = width
+            row_B = at_B // width
         else:
             head = (part - _HEAD).to(tl.pointer_type(tl.int64))
             own = tl.load(head, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
+            row_B = at_B // tl.maximum(own, 1)
         if FLAT:
             mask_B = (at_B < stop) & (at_B < own)
             to_B = start + at_B
         else:
-            row_B = at_B // tl.maximum(own, 1)
             mask_B = (at_B < stop) & (row_B >= first) & (row_B < rows) & (own > 0)
             to_B = start + (row_B - first).to(tl.int64) * total + (at_B - row_B * own)
         mask_B = mask_B & (to_B >= 0) & (to_B < limit)
@@ -230,11 +231,8 @@ def _push_kernel(
     """Program i is lane i: elements begin + i * size and the next, `size` of them."""
     await_inputs(PDL)
     lane = tl.program_id(0)
-    rounds = state + _CHANNELS + 2 * lane
-    number = tl.load(rounds)
-    if PUT:
-        number += 1
-    half = number & 1
+    half, count_ptr, number = _turn(state, 2 * lane, 1 - PUT)
+    channel = 2 * lane + half
     word = flag_word(state, number, tag)
     start = begin + lane * size
     length = tl.minimum(size, stop - start)

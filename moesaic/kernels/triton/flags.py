@@ -78,7 +78,7 @@ def await_flags(
         late = _clock(peer, looks) - started > timeout
         seen = tl.load(flag, mask=active, other=word, volatile=True)
         strange = active & (seen > word)
-        if looks % _LOOKS == 1:
+        if looks % _LOOKS == 0:
             abort = tl.max(
                 tl.load(desk + _ABORT + tl.zeros_like(peer), volatile=True).to(tl.int32), 0
             )

@@ -1,0 +1,198 @@
+"""Collectives of ranks on GPUs, as far as they can be had without one: the kernels' twins between
+processes, and what surrounds NCCL over gloo."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from moesaic.comm.collective import Alone, PartsDiffer
+from moesaic.comm.device_collective import (
+    LANE_BYTES,
+    LANES,
+    DeviceCollective,
+    NcclCollective,
+    device_collective,
+)
+from moesaic.comm.device_window import HostWindow
+from moesaic.comm.errors import PeerTimeout, RankFailed
+from moesaic.comm.group import LOOPBACK, RankGroup, _gloo
+from tests.distributed.moe_ranks import Pools
+from tests.distributed.test_collective import (
+    DTYPES,
+    LARGE,
+    SECONDS,
+    SMALL,
+    check_columns,
+    check_rows,
+    check_sum,
+    one_operation,
+    part,
+    run_every_operation,
+    total,
+)
+
+
+def small(group: RankGroup, timeout: float = SECONDS) -> DeviceCollective:
+    """Nearly everything goes in pieces."""
+    specs = DeviceCollective.planes(group.size, SMALL, 2, 2048)
+    return DeviceCollective(HostWindow.create(group, specs, timeout, 6), SMALL, 2, 2048)
+
+
+def large(group: RankGroup, timeout: float = SECONDS) -> DeviceCollective:
+    return DeviceCollective.create(group, HostWindow.create, LARGE, timeout)
+
+
+def every_operation(group: RankGroup, nbytes: int) -> int:
+    comm = small(group) if nbytes == SMALL else large(group)
+    count = run_every_operation(comm, nbytes)
+    comm.close()
+    comm.close()
+    return count
+
+
+@pytest.mark.parametrize("size, nbytes", [(3, SMALL), (2, LARGE), (5, LARGE)])
+def test_every_operation(size: int, nbytes: int, pools: Pools) -> None:
+    assert pools(size).run(every_operation, nbytes) == [11 * len(DTYPES)] * size
+
+
+def random_operations(group: RankGroup, count: int) -> list[int]:
+    """Small and large ones in turn, and ranks that are late now and then."""
+    comm = small(group)
+    chance, own = random.Random(6), random.Random(group.rank)
+    for seed in range(count):
+        if own.random() < 0.2:
+            time.sleep(own.random() * 0.005)
+        one_operation(comm, chance, seed)
+    return comm.window.mail.state.tolist()
+
+
+def test_random_operations_in_a_row(pools: Pools) -> None:
+    states = pools(3).run(random_operations, 80)
+    assert states == [states[0]] * 3
+    lanes = states[0][8::2]
+    assert min(lanes) > 10 and lanes[0] > lanes[1], lanes
+
+
+def restarted(group: RankGroup) -> list[str]:
+    """A sum that a rank does not come to, another one that is not the same, and then good ones."""
+    comm = large(group, 0.5)
+    found = []
+    check_sum(comm, 0, (2, 8), torch.float32, slice(None))
+    group.barrier("one sum")
+    try:
+        if comm.rank != 1:
+            comm.sum_rows(torch.ones(4, 8), slice(0, 0), "layer 3, dense sum")
+    except PeerTimeout as error:
+        found.append(str(error))
+    for generation in (1, 2):
+        group.barrier("abandoned")
+        comm.restart(generation)
+        group.barrier("restarted")
+        check_sum(comm, 1, (2, 8), torch.float32, slice(None))
+        check_rows(comm, 2, [1, 0, 5], 7, torch.uint8)
+        if generation == 1:
+            try:
+                comm.sum_rows(torch.ones(3 if comm.rank == 1 else 2, 8), slice(None), "layer 4")
+            except (PartsDiffer, PeerTimeout) as error:
+                found.append(f"{type(error).__name__} {error}")
+    check_columns(comm, 3, 5, [2, 2, 2], torch.bfloat16, slice(1, 4))
+    return found
+
+
+def test_what_went_wrong_is_said_and_forgotten(pools: Pools) -> None:
+    """Ranks whose parts differ do not go on, and those that wait for them hear of it or time out."""
+    found = pools(3).run(restarted)
+    missing = "rank 1 did not reach 'layer 3, dense sum' within 0.5 s (not seen before)"
+    assert [texts[0] for texts in (found[0], found[2])] == [missing] * 2
+    assert [len(texts) for texts in found] == [2, 1, 2]
+    told = [texts[-1] for texts in found]
+    parts = ("sum_rows float32 16", "sum_rows float32 24")
+    differ = [
+        f"PartsDiffer layer 4: rank {1 if mine == 0 else 0} is in another operation, this rank "
+        f"({rank}) in {parts[mine]}"
+        for rank, mine in ((0, 0), (1, 1), (2, 0))
+    ]
+    assert any(text == want for text, want in zip(told, differ, strict=True)), (told, differ)
+    for text in told:
+        assert text in differ or text.startswith("PeerTimeout rank"), text
+
+
+class OverGloo(NcclCollective):
+    """All of it but NCCL."""
+
+    def _form(self, generation: int) -> Any:
+        store = PrefixStore(f"gloo {generation}", self._store)
+        return _gloo(store, self.rank, self.size, SECONDS, LOOPBACK)
+
+
+def over_gloo(group: RankGroup, deterministic: bool) -> int:
+    comm = OverGloo(group.store, group.rank, group.size, SECONDS, deterministic)
+    uneven = [(7, 0, 3)[rank] for rank in range(comm.size)]
+    for generation in (1, 2):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            check_rows(comm, 2, uneven, 70, dtype)
+            check_rows(comm, 3, [0] * comm.size, 70, dtype)
+            check_rows(comm, 4, [2] * comm.size, 0, dtype)
+            check_columns(comm, 5, 6, uneven, dtype, slice(1, 5))
+            check_columns(comm, 6, 0, [9] * comm.size, dtype, slice(0, 0))
+            if deterministic or dtype == torch.int64:
+                check_sum(comm, 1, (9, 70), dtype, slice(comm.rank, comm.rank + 2))
+        parts = [part(1, rank, (4, 8), torch.float32) for rank in range(comm.size)]
+        found = comm.all_reduce(parts[comm.rank], "sum")
+        assert torch.allclose(found, total(parts), atol=1e-5)
+        assert comm.sum_rows(torch.ones(0, 8), slice(0, 0), "nothing").shape == (0, 8)
+        group.barrier("abandoned")
+        comm.restart(generation)
+    return len(DTYPES)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_surrounds_nccl(deterministic: bool, pools: Pools) -> None:
+    assert pools(3).run(over_gloo, deterministic) == [len(DTYPES)] * 3
+
+
+def test_what_is_chosen(pools: Pools) -> None:
+    alone = RankGroup.alone()
+    chosen = device_collective(
+        alone, HostWindow.create, LARGE, 1.0, shares_gpu=True, deterministic=False
+    )
+    assert isinstance(chosen, Alone)
+    assert pools(2).run(chosen_kind) == ["DeviceCollective"] * 2
+    with pytest.raises(RankFailed, match="0 bytes for a rank's part: give 1 or more"):
+        pools(2).run(nothing)
+
+
+def chosen_kind(group: RankGroup) -> str:
+    comm = device_collective(
+        group, HostWindow.create, LARGE, SECONDS, shares_gpu=True, deterministic=False
+    )
+    assert isinstance(comm, DeviceCollective)
+    assert comm.window.region_bytes == DeviceCollective.region_bytes(group.size, LARGE)
+    return type(comm).__name__
+
+
+def nothing(group: RankGroup) -> None:
+    DeviceCollective.create(group, HostWindow.create, 0, SECONDS)
+
+
+def test_bytes_are_known_before() -> None:
+    told = DeviceCollective.region_bytes(4, LARGE)
+    least = 2 * LARGE + LANES * 2 * 4 * LANE_BYTES
+    assert least < told < least + 64 * 1024 + LANES * 2 * 4 * 128
+    assert DeviceCollective.region_bytes(1, LARGE) == 0
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    specs = DeviceCollective.planes(2, SMALL, 1, 2048)
+    window = HostWindow.between(2, specs, 1.0, 4)[0]
+    comm = DeviceCollective(window, SMALL, 1, 2048)
+    with pytest.raises(ValueError, match="a tensor on meta for ranks that compute on cpu"):
+        comm.all_reduce(torch.ones(2, 2, device="meta"), "sum")
+    with pytest.raises(ValueError, match=r"rows of ranks \[3, 3\]: .*, 4 for this one \(0\)"):
+        comm.gather_rows(torch.ones(4, 2), [3, 3], "rows")
