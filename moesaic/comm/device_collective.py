@@ -7,8 +7,9 @@ result · P ranks.
 from __future__ import annotations
 
 import math
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -24,8 +25,8 @@ from moesaic.comm.collective import (
     chosen_rows,
     cut_into,
 )
-from moesaic.comm.device_window import DeviceWindow, layout
-from moesaic.comm.group import Peers
+from moesaic.comm.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.window import PlaneSpec
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, Call, Desk
 from moesaic.kernels.collectives import (
@@ -51,15 +52,12 @@ ALIGN: Final = 16
 # By which integers bytes travel that nobody adds.
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-WindowMaker = Callable[[Peers, Sequence[PlaneSpec], float, int], DeviceWindow]
-"""(group, planes, seconds, channels), called by all ranks of the group."""
-
 
 def device_collective(
     group: Peers,
-    make_window: WindowMaker,
     nbytes: int,
     timeout: float,
+    device: torch.device,
     *,
     shares_gpu: bool,
     deterministic: bool,
@@ -69,8 +67,8 @@ def device_collective(
     if group.size == 1:
         return Alone()
     if shares_gpu:
-        return DeviceCollective.create(group, make_window, nbytes, timeout)
-    return NcclCollective(group.collectives().store, group.rank, group.size, timeout, deterministic)
+        return DeviceCollective.create(group, nbytes, timeout, device)
+    return NcclCollective(group.collectives(), timeout, device, deterministic)
 
 
 class DeviceCollective(Collective):
@@ -96,12 +94,14 @@ class DeviceCollective(Collective):
 
     @classmethod
     def create(
-        cls, group: Peers, make_window: WindowMaker, nbytes: int, timeout: float
+        cls, group: Peers, nbytes: int, timeout: float, device: torch.device
     ) -> DeviceCollective:
+        """Called by all ranks of a group with the same."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         specs = cls.planes(group.size, nbytes, LANES, LANE_BYTES)
-        return cls(make_window(group, specs, timeout, cls.channels(LANES)), nbytes, LANES, LANE_BYTES)
+        window = create(group, specs, timeout, cls.channels(LANES), device)
+        return cls(window, nbytes, LANES, LANE_BYTES)
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -116,12 +116,12 @@ class DeviceCollective(Collective):
         return HALVES * (lanes + 1)
 
     @classmethod
-    def region_bytes(cls, size: int, nbytes: int) -> int:
-        """Memory of a rank's GPU that a collective takes."""
+    def window_bytes(cls, size: int, nbytes: int, device: torch.device) -> int:
+        """Memory of its device that a rank's collective takes."""
         if size == 1:
             return 0
         specs = cls.planes(size, nbytes, LANES, LANE_BYTES)
-        return layout(specs, cls.channels(LANES), size)[1]
+        return window_bytes(specs, size, cls.channels(LANES), device)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
@@ -173,7 +173,11 @@ class DeviceCollective(Collective):
             raise PartsDiffer(
                 f"{operation}: rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
             )
-        self.window.call(int(desk[Desk.CHANNEL]), operation, wanted & MAX_TAG)
+        channel = int(desk[Desk.CHANNEL])
+        # The window does not know what tags stand for: not all of them, on all channels.
+        flags = self.window.mail.flag(self.rank, channel).tolist()
+        for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
+            self.window.call(channel, self._parts[tag][0], tag)
         self.window.check()
 
     def close(self) -> None:
@@ -195,9 +199,7 @@ class DeviceCollective(Collective):
             shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
             pull(call, board, out_M, Cut(0, size), shares)
 
-    def _gather(
-        self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int
-    ) -> None:
+    def _gather(self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int) -> None:
         """`widths`: elements of a row of each rank. `rows`: from the first that is wanted to the
         last that there is."""
         itemsize = x.element_size()
@@ -233,9 +235,7 @@ class DeviceCollective(Collective):
         x_N = x.detach().contiguous().view(-1)
         return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
 
-    def _tag(
-        self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
-    ) -> int:
+    def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
         """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
         text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
         tag = zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG
@@ -259,11 +259,14 @@ class NcclCollective(Collective):
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, deterministic: bool
+        self, group: RankGroup, timeout: float, device: torch.device, deterministic: bool
     ) -> None:
-        self.rank, self.size = rank, size
-        self._store, self._timeout, self._deterministic = store, timeout, deterministic
-        self._nccl = self._form(0)
+        self.rank, self.size = group.rank, group.size
+        self._timeout, self._device, self._deterministic = timeout, device, deterministic
+        # Keys that nobody has used: what another collective of the group left would be taken.
+        name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
+        self._store = PrefixStore(f"nccl {name.decode()}", group.store)
+        self._nccl = self._form(self._store)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
@@ -295,7 +298,7 @@ class NcclCollective(Collective):
         operation that was abandoned ranks may have begun different numbers of them."""
         super().restart(generation)
         self._nccl.abort()
-        self._nccl = self._form(generation)
+        self._nccl = self._form(PrefixStore(str(generation), self._store))
 
     def check(self) -> None:
         """As of other collectives on a device; NCCL raises by itself."""
@@ -303,14 +306,13 @@ class NcclCollective(Collective):
     def close(self) -> None:
         self._nccl.shutdown()
 
-    def _form(self, generation: int) -> Any:
+    def _form(self, store: Store) -> Any:
         """Connects at once: later it might be in the midst of a graph's capture."""
         factory: Any = torch.distributed.ProcessGroupNCCL
         options = factory.Options()
         options._timeout = timedelta(seconds=self._timeout)
-        store = PrefixStore(f"nccl {self.size} {generation}", self._store)
         nccl = factory(store, self.rank, self.size, options)
-        nccl.allreduce([torch.zeros(1, device="cuda")]).wait()
+        nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
         return nccl
 
     def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:

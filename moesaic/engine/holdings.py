@@ -37,7 +37,8 @@ def holdings(runner: ModelRunner) -> dict[str, Any]:
     collectives, whether touched or not; `experts`: the logical expert in each slot."""
     layers, config = runner.moe_layers, runner.model.config
     buffers = runner.moe.buffers(layer.dispatcher.config for layer in layers).total
-    sizes = (config.hidden_size, config.dtype, runner.kind)
+    gpu = runner.device if runner.kind == "cuda" else None
+    sizes = (config.hidden_size, config.dtype, gpu)
     return {
         "pid": os.getpid(),
         "weight_bytes": runner.model.nbytes,

@@ -191,6 +191,10 @@ class Subject:
     dense: DenseWeights | None
 
     @property
+    def gpu(self) -> torch.device | None:
+        return torch.device("cuda") if self.moe.choice.device == "cuda" else None
+
+    @property
     def num_layers(self) -> int:
         return self.raw.integer("num_hidden_layers")
 
@@ -230,19 +234,23 @@ class Subject:
             cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
             collective_bytes=collective_bytes(
-                self.mesh, self.limits, model.config.hidden_size, moe.dtype, moe.choice.device
+                self.mesh, self.limits, model.config.hidden_size, moe.dtype, self.gpu
             ),
             step=StepBytes.of(model, self.limits, self.context_length),
         )
 
 
 def collective_bytes(
-    mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype, kind: str = "cpu"
+    mesh: Mesh,
+    limits: StepLimits,
+    hidden_size: int,
+    dtype: torch.dtype,
+    gpu: torch.device | None = None,
 ) -> int:
     """Of a rank: for its stage, for the attention group where it is another, and for the pipe. On
     a GPU what is there."""
-    if kind == "cuda":
-        return DeviceCollective.region_bytes(mesh.attention_tp, DEVICE_BYTES)
+    if gpu is not None:
+        return DeviceCollective.window_bytes(mesh.attention_tp, DEVICE_BYTES, gpu)
     windows = [
         (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
         for size in {mesh.tp, mesh.attention_tp}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
 from moesaic.comm.collective import Alone, Collective
 from moesaic.comm.control import Seat
 from moesaic.comm.device_collective import device_collective
-from moesaic.comm.device_window import create
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.mesh import Mesh, Place, share
 from moesaic.layers.parallel import Parallel
@@ -62,9 +60,9 @@ class RankContext:
         assert self.mesh.attention_tp == self.mesh.tp, "beyond_cuda refuses others"
         collective = device_collective(
             self.stage_peers,
-            partial(create, device=device),
             DEVICE_BYTES,
             self.timeout,
+            device,
             shares_gpu=shares_gpu or device.type == "cpu",
             deterministic=False,
         )

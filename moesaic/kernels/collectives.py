@@ -2,7 +2,7 @@
 
 P ranks · N elements of a rank's part · M elements of the result · R rows · V columns of a rank.
 
-    push       small parts: into everybody's memory at once, then what has come is summed or laid out
+    push       small parts: into everybody's memory at once; what has come is summed or laid out
     post       large parts: into the rank's own memory, and the signal that they are there
     post_sums  the same with a share of the sum of what all have posted
     pull       waits, then sums or lays out what all have posted
@@ -11,13 +11,13 @@ An operation is one round (push; post, pull) or two (post, post_sums, pull: ever
 and reads what others have summed). The part of a round is elements begin..stop of every rank's
 part; what does not fit goes in several rounds.
 
-Rounds use two halves in turn, and each half has a channel of its own. Which is next follows from how
-often the two have been raised, which is counted on the device (kernels/a2a.py): so a graph takes
-turns when it is replayed. Why nothing is overwritten too early: round k + 2 writes where round k was
-read, and a rank that is in it has seen everybody's flag of round k + 1, which each raised after it
-had read all of round k. So every rank waits in every round, even if it wants nothing. And nobody
-raises a flag a second time before all have seen it, for the same reason; one channel alone would
-show some a flag of round k + 1 while they wait for that of round k.
+Rounds use two halves in turn, and each half has a channel of its own. Which is next follows from
+how often the two have been raised, which is counted on the device (kernels/a2a.py): so a graph
+takes turns when it is replayed. Why nothing is overwritten too early: round k + 2 writes where
+round k was read, and a rank that is in it has seen everybody's flag of round k + 1, which each
+raised after it had read all of round k. So every rank waits in every round, even if it wants
+nothing. And nobody raises a flag a second time before all have seen it, for the same reason; one
+channel alone would show some a flag of round k + 1 while they wait for that of round k.
 
 Small parts are cut into lanes. A lane has channels, halves and counts of its own, and one program
 writes, signals, waits and reads it, so that no program waits for another of its rank and the

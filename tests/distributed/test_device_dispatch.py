@@ -211,7 +211,7 @@ def test_halves_of_results_take_turns(deterministic: bool, pools: Pools):
 
 def padded(group: RankGroup, combination: Combination) -> tuple[float, float]:
     """Five rows of which two are tokens; the largest error, and the largest number behind them."""
-    layer = combination.layer(group)
+    layer = combination.layer(group, lanes=1)
     x_TH, topk = batch(5, 0 if combination.replicated else group.rank)
     topk.ids_TK[2:] = -1
     count_1 = torch.tensor([2], dtype=torch.int32)
@@ -222,6 +222,7 @@ def padded(group: RankGroup, combination: Combination) -> tuple[float, float]:
 
 @each_a2a
 def test_rows_that_fill_up_are_zeros(a2a: str, mode: str, pools: Pools):
+    """With one lane, whose results are signalled by who waits for the others'."""
     for error, behind in pools(2).run(padded, one(a2a, mode, 2, 2)):
         assert error < 1e-5 and behind == 0
 

@@ -349,3 +349,30 @@ def test_table():
         "  10    3",
     ]
     assert list(table((), [("x", "one"), ("long", "two")])) == ["  x     one", "  long  two"]
+
+
+def test_ranks_that_share_a_gpu_have_parts_of_it(
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A page takes what it takes; beside weights and buffers each of two ranks has half."""
+    monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
+    monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
+    monkeypatch.setattr("moesaic.config.devices._num_gpus", lambda: 1)
+    monkeypatch.setattr("moesaic.cli.machine._gpus", lambda: iter(()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    room = Room(total=2 << 30, free=2 << 30, held=0)
+    monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
+    given = f"{folders['qwen3_moe']} --device cuda --mem-fraction-static 0.25"
+    given += " --max-running-requests 4096 --context-length 2048 --chunked-prefill-size 64"
+    groups = "--tp 2 --dp 2 --ep 2 --enable-dp-attention --moe-a2a-backend deepep"
+    report = ask(capsys, f"{given} {groups}")
+    (first, second), tokens = ranks(report), report["layout"]["cache_tokens"]
+    fixed = first["total_bytes"] - first["cache_bytes"]
+    assert first["cache_bytes"] == second["cache_bytes"] > 0
+    room_left = int(0.25 * (1 << 30)) - fixed
+    per_page = first["cache_bytes"] // tokens * 16
+    assert tokens == room_left // per_page * 16

@@ -180,7 +180,7 @@ def await_flags(
     SIZE: tl.constexpr,
 ):
     """Until all have written what is wanted, or one something else, or time is over, or the host
-    says so."""
+    says so. Whether they have."""
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
@@ -202,6 +202,7 @@ def await_flags(
         _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted)
     # What one thread has acquired is there for all.
     tl.debug_barrier()
+    return level == HERE
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call, State
+from moesaic.kernels.a2a import Call
 from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
@@ -25,17 +25,23 @@ from moesaic.kernels.collectives import (
     Sum,
     Target,
 )
-from moesaic.kernels.triton.flags import await_flags, flag_word, is_broken, raise_flags
+from moesaic.kernels.triton.a2a_signals import (
+    CHANNELS,
+    await_flags,
+    flag_word,
+    lanes,
+    raise_flags,
+    region_at,
+    taking_part,
+)
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 WARPS = 4
-THREADS = 32 * WARPS
 # Programs of a kernel that writes and signals: enough to write as fast as the memory takes it.
 MOST_PROGRAMS = 128
 MOST_ELEMENTS = 2**31 - 1
 _HALVES = tl.constexpr(HALVES)
 _HEAD = tl.constexpr(HEAD_BYTES)
-_CHANNELS = tl.constexpr(int(State.CHANNELS))
 
 
 def push(
@@ -44,16 +50,16 @@ def push(
     given = x_N if x_N is not None else out_M
     assert given is not None and cut.stop <= MOST_ELEMENTS
     size = board.lane_elements(len(cut), given.element_size())
-    lanes = max(1, triton.cdiv(len(cut), size))
-    assert lanes <= board.lanes, (cut, board)
+    programs = max(1, triton.cdiv(len(cut), size))
+    assert programs <= board.lanes, (cut, board)
     mail, pdl = call.mail, dependent_launch(given)
-    _push_kernel[(lanes,)](
+    _push_kernel[(programs,)](
         x_N, out_M, mail.bases_P, mail.state, mail.desk,
         mail.flags, board.pushed, HEAD_BYTES + board.lane_bytes, call.tag, mail.rank,
         0 if x_N is None else min(x_N.numel(), cut.stop), cut.begin, cut.stop, size,
         **_places(target, out_M), **_kind(target),
         PUT=x_N is not None, TAKE=out_M is not None, P=mail.size,
-        BLOCK=BLOCK_BYTES // given.element_size(), THREADS=THREADS, num_warps=WARPS,
+        BLOCK=BLOCK_BYTES // given.element_size(), THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
         PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
@@ -72,9 +78,7 @@ def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int)
     _post(call, board, like, share, Sum(), sums=True)
 
 
-def _post(
-    call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool
-) -> None:
+def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool) -> None:
     mail, pdl = call.mail, dependent_launch(call.mail.state)
     block = BLOCK_BYTES // x_N.element_size()
     kind = _kind(target)
@@ -82,8 +86,8 @@ def _post(
         x_N, mail.bases_P, mail.state,
         mail.flags, board.posted, HEAD_BYTES + board.post_bytes, call.channel, call.tag, mail.rank,
         cut.begin, len(cut), 0 if kind["EVEN"] else target.width,
-        SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block, THREADS=THREADS, num_warps=WARPS,
-        PDL=pdl.on, **pdl.options,
+        SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block,
+        THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -98,7 +102,8 @@ def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> N
         out_M, mail.bases_P, mail.state,
         board.posted, HEAD_BYTES + board.post_bytes, call.channel, mail.rank,
         cut.begin, cut.stop, **_places(target, out_M), **_kind(target),
-        P=mail.size, BLOCK=block, THREADS=THREADS, num_warps=WARPS, PDL=pdl.on, **pdl.options,
+        P=mail.size, BLOCK=block, THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
+        PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -106,7 +111,7 @@ def _wait(call: Call) -> None:
     mail, pdl = call.mail, dependent_launch(call.mail.state)
     _wait_kernel[(1,)](
         mail.bases_P, mail.state, mail.desk, mail.flags, call.channel, call.tag, mail.rank,
-        P=mail.size, THREADS=THREADS, num_warps=WARPS, PDL=pdl.on, **pdl.options,
+        P=mail.size, THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -114,55 +119,60 @@ def _places(target: Target, out_M: Tensor | None) -> dict[str, int]:
     """What a kernel has to know of where the result goes."""
     size = 0 if out_M is None else out_M.numel()
     if isinstance(target, Sum):
-        return dict(first=target.first, limit=size, rows=1, width=0, total=0, shift=0)
-    return dict(
-        first=target.first,
-        limit=size if target.limit is None else target.limit,
-        rows=target.rows,
-        width=target.width,
-        total=target.total,
-        shift=target.shift,
-    )
+        target = Columns(1, 0, True, 0, target.first)
+    return {
+        "first": target.first,
+        "limit": size if target.limit is None else target.limit,
+        "rows": target.rows,
+        "width": target.width,
+        "total": target.total,
+        "shift": target.shift,
+    }
 
 
 def _kind(target: Target) -> dict[str, bool]:
     if isinstance(target, Columns):
-        return dict(SUM=False, EVEN=target.even, FLAT=target.rows == 1)
-    return dict(SUM=True, EVEN=True, FLAT=True)
+        return {"SUM": False, "EVEN": target.even, "FLAT": target.rows == 1}
+    return {"SUM": True, "EVEN": True, "FLAT": True}
 
 
 @triton.jit
-def _part(
-    bases, plane, slot, half, rank, lane, peer: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr
-):
-    """Address of a rank's part, behind its head: here if it was pushed, there if posted."""
+def _turn(state, channel, back: tl.constexpr):
+    """(half of the next round (0) or of the last one that this rank has given its part of (1), how
+    often its channel was raised then, where that is counted)"""
+    counts = state + CHANNELS + 2 * channel
+    first, second = tl.load(counts), tl.load(counts + 2)
+    half = ((first + second - back) & 1).to(tl.int32)
+    return half, tl.where(half == 0, first, second) + (1 - back), counts + 2 * half
+
+
+@triton.jit
+def _part(plane, slot, half, rank, lane, peer, P: tl.constexpr, PUSHED: tl.constexpr):
+    """Which rank's region has the part that `peer` gave to this one, and where in it, behind its
+    head."""
     if PUSHED:
         place = (lane * _HALVES + half) * P + peer
-        return tl.load(bases + rank) + plane + place * slot + _HEAD
+        return rank, plane + place.to(tl.int64) * slot + _HEAD
     else:
-        return tl.load(bases + peer) + plane + half * slot + _HEAD
-
-
-@triton.jit
-def _pointer(address, dtype: tl.constexpr):
-    """Planes and their parts begin at multiples of 16 bytes."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+        return peer, plane + half.to(tl.int64) * slot + _HEAD
 
 
 @triton.jit
 def _sum_parts(
     bases, plane, slot, half, rank, lane, place_B, mask_B,
-    dtype: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
+    TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """In rank order: narrow floats in float32, others in their own type."""
-    WIDE: tl.constexpr = tl.float32 if dtype.is_floating() and dtype.primitive_bitwidth < 32 else dtype
-    part = _pointer(_part(bases, plane, slot, half, rank, lane, 0, P, PUSHED), dtype)
-    total_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
-    for peer in tl.static_range(1, P):
-        part = _pointer(_part(bases, plane, slot, half, rank, lane, peer, P, PUSHED), dtype)
-        found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg")
-        total_B += found_B.to(WIDE)
-    return total_B.to(dtype)
+    NARROW: tl.constexpr = TYPE.is_floating() and TYPE.primitive_bitwidth < 32
+    WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
+    total_B = tl.zeros(place_B.shape, WIDE)
+    for peer in tl.static_range(P):
+        region, offset = _part(plane, slot, half, rank, lane, peer, P, PUSHED)
+        part = region_at(bases, region, offset, TYPE, 16)
+        found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
+        # Nothing is added to the first: a negative zero stays.
+        total_B = found_B if peer == 0 else total_B + found_B
+    return total_B.to(TYPE)
 
 
 @triton.jit
@@ -172,27 +182,24 @@ def _lay_out(
     EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Elements at_B of all parts, side by side."""
-    dtype: tl.constexpr = out.dtype.element_ty
     start = tl.full([], 0, tl.int64) + shift
     for peer in tl.static_range(P):
-        part = _part(bases, plane, slot, half, rank, lane, peer, P, PUSHED)
+        region, offset = _part(plane, slot, half, rank, lane, peer, P, PUSHED)
         if EVEN:
             own = width
-            row_B = at_B // width
         else:
-            head = (part - _HEAD).to(tl.pointer_type(tl.int64))
+            head = region_at(bases, region, offset - _HEAD, tl.int64, 16)
             own = tl.load(head, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
-            row_B = at_B // tl.maximum(own, 1)
         if FLAT:
             mask_B = (at_B < stop) & (at_B < own)
             to_B = start + at_B
         else:
+            row_B = at_B // (width if EVEN else tl.maximum(own, 1))
             mask_B = (at_B < stop) & (row_B >= first) & (row_B < rows) & (own > 0)
             to_B = start + (row_B - first).to(tl.int64) * total + (at_B - row_B * own)
         mask_B = mask_B & (to_B >= 0) & (to_B < limit)
-        found_B = tl.load(
-            _pointer(part, dtype) + place_B, mask=mask_B & ok, other=0, cache_modifier=".cg"
-        )
+        part = region_at(bases, region, offset, out.dtype.element_ty, 16)
+        found_B = tl.load(part + place_B, mask=mask_B & ok, other=0, cache_modifier=".cg")
         tl.store(out + to_B, found_B, mask=mask_B)
         start += own
 
@@ -208,16 +215,35 @@ def _take(
     if SUM:
         to_B = at_B - first
         mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
-        dtype: tl.constexpr = out.dtype.element_ty
         total_B = _sum_parts(
-            bases, plane, slot, half, rank, lane, place_B, mask_B & ok, dtype, P, PUSHED
-        )
+            bases, plane, slot, half, rank, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
+            PUSHED,
+        )  # fmt: skip
         tl.store(out + to_B, total_B, mask=mask_B)
     else:
         _lay_out(
             out, bases, plane, slot, half, rank, lane, at_B, place_B, stop, ok,
             first, limit, rows, width, total, shift, EVEN, FLAT, P, PUSHED,
         )  # fmt: skip
+
+
+@triton.jit
+def _give_to_all(
+    x, bases, plane, slot, half, rank, lane, start, length, count, width,
+    EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements of x from `start` on, to where all look for this rank's part."""
+    _, offset = _part(plane, slot, half, rank, lane, rank, P, True)
+    for begin in range(0, length, BLOCK):
+        place_B = begin + tl.arange(0, BLOCK)
+        mask_B = start + place_B < count
+        x_B = tl.load(x + start + place_B, mask=mask_B)
+        for peer in tl.static_range(P):
+            part = region_at(bases, peer, offset, x.dtype.element_ty, 16)
+            tl.store(part + place_B, x_B, mask=mask_B)
+    if not EVEN:
+        for peer in tl.static_range(P):
+            tl.store(region_at(bases, peer, offset - _HEAD, tl.int64, 16), width)
 
 
 @triton.jit(do_not_specialize=["tag", "rank"])
@@ -231,32 +257,25 @@ def _push_kernel(
     """Program i is lane i: elements begin + i * size and the next, `size` of them."""
     await_inputs(PDL)
     lane = tl.program_id(0)
-    half, count_ptr, number = _turn(state, 2 * lane, 1 - PUT)
-    channel = 2 * lane + half
-    word = flag_word(state, number, tag)
+    half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
+    channel = _HALVES * lane + half
     start = begin + lane * size
     length = tl.minimum(size, stop - start)
-    ok = is_broken(state, THREADS) == 0
-    if PUT:
+    thread = tl.arange(0, THREADS)
+    active = taking_part(state, thread)
+    ok = active != 0
+    if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
-            for offset in range(0, length, BLOCK):
-                place_B = offset + tl.arange(0, BLOCK)
-                mask_B = start + place_B < count
-                x_B = tl.load(x + start + place_B, mask=mask_B)
-                for peer in tl.static_range(P):
-                    mine = _part(bases, plane, slot, half, peer, lane, 0, P, True) + rank * slot
-                    part = _pointer(mine, x.dtype.element_ty)
-                    tl.store(part + place_B, x_B, mask=mask_B)
-            if not EVEN:
-                for peer in tl.static_range(P):
-                    mine = _part(bases, plane, slot, half, peer, lane, 0, P, True) + rank * slot
-                    tl.store((mine - _HEAD).to(tl.pointer_type(tl.int64)), width)
-            place = flags + (lane.to(tl.int64) * P + rank) * 8
-            raise_flags(bases, state, place, word, P, THREADS)
-            tl.store(rounds, number)
+            _give_to_all(
+                x, bases, plane, slot, half, rank, lane, start, length, count, width,
+                EVEN, P, BLOCK,
+            )  # fmt: skip
+            raise_flags(bases, state, number, active, thread, rank, flags, channel, tag, P)
+            tl.store(counter, number)
     if TAKE:
         if ok:
-            ok = await_flags(bases, state, desk, flags, lane, word, rank, P, THREADS)
+            word = flag_word(state, number, tag)
+            ok = await_flags(bases, state, desk, word, active, thread, rank, flags, channel, P)
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
             _take(
@@ -276,31 +295,32 @@ def _post_kernel(
     program to end signals."""
     await_inputs(PDL)
     release_next(PDL)
-    rounds = state + _CHANNELS + 2 * channel
-    number = tl.load(rounds) + 1
-    mine = tl.load(bases + rank) + plane + (number & 1) * slot + _HEAD
-    dtype: tl.constexpr = x.dtype.element_ty
-    if is_broken(state, THREADS) == 0:
+    half, number, counter = _turn(state, channel, 0)
+    thread = tl.arange(0, THREADS)
+    active = taking_part(state, thread)
+    _, offset = _part(plane, slot, half, rank, 0, rank, P, False)
+    mine = region_at(bases, rank, offset, x.dtype.element_ty, 16)
+    if active != 0:
         for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
             place_B = block * BLOCK + tl.arange(0, BLOCK)
             mask_B = place_B < count
             if SUMS:
-                at_B = begin + place_B
                 x_B = _sum_parts(
-                    bases, plane, slot, (number - 1) & 1, rank, 0, at_B, mask_B, dtype, P, False
-                )
+                    bases, plane, slot, 1 - half, rank, 0, begin + place_B, mask_B,
+                    x.dtype.element_ty, P, False,
+                )  # fmt: skip
             else:
                 x_B = tl.load(x + begin + place_B, mask=mask_B)
-            tl.store(_pointer(mine, dtype) + place_B, x_B, mask=mask_B)
+            tl.store(mine + place_B, x_B, mask=mask_B)
         if not EVEN:
-            tl.store((mine - _HEAD).to(tl.pointer_type(tl.int64)), width)
+            tl.store(region_at(bases, rank, offset - _HEAD, tl.int64, 16), width)
+        # One thread speaks for all of them.
         tl.debug_barrier()
-        before = tl.atomic_add(rounds + 1, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(0) - 1:
-            place = flags + (channel.to(tl.int64) * P + rank) * 8
-            raise_flags(bases, state, place, flag_word(state, number, tag), P, THREADS)
-            tl.store(rounds + 1, 0)
-            tl.store(rounds, number)
+        arrived = state + CHANNELS + 2 * channel + 1
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(arrived, 0)
+            raise_flags(bases, state, number, active, thread, rank, flags, channel + half, tag, P)
+            tl.store(counter, number)
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
@@ -308,10 +328,14 @@ def _wait_kernel(
     bases, state, desk, flags, channel, tag, rank,
     P: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Until all have posted what this rank has."""
     await_inputs(PDL)
-    word = flag_word(state, tl.load(state + _CHANNELS + 2 * channel), tag)
-    if is_broken(state, THREADS) == 0:
-        await_flags(bases, state, desk, flags, channel, word, rank, P, THREADS)
+    half, number, _ = _turn(state, channel, 1)
+    thread = tl.arange(0, THREADS)
+    active = taking_part(state, thread)
+    if active != 0:
+        word = flag_word(state, number, tag)
+        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P)
     release_next(PDL)
 
 
@@ -325,8 +349,8 @@ def _pull_kernel(
     """A block of all parts; they are there."""
     await_inputs(PDL)
     release_next(PDL)
-    half = tl.load(state + _CHANNELS + 2 * channel) & 1
-    ok = is_broken(state, THREADS) == 0
+    half, _, _ = _turn(state, channel, 1)
+    ok = taking_part(state, tl.arange(0, THREADS)) != 0
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _take(
         out, bases, plane, slot, half, rank, 0, begin + place_B, place_B, stop, ok,

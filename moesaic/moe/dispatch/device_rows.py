@@ -36,7 +36,6 @@ from moesaic.kernels.a2a import (
     receive,
     send,
     signal,
-    wait,
 )
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device_exchange import (
@@ -94,6 +93,8 @@ class DeviceRowsDispatcher(BaseDispatcher):
             ]
             for lane in range(config.lanes)
         ]
+        # With one lane combine's halves follow each other: the kernel that waits signals, too.
+        self._early = config.lanes > 1
         self._prepare()
 
     def _prepare(self) -> None:
@@ -188,7 +189,8 @@ class DeviceRowsDispatcher(BaseDispatcher):
         assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
         route: Route = results.handle
         self._put(results.y_RH, self._target(route))
-        signal(self._given(route))
+        if self._early:
+            signal(self._given(route))
         return route
 
     def _target(self, route: Route) -> Tensor:
@@ -215,12 +217,9 @@ class DeviceRowsDispatcher(BaseDispatcher):
         tokens, call = route.tokens, self._given(route)
         shape = (len(tokens.x_TH), self.config.hidden_size)
         y_TH = torch.empty(shape, dtype=self.config.dtype, device=tokens.x_TH.device)
-        if len(y_TH) == 0:
-            wait(call)
-            return y_TH
         own = Tokens(tokens.x_TH, tokens.ids_TK, tokens.weights_TK)
         collect = collect_pairs if self.by_pairs else collect_rows
-        return collect(y_TH, own, rows, results, self.spread, call)
+        return collect(y_TH, own, rows, results, self.spread, call, not self._early)
 
 
 def device_buffers(
