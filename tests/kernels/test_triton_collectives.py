@@ -114,7 +114,7 @@ def test_the_example_of_the_docstring(kernels: Any) -> None:
     check_fine(ranks)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8])
 def test_small_sums(dtype: torch.dtype) -> None:
     """Rounds of other sizes in a row, so that lanes are not in step, of ranks that want different
     elements, by kernels and twins together."""
@@ -266,9 +266,10 @@ def test_who_is_elsewhere() -> None:
     KERNELS.push(replace(call, tag=TAG + 1), board, part, None, Cut(0, 5), Sum())
     out = garbage(5, torch.float32)
     KERNELS.push(*on(ranks[0], False), part, out, Cut(0, 5), Sum())
+    assert out.tolist() == [0.0] * 5
     desk = ranks[0].window.mail.desk
     assert desk[Desk.FAILURE] == Failure.OUT_OF_STEP and desk[Desk.PEERS] == 0b10
-    assert desk[Desk.SEEN] == desk[Desk.WANTED] + 1 and out.tolist() == [0.0] * 5
+    assert desk[Desk.SEEN] == desk[Desk.WANTED] + 1
 
 
 def test_compiled_for_a_gpu() -> None:

@@ -27,11 +27,13 @@ from moesaic.kernels.collectives import (
 )
 from moesaic.kernels.triton.a2a_signals import (
     CHANNELS,
+    all_bases,
     await_flags,
+    byte_at,
     flag_word,
+    is_last,
     lanes,
     raise_flags,
-    region_at,
     taking_part,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
@@ -147,19 +149,22 @@ def _turn(state, channel, back: tl.constexpr):
 
 
 @triton.jit
-def _part(plane, slot, half, rank, lane, peer, P: tl.constexpr, PUSHED: tl.constexpr):
-    """Which rank's region has the part that `peer` gave to this one, and where in it, behind its
-    head."""
+def _part(
+    regions, own, plane, slot, half, lane, peer: tl.constexpr, P: tl.constexpr,
+    PUSHED: tl.constexpr,
+):  # fmt: skip
+    """Address of what `peer` gave, behind its head: here (`own` is where this rank's region begins)
+    if it was pushed, there if it was posted."""
     if PUSHED:
         place = (lane * _HALVES + half) * P + peer
-        return rank, plane + place.to(tl.int64) * slot + _HEAD
+        return own + plane + place.to(tl.int64) * slot + _HEAD
     else:
-        return peer, plane + half.to(tl.int64) * slot + _HEAD
+        return regions[peer] + plane + half.to(tl.int64) * slot + _HEAD
 
 
 @triton.jit
 def _sum_parts(
-    bases, plane, slot, half, rank, lane, place_B, mask_B,
+    regions, own, plane, slot, half, lane, place_B, mask_B,
     TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """In rank order: narrow floats in float32, others in their own type."""
@@ -167,8 +172,8 @@ def _sum_parts(
     WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
     total_B = tl.zeros(place_B.shape, WIDE)
     for peer in tl.static_range(P):
-        region, offset = _part(plane, slot, half, rank, lane, peer, P, PUSHED)
-        part = region_at(bases, region, offset, TYPE, 16)
+        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
+        part = byte_at(at, 0, TYPE, 16)
         found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
         # Nothing is added to the first: a negative zero stays.
         total_B = found_B if peer == 0 else total_B + found_B
@@ -177,36 +182,36 @@ def _sum_parts(
 
 @triton.jit
 def _lay_out(
-    out, bases, plane, slot, half, rank, lane, at_B, place_B, stop, ok,
+    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
     first, limit, rows, width, total, shift,
     EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
     """Elements at_B of all parts, side by side."""
     start = tl.full([], 0, tl.int64) + shift
     for peer in tl.static_range(P):
-        region, offset = _part(plane, slot, half, rank, lane, peer, P, PUSHED)
+        at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
         if EVEN:
-            own = width
+            columns = width
         else:
-            head = region_at(bases, region, offset - _HEAD, tl.int64, 16)
-            own = tl.load(head, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
+            head = byte_at(at, -_HEAD, tl.int64, 16)
+            columns = tl.load(head, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
         if FLAT:
-            mask_B = (at_B < stop) & (at_B < own)
+            mask_B = (at_B < stop) & (at_B < columns)
             to_B = start + at_B
         else:
-            row_B = at_B // (width if EVEN else tl.maximum(own, 1))
-            mask_B = (at_B < stop) & (row_B >= first) & (row_B < rows) & (own > 0)
-            to_B = start + (row_B - first).to(tl.int64) * total + (at_B - row_B * own)
+            row_B = at_B // (width if EVEN else tl.maximum(columns, 1))
+            mask_B = (at_B < stop) & (row_B >= first) & (row_B < rows) & (columns > 0)
+            to_B = start + (row_B - first).to(tl.int64) * total + (at_B - row_B * columns)
         mask_B = mask_B & (to_B >= 0) & (to_B < limit)
-        part = region_at(bases, region, offset, out.dtype.element_ty, 16)
+        part = byte_at(at, 0, out.dtype.element_ty, 16)
         found_B = tl.load(part + place_B, mask=mask_B & ok, other=0, cache_modifier=".cg")
         tl.store(out + to_B, found_B, mask=mask_B)
-        start += own
+        start += columns
 
 
 @triton.jit
 def _take(
-    out, bases, plane, slot, half, rank, lane, at_B, place_B, stop, ok,
+    out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
     first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
@@ -216,34 +221,34 @@ def _take(
         to_B = at_B - first
         mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
         total_B = _sum_parts(
-            bases, plane, slot, half, rank, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
+            regions, own, plane, slot, half, lane, place_B, mask_B & ok, out.dtype.element_ty, P,
             PUSHED,
         )  # fmt: skip
         tl.store(out + to_B, total_B, mask=mask_B)
     else:
         _lay_out(
-            out, bases, plane, slot, half, rank, lane, at_B, place_B, stop, ok,
+            out, regions, own, plane, slot, half, lane, at_B, place_B, stop, ok,
             first, limit, rows, width, total, shift, EVEN, FLAT, P, PUSHED,
         )  # fmt: skip
 
 
 @triton.jit
 def _give_to_all(
-    x, bases, plane, slot, half, rank, lane, start, length, count, width,
+    x, regions, plane, slot, half, rank, lane, start, length, count, width,
     EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements of x from `start` on, to where all look for this rank's part."""
-    _, offset = _part(plane, slot, half, rank, lane, rank, P, True)
+    offset = ((lane * _HALVES + half) * P + rank).to(tl.int64) * slot + plane + _HEAD
     for begin in range(0, length, BLOCK):
         place_B = begin + tl.arange(0, BLOCK)
         mask_B = start + place_B < count
         x_B = tl.load(x + start + place_B, mask=mask_B)
         for peer in tl.static_range(P):
-            part = region_at(bases, peer, offset, x.dtype.element_ty, 16)
+            part = byte_at(regions[peer], offset, x.dtype.element_ty, 16)
             tl.store(part + place_B, x_B, mask=mask_B)
     if not EVEN:
         for peer in tl.static_range(P):
-            tl.store(region_at(bases, peer, offset - _HEAD, tl.int64, 16), width)
+            tl.store(byte_at(regions[peer], offset - _HEAD, tl.int64, 16), width)
 
 
 @triton.jit(do_not_specialize=["tag", "rank"])
@@ -263,11 +268,12 @@ def _push_kernel(
     length = tl.minimum(size, stop - start)
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
+    regions, own = all_bases(bases, P), tl.load(bases + rank)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
             _give_to_all(
-                x, bases, plane, slot, half, rank, lane, start, length, count, width,
+                x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
             raise_flags(bases, state, number, active, thread, rank, flags, channel, tag, P)
@@ -279,7 +285,7 @@ def _push_kernel(
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
             _take(
-                out, bases, plane, slot, half, rank, lane, start + place_B, place_B, stop, ok,
+                out, regions, own, plane, slot, half, lane, start + place_B, place_B, stop, ok,
                 first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, True,
             )  # fmt: skip
     release_next(PDL)
@@ -298,27 +304,24 @@ def _post_kernel(
     half, number, counter = _turn(state, channel, 0)
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
-    _, offset = _part(plane, slot, half, rank, 0, rank, P, False)
-    mine = region_at(bases, rank, offset, x.dtype.element_ty, 16)
+    regions, own = all_bases(bases, P), tl.load(bases + rank)
+    offset = plane + half.to(tl.int64) * slot + _HEAD
+    mine = byte_at(own, offset, x.dtype.element_ty, 16)
     if active != 0:
         for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
             place_B = block * BLOCK + tl.arange(0, BLOCK)
             mask_B = place_B < count
             if SUMS:
                 x_B = _sum_parts(
-                    bases, plane, slot, 1 - half, rank, 0, begin + place_B, mask_B,
+                    regions, own, plane, slot, 1 - half, 0, begin + place_B, mask_B,
                     x.dtype.element_ty, P, False,
                 )  # fmt: skip
             else:
                 x_B = tl.load(x + begin + place_B, mask=mask_B)
             tl.store(mine + place_B, x_B, mask=mask_B)
         if not EVEN:
-            tl.store(region_at(bases, rank, offset - _HEAD, tl.int64, 16), width)
-        # One thread speaks for all of them.
-        tl.debug_barrier()
-        arrived = state + CHANNELS + 2 * channel + 1
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-            tl.store(arrived, 0)
+            tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
+        if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
             raise_flags(bases, state, number, active, thread, rank, flags, channel + half, tag, P)
             tl.store(counter, number)
 
@@ -351,8 +354,9 @@ def _pull_kernel(
     release_next(PDL)
     half, _, _ = _turn(state, channel, 1)
     ok = taking_part(state, tl.arange(0, THREADS)) != 0
+    regions, own = all_bases(bases, P), tl.load(bases + rank)
     place_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _take(
-        out, bases, plane, slot, half, rank, 0, begin + place_B, place_B, stop, ok,
+        out, regions, own, plane, slot, half, 0, begin + place_B, place_B, stop, ok,
         first, limit, rows, width, total, shift, SUM, EVEN, FLAT, P, False,
     )  # fmt: skip

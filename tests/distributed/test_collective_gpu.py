@@ -1,0 +1,147 @@
+"""Dense collectives of processes that share a GPU, under an MPS daemon of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.comm.device_collective import DeviceCollective, device_collective
+from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.group import RankGroup
+from moesaic.comm.local import LocalRanks
+from moesaic.comm.mps import Mps, start_mps
+from moesaic.config.devices import cuda_missing
+from tests.distributed.test_collective import part, total
+from tests.distributed.test_symmetric_gpu import open_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(cuda_missing()), reason=f"needs a CUDA device: {cuda_missing()}"),
+]
+
+HIDDEN, REPLAYS = 2048, 200
+# A kernel is compiled by each rank when it first needs it, while others wait.
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def mps() -> Iterator[Mps]:
+    with start_mps() as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def ranks(request: pytest.FixtureRequest, mps: Mps) -> Iterator[LocalRanks]:
+    with LocalRanks(request.param, timeout=300, peer_timeout=SECONDS) as pool:
+        yield pool
+
+
+def make(group: RankGroup, environment: dict[str, str], seconds: float) -> DeviceCollective:
+    comm = device_collective(
+        group, 1 << 20, seconds, open_gpu(environment), shares_gpu=True, deterministic=False
+    )
+    assert isinstance(comm, DeviceCollective)
+    return comm
+
+
+def draw(comm: DeviceCollective, seed: int, rows: list[int], width: int) -> list[Tensor]:
+    """What each rank brings."""
+    return [
+        part(seed, rank, (count, width), torch.bfloat16).cuda() for rank, count in enumerate(rows)
+    ]
+
+
+def operations(group: RankGroup, environment: dict[str, str]) -> int:
+    comm, size, count = make(group, environment, SECONDS), group.size, 0
+    for turn in range(3):
+        for tokens in (1, 16, 63, 300, 2048):
+            parts = draw(comm, tokens + turn, [tokens] * size, HIDDEN)
+            own, rows = parts[comm.rank], slice(comm.rank, tokens - comm.rank)
+            assert torch.equal(comm.all_reduce(own, "sum"), total(parts)), tokens
+            assert torch.equal(comm.sum_rows(own, rows, "rows of a sum"), total(parts)[rows])
+            counts = [tokens * (rank % 3) for rank in range(size)]
+            parts = draw(comm, tokens + turn, counts, HIDDEN)
+            found = comm.gather_rows(parts[comm.rank], counts, "rows")
+            assert torch.equal(found, torch.cat(parts)), counts
+            parts = draw(comm, tokens + turn, [tokens] * size, 100)
+            widths = [50 + 10 * rank for rank in range(size)]
+            parts = [whole[:, :width] for whole, width in zip(parts, widths, strict=True)]
+            found = comm.gather_columns(parts[comm.rank], widths, rows, "columns")
+            assert torch.equal(found, torch.cat(parts, 1)[rows]), widths
+            count += 4
+    torch.cuda.synchronize()
+    comm.check()
+    comm.close()
+    return count
+
+
+def test_every_operation(ranks: LocalRanks, mps: Mps) -> None:
+    assert ranks.run(operations, mps.environment) == [60] * ranks.size
+
+
+def replays(group: RankGroup, environment: dict[str, str], tokens: int) -> float:
+    """Every rank's rows become the sum's share and one more, over and over; microseconds of one."""
+    comm = make(group, environment, SECONDS)
+    x_TH = torch.full((tokens, HIDDEN), float(comm.rank), device="cuda")
+
+    def grow() -> None:
+        x_TH.copy_(comm.all_reduce(x_TH, "sum") / comm.size + 1)
+
+    grow()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grow()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    comm.check()
+    expected = (comm.size - 1) / 2 + 1 + REPLAYS
+    assert torch.equal(x_TH, torch.full_like(x_TH, expected)), (x_TH[0, 0], expected)
+    comm.close()
+    return start.elapsed_time(stop) * 1000 / REPLAYS
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 512])
+def test_replays_in_a_row(tokens: int, ranks: LocalRanks, mps: Mps) -> None:
+    """Each takes microseconds: time slices instead would take milliseconds."""
+    found = ranks.run(replays, mps.environment, tokens)
+    print(f"{ranks.size} ranks, {tokens} rows of {HIDDEN} float32: {max(found):.1f} us")
+    assert max(found) < 500
+
+
+def missing(group: RankGroup, environment: dict[str, str]) -> str:
+    """The last rank does not come; then all begin anew."""
+    comm = make(group, environment, SECONDS)
+    ones = torch.ones(4, HIDDEN, device="cuda")
+    assert comm.all_reduce(ones, "first")[0, 0] == comm.size
+    comm.window.timeout = 1.0
+    group.barrier("all have come")
+    comm.restart(1)
+    group.barrier("with less patience")
+    told = ""
+    if comm.rank < comm.size - 1:
+        assert not comm.all_reduce(ones, "layer 3, dense sum").any()
+        with pytest.raises(PeerTimeout) as error:
+            comm.check()
+        told = f"{error.value.missing} {error.value.operation}"
+    group.barrier("abandoned")
+    comm.restart(2)
+    group.barrier("begin anew")
+    assert comm.all_reduce(ones, "again")[0, 0] == comm.size
+    torch.cuda.synchronize()
+    comm.check()
+    comm.close()
+    return told
+
+
+def test_a_missing_rank_is_named(ranks: LocalRanks, mps: Mps) -> None:
+    last = ranks.size - 1
+    told = ranks.run(missing, mps.environment)
+    assert told == [f"({last},) layer 3, dense sum"] * last + [""]
