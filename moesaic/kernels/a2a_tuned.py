@@ -71,6 +71,8 @@ def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
 
 def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
     """What was measured, with no more programs than there are items, or than are allowed."""
+    if not rows:
+        return guess  # which does not leave the waiting to programs that there are none of
     found = _tried.get(kernel)
     if found is None and machine.name:
         found = _measured(machine.name, kernel, tuning.bucket(rows))

@@ -52,6 +52,9 @@ def test_programs_have_limits(folder: Path):
     a2a_tuned.save(H200.name, PAIRS, 128, Plan(2048, 4, 128, waits=True), 1.0, folder)
     # More that wait could keep a peer from the GPU for which they do.
     assert planned(PAIRS, 128, H200, GUESS).programs == most_waiting(4, H200) == 16
+    # Nobody would wait where there are no rows.
+    a2a_tuned.save(H200.name, PAIRS, 1, Plan(2048, 4, 1, waits=True), 1.0, folder)
+    assert planned(PAIRS, 1, H200, GUESS).waits and planned(PAIRS, 0, H200, GUESS) == GUESS
 
 
 def test_entries_that_cannot_be(folder: Path):
