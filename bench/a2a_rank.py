@@ -81,8 +81,9 @@ class Found:
 
 def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
     device = place.open()
-    with torch.device(device), torch.inference_mode():
-        made = dispatcher_of(group, job)
+    with torch.inference_mode():
+        with torch.device(device):  # not around what is measured: every call would cost more
+            made = dispatcher_of(group, job)
         window = device_window.create(group, [], TIMEOUT, MEETINGS, device)
         calls = tuple(window.call(n, "start together") for n in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("benchmark"))
@@ -93,6 +94,8 @@ def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
             gc.collect()  # graphs go before the memory that they write to
             made.exchange.window.close()
             window.close()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # other ranks and jobs need it
     return found
 
 
@@ -120,15 +123,13 @@ def dispatcher_of(group: RankGroup, job: Job) -> DeviceRowsDispatcher:
     return made
 
 
-def route(job: Job, tokens: int, seed: int) -> tuple[Tensor, TopKOutput]:
+def route(job: Job, tokens: int, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
     """Drawn on the CPU, so that all devices get the same."""
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(seed)
-        x_TH = torch.randn(tokens, job.hidden, generator=generator).bfloat16()
-        scores = torch.rand(tokens, job.experts, generator=generator)
-        weights, ids = scores.topk(job.top_k, dim=1)
-        weights /= weights.sum(1, keepdim=True)
-    device = torch.get_default_device()
+    generator = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(tokens, job.hidden, generator=generator).bfloat16()
+    scores = torch.rand(tokens, job.experts, generator=generator)
+    weights, ids = scores.topk(job.top_k, dim=1)
+    weights /= weights.sum(1, keepdim=True)
     return x_TH.to(device), TopKOutput(ids.int().to(device), weights.to(device))
 
 
@@ -218,7 +219,8 @@ def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, together: T
     few = tokens <= FEW_TOKENS
     rank, size = dispatcher.layout.rank, dispatcher.layout.size
     seeds = range(rank, (4 if few else 2) * size, size)
-    rows = Rows(dispatcher, [route(job, tokens, seed) for seed in seeds], together)
+    device = together.device
+    rows = Rows(dispatcher, [route(job, tokens, seed, device) for seed in seeds], together)
     error = rows.check()
     if not error <= MOST_ERROR:
         raise AssertionError(
@@ -237,23 +239,22 @@ def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, together: T
         found.us[name, graph] = together.microseconds(link, length, graph)
         dispatcher.exchange.check()
     for name, nbytes in found.nbytes.items():
-        copy = copier(nbytes, len(rows.sets))
+        copy = copier(nbytes, len(rows.sets), device)
         copy(0)
         found.us[f"{name} copy", False] = together.microseconds(copy, length, together.on_gpu)
     return found
 
 
-def copier(nbytes: int, sets: int) -> Link:
+def copier(nbytes: int, sets: int, device: torch.device) -> Link:
     """So many bytes, half of them read and half written; by a kernel, since a graph gives `copy_`
     to the copy engine, which is slower."""
     words = max(1, nbytes // 8)
-    pairs = [
-        (torch.zeros(words, dtype=torch.int32), torch.empty(words, dtype=torch.int32))
-        for _ in range(sets)
-    ]
+    sources, targets = (
+        [torch.zeros(words, dtype=torch.int32, device=device) for _ in range(sets)]
+        for _ in range(2)
+    )
 
     def copy(number: int) -> Any:
-        source, target = pairs[number % sets]
-        return torch.bitwise_not(source, out=target)
+        return torch.bitwise_not(sources[number % sets], out=targets[number % sets])
 
     return copy

@@ -156,7 +156,8 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace, ep: int) -> di
     given = flags.parse(rest)
     most = str(max(options.batch))
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
-    read = read_args(defaults | {"watchdog_timeout": "60"} | given)
+    # The first steps of several ranks compile kernels.
+    read = read_args(defaults | {"watchdog_timeout": "300"} | given)
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
     made |= {"skip_server_warmup": True, "device": device_of(read)}
     if options.layers is not None:

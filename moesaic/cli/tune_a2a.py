@@ -157,12 +157,13 @@ def machine_of(group: RankGroup, place: Place) -> Machine:
 def measure(group: RankGroup, case: Case, plans: Sequence[Plan], place: Place) -> list[list[float]]:
     """On one rank: microseconds by plan and round, the meeting included."""
     device = place.open()
-    with torch.device(device), torch.inference_mode():
-        dispatcher = dispatcher_of(group, case)
+    with torch.inference_mode():
+        with torch.device(device):
+            dispatcher = dispatcher_of(group, case)
         window = device_window.create(group, [], PEER_SECONDS, MEETINGS, device)
         calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("tune"))
-        work = Work(dispatcher, together, *route(case, group.rank))
+        work = Work(dispatcher, together, *route(case, group.rank, device))
         link = work.dispatch if case.kernel.sends else work.combine
         few = case.tokens <= FEW_TOKENS
         length = (FEW if few else MANY) if together.on_gpu else TWINS
@@ -177,6 +178,8 @@ def measure(group: RankGroup, case: Case, plans: Sequence[Plan], place: Place) -
         finally:
             dispatcher.exchange.window.close()
             window.close()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # other ranks and cases need it
     return found
 
 
@@ -230,12 +233,10 @@ def dispatcher_of(group: RankGroup, case: Case) -> DeviceRowsDispatcher:
     return made
 
 
-def route(case: Case, seed: int) -> tuple[Tensor, TopKOutput]:
+def route(case: Case, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
     """Drawn on the CPU, so that all devices get the same."""
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(seed)
-        x_TH = torch.randn(case.tokens, case.kernel.hidden, generator=generator).bfloat16()
-        scores_TE = torch.rand(case.tokens, case.experts, generator=generator)
-        weights_TK, ids_TK = scores_TE.topk(case.top_k, dim=1)
-    device = torch.get_default_device()
+    generator = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(case.tokens, case.kernel.hidden, generator=generator).bfloat16()
+    scores_TE = torch.rand(case.tokens, case.experts, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(case.top_k, dim=1)
     return x_TH.to(device), TopKOutput(ids_TK.int().to(device), weights_TK.to(device))

@@ -40,8 +40,12 @@ class Together:
     barrier: Callable[[], None]
 
     @property
+    def device(self) -> torch.device:
+        return self.calls[0].mail.state.device
+
+    @property
     def on_gpu(self) -> bool:
-        return self.calls[0].mail.state.is_cuda
+        return self.device.type == "cuda"
 
     def meet(self, number: int) -> None:
         """Until all ranks are here; numbers in a row differ by one."""
