@@ -289,6 +289,9 @@ def test_the_default_cache_is_half_of_what_is_free(
     assert report["layout"]["cache_tokens"] == 100 * 16
 
 
+NATIVE = {"cpu": "native", "cuda": "native"}
+
+
 def test_backends_without_a_model(capsys: pytest.CaptureFixture[str]):
     backends = ask(capsys, "")["backends"]
     load_backends()
@@ -296,7 +299,7 @@ def test_backends_without_a_model(capsys: pytest.CaptureFixture[str]):
     assert [row["name"] for row in backends["runners"]] == [*RUNNER_REGISTRY]
     assert (backends["weights"], backends["device"]) == ("bf16", "cpu")
     runs = {row["name"]: row for row in backends["a2a"] + backends["runners"]}
-    assert runs["deepep"]["runs"] and runs["deepep"]["providers"] == {"cpu": "native"}
+    assert runs["deepep"]["runs"] and runs["deepep"]["providers"] == NATIVE
     assert all(row["runs"] for row in backends["a2a"])
     assert not runs["flashinfer_mxfp4"]["runs"]
     assert "does not compute with bf16 weights" in runs["flashinfer_mxfp4"]["reason"]
