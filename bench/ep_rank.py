@@ -59,8 +59,6 @@ class Recorder:
         self._done: set[int] = set()
         self._on_gpu = torch.cuda.is_available()
         rank._step = self.step  # type: ignore[method-assign]
-        with self._profiler():
-            pass  # the first one takes seconds
 
     def _profiler(self) -> profile:
         return profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
@@ -87,6 +85,8 @@ class Recorder:
         return 0 if scheduler.waiting else sum(r.is_decoding for r in scheduler.running)
 
     def _record(self, batch: int) -> bool:
+        with self._profiler():
+            pass  # the first one takes seconds
         going_on, steps = True, 0
         with self._profiler() as recorded:
             while going_on and steps < STEPS:
