@@ -2,6 +2,7 @@
 
     python -m bench.a2a                                  # 4 ranks, 128 tokens, H 2048, top-8
     python -m bench.a2a --ranks 2 --tokens 1 32 128 --payload fp8
+    python -m bench.a2a --device cuda --help             # on a GPU: bench/a2a_gpu.py
 
 Experts are replaced by the identity, so that what is left is moving rows and adding them up; the
 weighted sum is counted, wherever a backend does it. gloo sends the same rows as `deepep` in normal
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from bench import a2a_gpu
 from bench.common import machine, print_table, write_json
 from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
@@ -319,8 +322,16 @@ def show(load: Load, summary: dict[str, dict[str, float]]) -> None:
     print(f"barrier: {fast * 1e3:.0f} us, gloo {slow * 1e3:.0f} us: {slow / fast:.1f}x")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def device_option() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.a2a", description=__doc__.splitlines()[0], parents=[device_option()]
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128])
     parser.add_argument("--hidden", type=int, default=2048)
@@ -330,11 +341,19 @@ def parse() -> argparse.Namespace:
         "--payload", default="bf16", choices=["bf16", "fp8", "int8", "nvfp4", "mxfp4"]
     )
     parser.add_argument("--rounds", type=int, default=30)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    args = parse()
+def main(words: Sequence[str] | None = None) -> int:
+    chosen, rest = device_option().parse_known_args(words)
+    if chosen.device == "cuda":
+        return a2a_gpu.main(rest)
+    on_cpu(rest)
+    return 0
+
+
+def on_cpu(words: Sequence[str]) -> None:
+    args = parse(words)
     points = []
     with LocalRanks(args.ranks, timeout=600) as ranks:
         for tokens in tqdm(args.tokens, desc="tokens", disable=None, leave=False):
@@ -354,4 +373,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

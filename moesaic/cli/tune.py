@@ -21,6 +21,8 @@ Measure which configurations of the experts' kernels are fastest on this GPU, an
 SHAPE is E,K,H,I: experts, experts of a token, hidden size, intermediate size; several are allowed.
 All candidates of all sizes are compiled first, on all cores. Each is measured in a glance, the best
 ones closely, then whole layers.
+With --a2a: of the kernels between ranks, how many programs they take; ranks share this GPU, or have
+one each. I is not looked at, and without SHAPE those of Qwen3-30B-A3B and DeepSeek-V3 are measured.
 What was found already is skipped, so a run that was stopped goes on where it was.
 The engine reads the files of the package and, before them, of the folder MOESAIC_TUNED."""
 MAX_JOBS = 16
@@ -45,6 +47,11 @@ class TuneArgs:
         ),
     ] = None
     again: Annotated[bool, Flag("Measure what is there already, too.")] = False
+    a2a: Annotated[bool, Flag("Kernels between ranks, in place of the experts'.")] = False
+    ranks: Annotated[str, Flag("With --a2a: numbers of ranks, comma-separated.")] = "2,4,8"
+    payload: Annotated[
+        str, Flag("With --a2a: formats that are sent, comma-separated: bf16, fp8, nvfp4, …")
+    ] = "bf16"
     share: Annotated[
         str | None, Flag("I/N: compile every N-th candidate from I on, and measure nothing.")
     ] = None
@@ -53,7 +60,7 @@ class TuneArgs:
 def run(argv: Sequence[str]) -> int:
     usage = "moesaic tune SHAPE [SHAPE …] [flags]"
     parser = FlagParser("moesaic tune", usage, DESCRIPTION)
-    parser.add_argument("shapes", metavar="SHAPE", nargs="+", help="E,K,H,I")
+    parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="E,K,H,I")
     parser.add_flags(TuneArgs)
     given = parser.parse(argv)
     file = read_config(TuneArgs, given["config"]) if given["config"] is not None else {}
@@ -61,6 +68,10 @@ def run(argv: Sequence[str]) -> int:
     set_up_logging("warning")
     sizes = [_shape(text) for text in given["shapes"]]
     tokens = _numbers("--tokens", args.tokens)
+    if not sizes and not args.a2a:
+        raise ValueError("no SHAPE: give E,K,H,I, like 128,8,2048,768 (Qwen3-30B-A3B)")
+    if args.a2a:
+        return _tune_a2a(sizes, tokens, args)
     _require_gpu()
     cases = _cases(sizes, tokens, args)
     if args.share is not None:
@@ -71,6 +82,28 @@ def run(argv: Sequence[str]) -> int:
         _measure(cases, args)
     else:
         print("everything that was asked for is there already: --again measures it anew")
+    return 0
+
+
+def _tune_a2a(
+    sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
+) -> int:
+    """This process opens no CUDA: ranks may have to share the GPU by MPS, and it would not."""
+    from moesaic.cli.tune_a2a import Wanted, tune
+    from moesaic.config.devices import cuda_missing
+
+    wanted = Wanted(
+        tuple(dict.fromkeys((experts, top_k, hidden) for experts, top_k, hidden, _ in sizes)),
+        tuple(_numbers("--ranks", args.ranks)),
+        tuple(args.payload.split(",")),
+        tuple(tokens),
+        _folder(args),
+        args.again,
+    )
+    if missing := cuda_missing():
+        raise ValueError(f"moesaic tune --a2a measures on a CUDA device: {missing}")
+    _require_writable(wanted.folder)
+    tune(wanted)
     return 0
 
 

@@ -134,7 +134,7 @@ class MoeArgs:
     ] = "auto"
     deepep_config: Annotated[
         str | None,
-        Flag("JSON, or a file with it: SMs and chunk sizes of normal mode.", built=ONLY_DEFAULT),
+        Flag("JSON, or a file with it: SMs that normal mode's kernels take at most, on CUDA."),
     ] = None
     deepep_dispatch_output_dtype: Annotated[
         str,

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from moesaic.config.args import ServerArgs
+from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import VARIABLE, beyond_cuda, cuda_missing, device_of, why_device
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
 
@@ -266,6 +267,7 @@ def _dp_attention(args: ServerArgs) -> Iterator[str]:
 
 def _moe(args: ServerArgs) -> Iterator[str]:
     yield from _backend_names(args)
+    yield from _deepep_config(args)
     if args.moe_dense_tp_size not in (None, 1, args.tp_size):
         yield (
             f"--moe-dense-tp-size is {args.moe_dense_tp_size}: "
@@ -285,6 +287,22 @@ def _moe(args: ServerArgs) -> Iterator[str]:
         )
     if args.enable_waterfill and expert_ranks(args) == 1:
         yield "--enable-waterfill needs several expert ranks: give --ep-size 2 or more"
+
+
+def _deepep_config(args: ServerArgs) -> Iterator[str]:
+    if args.deepep_config is None:
+        return
+    if args.moe_a2a_backend != "deepep" or args.deepep_mode == "low_latency":
+        yield (
+            "--deepep-config is of normal mode: give --moe-a2a-backend deepep, with --deepep-mode "
+            "normal or auto, or leave it out"
+        )
+    elif device_of(args) == "cpu":
+        yield "--deepep-config is of a GPU's multiprocessors: leave it out on cpu"
+    try:
+        read_deepep_config(args.deepep_config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _backend_names(args: ServerArgs) -> Iterator[str]:

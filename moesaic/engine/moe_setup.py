@@ -9,6 +9,7 @@ import torch
 
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
+from moesaic.config.deepep import read_deepep_config
 from moesaic.engine.ranks import RankContext
 from moesaic.models.blocks import CausalLM
 from moesaic.moe.backends import load_backends
@@ -138,9 +139,22 @@ def moe_context(
         deterministic=deterministic,
         replicated=replicated,
         **({"lanes": 1} if kind_of(args) == "cuda" else {}),
+        **_programs(args),
     )
     _log_choice(context)
     return context
+
+
+def _programs(args: ServerArgs) -> dict[str, int]:
+    """What --deepep-config allows: as many programs take as many multiprocessors at most."""
+    if args.deepep_config is None:
+        return {}
+    config = read_deepep_config(args.deepep_config)
+    if config.idle:
+        logger.warning(
+            "--deepep-config: nothing here is sent in chunks: %s", ", ".join(config.idle)
+        )
+    return {"dispatch_programs": config.dispatch, "combine_programs": config.combine}
 
 
 def _log_choice(context: MoeContext) -> None:

@@ -44,10 +44,12 @@ GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`limit`: programs at most, 0 for as many as serve."""
+    """`limit`: programs at most, 0 for as many as serve. `name`: of the GPU, for what was measured
+    on it; empty: none."""
 
     processors: int = 132
     limit: int = 0
+    name: str = ""
 
     def at_most(self, programs: int) -> int:
         return min(programs, self.limit) if self.limit else programs
@@ -72,7 +74,7 @@ def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine
         block = power_of_two(hidden)  # one scale for all of a row
     items = rows * -(-hidden // block)
     programs = best_programs(items, block * 2 * (1 + ranks), machine)
-    return Plan(block, _warps(block), programs)
+    return Plan(block, warps_of(block), programs)
 
 
 def collect_plan(tokens: int, hidden: int, size: int, machine: Machine) -> Plan:
@@ -80,9 +82,9 @@ def collect_plan(tokens: int, hidden: int, size: int, machine: Machine) -> Plan:
     wide = min(WIDEST, power_of_two(hidden))
     items = tokens * -(-hidden // wide)
     if 0 < items <= machine.at_most(most_waiting(size, machine)):
-        return Plan(wide, _warps(wide), items, waits=True)
+        return Plan(wide, warps_of(wide), items, waits=True)
     block = even_block(hidden, 1)
-    return Plan(block, _warps(block), machine.at_most(tokens * -(-hidden // block)))
+    return Plan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
 
 
 def most_waiting(size: int, machine: Machine) -> int:
@@ -115,5 +117,6 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
+    """Of a program with items of so many channels."""
     return min(MAX_WARPS, max(1, block // (32 * CHANNELS_OF_A_THREAD)))

@@ -357,8 +357,8 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
     try:
         kind = config_class(entry["implementation"])
         gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
-        _check(gate_up)
-        _check(down)
+        check_config(gate_up)
+        check_config(down)
         if gate_up.block_m != down.block_m:
             raise ValueError("gate_up and down have different block_m")
         fused = entry.get("fused", False)
@@ -371,7 +371,7 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
     return Plan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
 
 
-def _check(config: Any) -> None:
+def check_config(config: Any) -> None:
     """ValueError for what would end in a message of Triton's that names no file."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -381,8 +381,8 @@ def _check(config: Any) -> None:
             continue
         if type(value) is not int:
             raise ValueError(f"{name} is {value!r}, which is no whole number")
-        least = LEAST_BLOCK if name.startswith("block_") else 0 if name == "prefetch" else 1
-        power = name.startswith("block_") or name.endswith("warps")
+        least = LEAST_BLOCK if name.startswith("block") else 0 if name == "prefetch" else 1
+        power = name.startswith("block") or name.endswith("warps")
         if value < least or (power and value & (value - 1)):
             kind = "power of two" if power else "number"
             raise ValueError(f"{name} is {value}, which is no {kind} from {least} on")
@@ -401,11 +401,16 @@ def save(
         "gate_up": asdict(plan.gate_up),
         "down": asdict(plan.down),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    write(path, shapes)
+    _plan.cache_clear()
+
+
+def write(path: Path, shapes: dict[str, dict[str, Any]]) -> None:
+    """Entries as `read` gives them, in place of the file's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(_text(shapes))
     written.replace(path)
-    _plan.cache_clear()
 
 
 def _text(shapes: dict[str, dict[str, Any]]) -> str:

@@ -44,7 +44,8 @@ class MoeContext:
     """`choice` has nothing left open, for `reasons`. `max_tokens`: the most of a rank in a step,
     `max_decode_tokens`: in a step in which nobody prefills. `copies`: of each block of experts on
     ranks next to each other, which would else have cut it. `lanes`: micro-batches that may be under
-    way at once."""
+    way at once. `dispatch_programs`, `combine_programs`: of normal mode's kernels on a GPU, at
+    most."""
 
     choice: Problem
     reasons: tuple[str, ...]
@@ -58,6 +59,8 @@ class MoeContext:
     deterministic: bool = False
     replicated: bool = False
     lanes: int = LANES
+    dispatch_programs: int = 0
+    combine_programs: int = 0
     workspace: Workspace = field(default_factory=Workspace)
 
     @classmethod
@@ -121,6 +124,8 @@ class MoeContext:
             replicated=self.replicated,
             mode=self.choice.mode,
             lanes=self.lanes,
+            dispatch_programs=self.dispatch_programs,
+            combine_programs=self.combine_programs,
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:

@@ -417,7 +417,6 @@ def test_every_flag_that_is_not_built_is_refused_by_name():
             "not built yet: --quantization modelslim (works now: fp8, w8a8_fp8, w8a8_int8, mxfp4, "
             "modelopt_fp8, modelopt_fp4, awq, gptq, compressed-tensors)",
         ),
-        ("--deepep-config f", "not built yet: --deepep-config f (leave it out)"),
         (
             "--enable-two-batch-overlap",
             "not built yet: --enable-two-batch-overlap (leave it out)",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.a2a import Call, Inbox, Spread, Tokens
 from moesaic.kernels.a2a_plan import GROUPS, Machine, Plan, collect_plan, send_plan
+from moesaic.kernels.a2a_tuned import Kernel, planned
 from moesaic.kernels.payloads import PLAIN
 from moesaic.kernels.triton.a2a_collect import collect_pairs_kernel, collect_rows_kernel
 from moesaic.kernels.triton.a2a_signals import (
@@ -41,6 +42,7 @@ from moesaic.kernels.triton.launch import (
     release_next,
 )
 from moesaic.kernels.triton.payloads import encode_tile
+from moesaic.kernels.tuning import device_facts
 
 FILL = tl.constexpr(512)
 PLAIN_TYPES = {
@@ -54,6 +56,7 @@ VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
     "nvfp4": tl.uint8,
     "mxfp4": tl.uint8,
 }
+COLLECTORS = {"collect_rows": collect_rows_kernel, "collect_pairs": collect_pairs_kernel}
 SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
 
 
@@ -259,7 +262,9 @@ def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> Non
 def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
     (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
     ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
-    plan = send_plan(rows, hidden, inbox.payload, ranks, _machine(call))
+    machine, name = _machine(call), "gather" if spread.everywhere else "send"
+    guess = send_plan(rows, hidden, inbox.payload, ranks, machine)
+    plan = planned(Kernel(name, call.mail.size, hidden, inbox.payload), rows, machine, guess)
     flags, x_TH = _Flags.of(call, plan.warps), tokens.x_TH
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     _send_kernel[(plan.programs,)](
@@ -309,7 +314,7 @@ def collect_rows(
     call: Call,
     signals: bool = False,
 ) -> Tensor:
-    _collect(collect_rows_kernel, out_TH, tokens, (rows, results), spread, call, signals)
+    _collect("collect_rows", out_TH, tokens, (rows, results), spread, call, signals)
     return out_TH
 
 
@@ -322,12 +327,12 @@ def collect_pairs(
     call: Call,
     signals: bool = False,
 ) -> Tensor:
-    _collect(collect_pairs_kernel, out_TH, tokens, (rows, results), spread, call, signals)
+    _collect("collect_pairs", out_TH, tokens, (rows, results), spread, call, signals)
     return out_TH
 
 
 def _collect(
-    kernel: Any,
+    name: str,
     out_TH: Tensor,
     tokens: Tokens,
     where: tuple[int, int],
@@ -339,13 +344,15 @@ def _collect(
     before."""
     num_rows, hidden = out_TH.shape
     assert out_TH.stride(1) == 1
-    plan = collect_plan(num_rows, hidden, call.mail.size, _machine(call))
+    machine, size = _machine(call), call.mail.size
+    guess = collect_plan(num_rows, hidden, size, machine)
+    plan = planned(Kernel(name, size, hidden), num_rows, machine, guess)
     if not plan.waits:
         _wait(call, signals)
     if not num_rows:
         return
     flags = _Flags.of(call, plan.warps)
-    kernel[(plan.programs,)](
+    COLLECTORS[name][(plan.programs,)](
         out_TH,
         tokens.ids_TK.contiguous(),
         tokens.weights_TK.contiguous(),
@@ -388,4 +395,5 @@ def _machine(call: Call) -> Machine:
     state = call.mail.state
     if not state.is_cuda:
         return Machine(limit=call.programs)
-    return Machine(num_processors(state.device.index), call.programs)
+    name = device_facts(state.device).name
+    return Machine(num_processors(state.device.index), call.programs, name)

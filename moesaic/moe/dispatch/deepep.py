@@ -51,6 +51,10 @@ class DeviceNormal(DeviceRowsDispatcher):
     name = "deepep_normal"
     output = NormalDispatchOutput
 
+    def programs(self, phase: str) -> int:
+        config = self.config
+        return config.dispatch_programs if phase == "dispatch" else config.combine_programs
+
 
 class AutoDispatcher(BaseDispatcher):
     """Both modes; ranks agree because a step's kind is agreed."""

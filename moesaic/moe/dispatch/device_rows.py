@@ -20,7 +20,7 @@ chosen: a step can be captured in a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -88,7 +88,10 @@ class DeviceRowsDispatcher(BaseDispatcher):
         self._sent = Spread(layout.slots_per_rank, layout.moe_tp_size, self.everywhere)
         self._calls = [
             [
-                self.exchange.call(kind, lane, self.operation(phase), config.layer)
+                replace(
+                    self.exchange.call(kind, lane, self.operation(phase), config.layer),
+                    programs=self.programs(phase),
+                )
                 for kind, phase in enumerate(PHASES)
             ]
             for lane in range(config.lanes)
@@ -96,6 +99,10 @@ class DeviceRowsDispatcher(BaseDispatcher):
         # With one lane combine's halves follow each other: the kernel that waits signals, too.
         self._early = config.lanes > 1
         self._prepare()
+
+    def programs(self, phase: str) -> int:
+        """That a phase's kernels take at most; 0: as many as serve."""
+        return 0
 
     def _prepare(self) -> None:
         scale = self.config.global_scale

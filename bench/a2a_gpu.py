@@ -1,0 +1,288 @@
+"""Dispatch and combine between ranks on a GPU, without experts, against a copy of as many bytes.
+
+    python -m bench.a2a --device cuda                    # the whole grid, below 4 minutes
+    python -m bench.a2a --device cuda --quick            # 4 ranks, H 2048, below a minute
+    python -m bench.a2a --device cuda --ranks 8 --tokens 1 128 --hidden 7168 --payload fp8
+    python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins
+
+Ranks are processes, on a GPU each or, where there are fewer, sharing them under MPS. Top-8 of 128
+experts, uniformly drawn, of 256 from H 7168 on. Every point is checked against a plain computation
+before it is timed. Microseconds: the median over rounds of the slowest rank's. With `graph`, many
+dispatches and combines in a row are one CUDA graph, so that launches do not count; without, each
+is launched by itself. Up to 128 tokens a rank all of it may stay in the L2 cache, as in an engine;
+tokens, outputs and copies rotate over four sets of buffers (two for more tokens).
+
+Limit: a copy of as many bytes (those that are read and written for a rank's tokens: values and
+scales, by the routing that was drawn) by all ranks at once, and one meeting of all ranks (a signal
+and a wait), both measured in the same run. What the libraries of others take: bench/a2a_peers.py.
+
+By default payloads other than bf16 and H 4096 are measured with 4 ranks only; all that is asked for
+by --ranks, --hidden or --payload is measured. Low latency is for decoding: up to 256 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.a2a_peers import Key, Peer, peers_of
+from bench.a2a_rank import FEW_TOKENS, Found, Job, Place, device_name, work
+from bench.common import RESULTS, positive, print_table
+from bench.gpu import named
+from moesaic.comm.errors import RankFailed
+from moesaic.comm.local import LocalRanks, PerRank
+from moesaic.comm.mps import Mps, start_mps
+from moesaic.config.devices import cuda_missing, num_gpus
+from moesaic.config.gpus import is_shared, share_gpus
+
+BACKENDS = {
+    "deepep_normal": ("deepep", "normal"),
+    "deepep_low_latency": ("deepep", "low_latency"),
+    "flashinfer": ("flashinfer", "auto"),
+    "none": ("none", "auto"),
+    "mori": ("mori", "auto"),
+}
+RANKS, TOKENS, HIDDEN = (4, 2, 8), (1, 16, 64, 128, 1024, 4096), (2048, 7168, 4096)
+PAYLOADS = ("bf16", "fp8", "nvfp4")
+TOP_K, WIDE, WIDE_EXPERTS, EXPERTS = 8, 7168, 256, 128
+MAIN_RANKS = 4
+JOB_SECONDS = 120.0
+
+
+@dataclass
+class Row:
+    """Microseconds of the slowest rank; bytes of the rank with the most. `of_limit`: 1 is as fast
+    as the copies and one meeting; so for the halves."""
+
+    backend: str
+    mode: str
+    ranks: int
+    tokens: int
+    hidden: int
+    payload: str
+    graph: bool
+    dispatch_us: float
+    combine_us: float
+    pair_us: float
+    bytes: int
+    limit_us: float
+    of_limit: float
+    dispatch_of_limit: float
+    combine_of_limit: float
+    meet_us: float
+    error: float
+    device: str
+    peers: list[Peer] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        where = (self.device, self.backend, self.mode, self.payload)
+        return (*where, self.ranks, self.hidden, self.tokens, self.graph)
+
+
+def summarise(job: Job, found: Sequence[Found], graph: bool, device: str) -> Row:
+    """`found`: of all ranks, of one number of tokens."""
+
+    def us(name: str, graph: bool = graph) -> float:
+        rounds = zip(*(one.us[name, graph] for one in found), strict=True)
+        return statistics.median(max(ranks) for ranks in rounds)
+
+    meet, copies = us("meet"), [us("dispatch copy", False), us("combine copy", False)]
+    halves = [max(us(name) - meet, 0.0) for name in ("dispatch", "combine")]
+    pair, limit = us("pair"), sum(copies) + meet
+    pairs = zip(copies, halves, strict=True)
+    of_limit = [(copy + meet) / half if half else 0.0 for copy, half in pairs]
+    tokens = found[0].tokens
+    return Row(
+        *(job.backend, job.mode, len(found), tokens, job.hidden, job.payload, graph),
+        *(*halves, pair),
+        max(sum(one.nbytes.values()) for one in found),
+        *(limit, limit / pair, *of_limit, meet),
+        max(one.error for one in found),
+        device,
+        peers_of(job.mode, Key(len(found), job.hidden, tokens), job.payload, graph),
+    )
+
+
+def jobs_of(args: argparse.Namespace) -> list[tuple[int, Job]]:
+    """Ranks, and what they do; what matters most first."""
+    chosen = any((args.ranks, args.hidden, args.payload))
+    found = []
+    for ranks in args.ranks or ((MAIN_RANKS,) if args.quick else RANKS):
+        for hidden in args.hidden or (HIDDEN[:1] if args.quick else HIDDEN):
+            for payload in args.payload or (PAYLOADS[:1] if args.quick else PAYLOADS):
+                plain = payload == "bf16" and hidden in HIDDEN[:2]
+                if chosen or plain or ranks == MAIN_RANKS:
+                    found += [(ranks, job) for job in _jobs(args, hidden, payload)]
+    return found
+
+
+def _jobs(args: argparse.Namespace, hidden: int, payload: str) -> Iterator[Job]:
+    experts = WIDE_EXPERTS if hidden >= WIDE else EXPERTS
+    graphs = (True, False) if args.device == "cuda" else (False,)
+    for name in args.backends:
+        backend, mode = BACKENDS[name]
+        tokens = tuple(t for t in args.tokens if mode != "low_latency" or t <= FEW_TOKENS)
+        if tokens:
+            yield Job(backend, mode, hidden, experts, TOP_K, payload, tokens, graphs, args.rounds)
+
+
+def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
+    if device == "cpu":
+        return PerRank([Place({}, -1)] * ranks)
+    gpus = share_gpus(ranks, num_gpus())
+    shared = mps is not None and is_shared(gpus)
+    return PerRank([Place(mps.environment_of(gpu) if shared and mps else {}, gpu) for gpu in gpus])
+
+
+@contextmanager
+def daemon(most_ranks: int, device: str) -> Iterator[Mps | None]:
+    """Of all ranks of this run, where some have to share a GPU."""
+    needed = device == "cuda" and most_ranks > num_gpus()
+    with start_mps() if needed else nullcontext() as mps:
+        yield mps
+
+
+@dataclass
+class Run:
+    """What a job finds is written before the next begins; one that fails ends no other."""
+
+    args: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    failed: int = 0
+    left: int = 0
+
+    def all(self, jobs: Sequence[tuple[int, Job]]) -> None:
+        begin = time.monotonic()
+        most = max(ranks for ranks, _ in jobs)
+        with (
+            daemon(most, self.args.device) as mps,
+            tqdm(total=len(jobs), desc="windows", disable=None) as bar,
+        ):
+            for ranks in dict.fromkeys(ranks for ranks, _ in jobs):
+                mine = [job for number, job in jobs if number == ranks]
+                where = places(ranks, mps, self.args.device)
+                with LocalRanks(ranks, JOB_SECONDS, peer_timeout=JOB_SECONDS / 2) as pool:
+                    device = pool.run(device_name, where)[0]
+                    for job in mine:
+                        if time.monotonic() - begin > self.args.seconds:
+                            self.left += 1
+                        else:
+                            self._one(pool, job, where, device)
+                        bar.update()
+
+    def _one(self, pool: LocalRanks, job: Job, where: PerRank, device: str) -> None:
+        try:
+            found = list(zip(*pool.run(work, job, where), strict=True))
+        except RankFailed as error:
+            print(f"{job}: {error}", file=sys.stderr, flush=True)
+            self.failed += 1
+            return
+        points = ((ranks, graph) for ranks in found for graph in job.graphs)
+        rows = [summarise(job, ranks, graph, device) for ranks, graph in points]
+        self.rows += rows
+        show(rows)
+        write(self.args.out or RESULTS / f"{named('a2a', device)}.json", rows)
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Rows of the same points are replaced, others stay. Numbers keep four digits."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    new = {row.key for row in rows}
+    kept = [one for one in old if Row(**{**one, "peers": []}).key not in new]
+    made = [{k: _short(v) for k, v in asdict(row).items()} for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(kept + made, key=lambda one: Row(**{**one, "peers": []}).key)
+    part = path.with_suffix(".part")
+    part.write_text("[\n" + ",\n".join(map(json.dumps, ordered)) + "\n]\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def show(rows: Sequence[Row]) -> None:
+    header = ["tokens", "launch", "dispatch us", "combine us", "pair us", "MB", "limit us"]
+    header += ["of limit", "dispatch", "combine", "faster than"]
+    first = rows[0]
+    print(
+        f"\n{first.backend} {first.mode}, {first.ranks} ranks, H {first.hidden}, {first.payload}, "
+        f"{first.device}; a meeting {first.meet_us:.1f} us"
+    )
+    cells = [
+        [str(r.tokens), "graph" if r.graph else "single"]
+        + [f"{us:.1f}" for us in (r.dispatch_us, r.combine_us, r.pair_us)]
+        + [f"{r.bytes / 1e6:.2f}", f"{r.limit_us:.1f}", f"{r.of_limit:.0%}"]
+        + [f"{r.dispatch_of_limit:.0%}", f"{r.combine_of_limit:.0%}"]
+        + [", ".join(faster(r, peer) for peer in r.peers)]
+        for r in rows
+    ]
+    print_table(header, cells)
+    sys.stdout.flush()
+
+
+def faster(row: Row, peer: Peer) -> str:
+    """`DeepEP 5.1x (4.9, 5.4)`: the pair, and its halves where they are known."""
+    told = f"{peer.name} {peer.pair_us / row.pair_us:.1f}x"
+    if peer.dispatch_us is None or peer.combine_us is None:
+        return told
+    ours = row.dispatch_us, row.combine_us
+    halves = zip((peer.dispatch_us, peer.combine_us), ours, strict=True)
+    return f"{told} ({', '.join(f'{them / us:.1f}' if us else '' for them, us in halves)})"
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.a2a --device cuda", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=positive, nargs="+")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS))
+    parser.add_argument("--hidden", type=positive, nargs="+")
+    parser.add_argument("--payload", nargs="+", choices=(*PAYLOADS, "int8", "mxfp4"))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS)[:2])
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument(
+        "--seconds", type=float, default=225.0, help="no window is begun after so many"
+    )
+    parser.add_argument("--quick", action="store_true", help="4 ranks, H 2048, bf16, fewer rounds")
+    parser.add_argument("--out", type=Path, help="JSON list; rows of other points stay")
+    args = parser.parse_args(words)
+    if args.quick:
+        args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 45.0)
+    return args
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if words is None else words)
+    if args.device == "cuda" and (missing := cuda_missing()):
+        raise SystemExit(f"this benchmark needs a CUDA device: {missing}; or give --device cpu")
+    jobs = jobs_of(args)
+    if not jobs:
+        raise SystemExit(
+            f"--tokens {' '.join(map(str, args.tokens))}: low latency is for at most {FEW_TOKENS}; "
+            "give some, or --backends deepep_normal"
+        )
+    run = Run(args)
+    try:
+        run.all(jobs)
+    except KeyboardInterrupt:
+        print("interrupted: what was measured is written", file=sys.stderr)
+    if run.left:
+        print(f"{run.left} windows were left out after {args.seconds:g} s: see --seconds")
+    return 1 if run.failed or not run.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

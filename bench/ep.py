@@ -1,0 +1,365 @@
+"""Decoding on ranks that share a GPU, against one rank on it: what expert parallelism costs.
+
+    python -m bench.ep --model-path shape:qwen3-30b-a3b --load-format dummy --dtype bfloat16
+    python -m bench.ep --model-path shape:qwen3-30b-a3b --load-format dummy --ep 1 4 \
+        --batch 256 --layers 24 --profile
+    python -m bench.ep --model-path tiny:qwen3_moe --device cpu --ep 1 2 --batch 4 --input-len 24
+
+With P ranks: --tp P --ep P --dp P --enable-dp-attention --moe-a2a-backend deepep, whose low latency
+serves decoding. So each rank holds its part of the experts and all of the rest, and has its part of
+the batch. Engines come one after the other, each in a process of its own. Requests, and which steps
+count, are those of bench/one_batch.py; a step of several ranks lasts until all have ended it, and
+has the tokens of all. `of single`: of the tokens a second of one rank in the same run.
+
+Stages: from the host's record of all ranks, and with --profile by kernels, a few steps of one more
+run; waiting for other ranks is a stage of its own. Flags of the server are taken, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.common import RESULTS, cpu_name, positive, print_table
+from bench.ep_rank import FOLDER, TARGET, WANTED, stages_of
+from bench.one_batch import Timing, draw_prompts, generate, say, timing
+from bench.step_profile import profile_steps
+from moesaic import Engine
+from moesaic.cli.common import add_model, read_args
+from moesaic.config.args import ServerArgs
+from moesaic.config.args_engine import ServeArgs
+from moesaic.config.devices import device_of
+from moesaic.config.parser import FlagParser
+from moesaic.engine import remote
+from moesaic.engine.core import EngineCore
+from moesaic.models.tiny import materialise
+from moesaic.observe.spans import Kind, Span
+
+WARM_TOKENS = 8
+ENGINE_SECONDS = 420.0
+
+
+@dataclass
+class Row:
+    """`host_ms`: of a rank's host in a decode step, by what it did, on average; `stages_us`: of its
+    kernels."""
+
+    model: str
+    layers: int
+    dtype: str
+    ep: int
+    batch: int
+    input_len: int
+    output_len: int
+    decode_ms: float
+    decode_tok_s: float
+    decode_steps: int
+    prefill_tok_s: float
+    start_s: float
+    device: str
+    host_ms: dict[str, float] = field(default_factory=dict)
+    stages_us: dict[str, float] = field(default_factory=dict)
+    of_single: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int, int]:
+        return self.device, self.layers, self.model, self.dtype, self.ep, self.batch
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A track of a trace: `spans` of one rank."""
+
+    rank: int
+    spans: list[Span]
+
+
+def read_trace(path: Path) -> list[Recorded]:
+    """The ranks' tracks; the first one is of the process that asks them."""
+    kinds = {kind.name.lower(): kind for kind in Kind}
+    found: dict[int, list[Span]] = defaultdict(list)
+    for event in msgspec.json.decode(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        if event["ph"] != "X" or event["pid"] == 0:
+            continue
+        args, begin = event["args"], round(event["ts"] * 1e3)
+        end = begin + round(event["dur"] * 1e3)
+        place = (args.get("layer", -1), args["step"], args["tokens"])
+        span = Span(kinds[event["name"]], *place, begin, end, 0, event["tid"])
+        found[event["pid"] - 1].append(span)
+    return [Recorded(rank, spans) for rank, spans in sorted(found.items())]
+
+
+def joined(ranks: Sequence[Recorded]) -> list[Span]:
+    """Steps of all ranks together: the tokens of all, until the last has ended."""
+    steps: dict[int, list[Span]] = defaultdict(list)
+    for span in (span for rank in ranks for span in rank.spans):
+        if span.kind == Kind.STEP:
+            steps[span.step].append(span)
+    return [
+        first._replace(
+            tokens=sum(one.tokens for one in same),
+            begin=min(one.begin for one in same),
+            end=max(one.end for one in same),
+        )
+        for same in steps.values()
+        for first in same[:1]
+    ]
+
+
+def host_ms(ranks: Sequence[Recorded], batch: int) -> dict[str, float]:
+    """Of a rank in a step in which all requests decode."""
+    decoding = {span.step for span in joined(ranks) if span.tokens == batch}
+    total: dict[str, float] = defaultdict(float)
+    for span in (span for rank in ranks for span in rank.spans):
+        if span.step in decoding and span.kind != Kind.STEP:
+            total[Kind(span.kind).name.lower()] += (span.end - span.begin) / 1e6
+    return {name: ms / len(decoding) / len(ranks) for name, ms in total.items()}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "python -m bench.ep",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Flags of the server are taken, too: --model-path, --device and all others.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--ep", type=positive, nargs="+", default=[1, 2, 4, 8])
+    made.add_argument("--batch", type=positive, nargs="+", default=[32, 128, 256])
+    made.add_argument("--input-len", type=positive, default=1024)
+    made.add_argument("--output-len", type=positive, default=128)
+    made.add_argument("--layers", type=positive, help="of the model; unset: as many as it has")
+    made.add_argument("--profile", action="store_true", help="stages by kernels, in one more run")
+    made.add_argument("--out", type=Path, help="JSON list; rows of other models and sizes stay")
+    made.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def engine_args(rest: Sequence[str], options: argparse.Namespace, ep: int) -> dict[str, Any]:
+    """The server's flags, with what this benchmark wants where they say nothing."""
+    flags = FlagParser("python -m bench.ep", "python -m bench.ep [flags]", "")
+    add_model(flags)
+    flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
+    given = flags.parse(rest)
+    most = str(max(options.batch))
+    defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
+    # The first steps of several ranks compile kernels.
+    read = read_args(defaults | {"watchdog_timeout": "300"} | given)
+    made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
+    made |= {"skip_server_warmup": True, "device": device_of(read)}
+    if options.layers is not None:
+        made["model_path"] = f"{read.model_path},num_hidden_layers={options.layers}"
+    if ep > 1:
+        made |= {"tp_size": ep, "ep_size": ep, "dp_size": ep, "enable_dp_attention": True}
+        made["moe_a2a_backend"] = "deepep"
+    if made["device"] == "cuda" and not (read.disable_cuda_graph or read.cuda_graph_bs):
+        # Others would be captured for steps that do not count.
+        made["cuda_graph_bs"] = tuple(sorted({-(-batch // ep) for batch in options.batch}))
+    return made
+
+
+def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) -> list[Row]:
+    """In the process of this engine; what is found is written batch by batch."""
+    args = engine_args(rest, options, ep)
+    folder = options.part.parent
+    begin = time.perf_counter()
+    if options.profile and ep > 1:
+        os.environ[FOLDER] = str(folder)
+        remote.TARGET = TARGET
+    rows: list[Row] = []
+    with Engine(**args) as engine:
+        seconds = time.perf_counter() - begin
+        say(f"{ep} ranks: ready after {seconds:.1f} s")
+        for batch in options.batch:
+            if batch % ep or batch > engine.max_running:
+                say(f"batch {batch} cannot be laid evenly over {ep} ranks: left out")
+                continue
+            rows.append(measure(engine, options, ep, batch, folder))
+            rows[-1].start_s = seconds
+            write_part(options.part, rows)
+        # Behind all that is timed: what has been profiled once may be slower from then on.
+        for row in rows if options.profile else ():
+            prompts = prompts_of(engine, options, row.batch, 2000)
+            row.stages_us = stages_of(kernels(engine, prompts, options, ep, folder))
+            write_part(options.part, rows)
+    return rows
+
+
+def write_part(path: Path, rows: Sequence[Row]) -> None:
+    path.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def prompts_of(
+    engine: Engine, options: argparse.Namespace, batch: int, seed: int
+) -> list[list[int]]:
+    return draw_prompts(batch, options.input_len, engine.limits.vocab_size, seed + batch)
+
+
+def measure(engine: Engine, options: argparse.Namespace, ep: int, batch: int, folder: Path) -> Row:
+    warm = min(WARM_TOKENS, options.output_len)
+    generate(engine, prompts_of(engine, options, batch, 0), warm)
+    engine.start_profile(folder)
+    generate(engine, prompts_of(engine, options, batch, 1000), options.output_len)
+    ranks = read_trace(Path(engine.stop_profile()))
+    row = row_of(timing(joined(ranks), batch), options, ep, batch)
+    row.host_ms = host_ms(ranks, batch)
+    row.model, row.layers, row.dtype, row.device = facts(engine)
+    return row
+
+
+def kernels(
+    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, ep: int, folder: Path
+) -> list[dict[str, float]]:
+    """Microseconds a decode step of each kernel, by rank."""
+    if ep == 1:
+        assert isinstance(engine._core, EngineCore)
+        table = profile_steps(engine, engine._core, prompts, options.output_len)["decode"]
+        return [{row["kernel"]: row["us"] for row in table["kernels"]}]
+    wanted, each = folder / WANTED, len(prompts) // ep
+    wanted.write_text(str(each))
+    generate(engine, prompts, options.output_len)
+    wanted.unlink()
+    return [json.loads(path.read_text()) for path in folder.glob(f"{each}-rank*.json")]
+
+
+def row_of(found: Timing, options: argparse.Namespace, ep: int, batch: int) -> Row:
+    decode = statistics.median(found.steps)
+    return Row(
+        model="",
+        layers=0,
+        dtype="",
+        ep=ep,
+        batch=batch,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        decode_ms=decode,
+        decode_tok_s=1e3 * batch / decode,
+        decode_steps=len(found.steps),
+        prefill_tok_s=1e3 * batch * options.input_len / found.prefill,
+        start_s=0.0,
+        device="",
+    )
+
+
+def facts(engine: Engine) -> tuple[str, int, str, str]:
+    """Of the model: its name, layers and type; and of the machine."""
+    args = engine.args
+    config = json.loads(Path(args.model_path, "config.json").read_text(encoding="utf-8"))
+    name = str(args.served_model_name).removeprefix("shape:").partition(",")[0]
+    dtype = config.get("torch_dtype", "") if args.dtype == "auto" else args.dtype
+    told = args.quantization or str(dtype)
+    return name, config["num_hidden_layers"], told, device_name(args.device)
+
+
+def device_name(device: str) -> str:
+    """Asked of the driver's program: CUDA in this process would take memory from the ranks."""
+    if device == "cpu":
+        return cpu_name() or "cpu"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return (told.splitlines() or ["cuda"])[0].strip()
+
+
+def compare(rows: Iterable[Row]) -> list[Row]:
+    """Fills in how each compares with one rank."""
+    rows = list(rows)
+    single = {row.batch: row.decode_tok_s for row in rows if row.ep == 1}
+    for row in rows:
+        if row.batch in single:
+            row.of_single = row.decode_tok_s / single[row.batch]
+    return rows
+
+
+def report(rows: Sequence[Row]) -> None:
+    first = rows[0]
+    print(f"\n{first.model}, {first.layers} layers, {first.dtype}, {first.device}")
+    header = ["ranks", "batch", "decode ms", "tok/s", "of single", "prefill tok/s", "start s"]
+    table = [
+        [str(row.ep), str(row.batch), f"{row.decode_ms:.3f}", f"{row.decode_tok_s:,.0f}"]
+        + ["" if row.of_single is None else f"{row.of_single:.2f}"]
+        + [f"{row.prefill_tok_s:,.0f}", f"{row.start_s:.1f}"]
+        for row in rows
+    ]
+    print_table(header, table)
+    report_stages("host, ms a step", {(row.ep, row.batch): row.host_ms for row in rows})
+    report_stages("kernels, us a step", {(row.ep, row.batch): row.stages_us for row in rows})
+
+
+def report_stages(title: str, found: dict[tuple[int, int], dict[str, float]]) -> None:
+    """By ranks and batch."""
+    names = sorted({name for stages in found.values() for name in stages})
+    if names:
+        print(f"\n{title}")
+        header = ["ranks", "batch", *names]
+        cells = [[f"{stages.get(name, 0.0):.2f}" for name in names] for stages in found.values()]
+        rows = [[*map(str, key), *row] for key, row in zip(found, cells, strict=True)]
+        print_table(header, rows)
+
+
+def merge(path: Path, rows: Sequence[Row]) -> None:
+    """Rows of the same model, device and size are replaced."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    new = {row.key for row in rows}
+    kept = [row for row in (Row(**one) for one in old) if row.key not in new]
+    made = [asdict(row) for row in sorted([*kept, *rows], key=lambda row: row.key)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def run_apart(words: Sequence[str], ep: int, folder: Path) -> tuple[list[Row], bool]:
+    """An engine in a process of its own; what it has measured, and whether it ended well."""
+    part = folder / f"{ep}" / "rows.json"
+    part.parent.mkdir()
+    command = [sys.executable, "-m", "bench.ep", *words, "--ep", str(ep), "--part", str(part)]
+    try:
+        fine = subprocess.run(command, timeout=ENGINE_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        say(f"{ep} ranks: not done after {ENGINE_SECONDS:g} s, given up")
+        fine = False
+    rows = json.loads(part.read_text()) if part.exists() else []
+    return [Row(**row) for row in rows], fine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    options, rest = parser().parse_known_args(words)
+    try:
+        args = engine_args(rest, options, options.ep[0])
+        materialise(args["model_path"])
+        if options.part is not None:
+            return 0 if measure_engine(options, rest, options.ep[0]) else 1
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise SystemExit(f"error: {error}") from error
+    rows: list[Row] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ep in options.ep:
+            found, fine = run_apart(words, ep, Path(folder))
+            rows = compare([*rows, *found])
+            failed += [] if fine else [ep]
+            if rows:
+                name = "h200_ep" if "H200" in rows[0].device else "ep"
+                merge(options.out or RESULTS / f"{name}.json", rows)
+    if rows:
+        report(rows)
+    if failed:
+        say(f"engines of {', '.join(map(str, failed))} ranks failed: see above")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Ranks of bench/ep.py that record, when they are told to, which kernels their steps run.
+
+A rank looks for a file that says of how many decoding requests to record a few steps, and leaves
+what it found beside it. Recording holds a rank up, and the others wait for it in a kernel: so of
+each kernel the median counts, times how often it ran.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from moesaic.comm.rank_link import RankLink
+from moesaic.engine.rank import Rank
+
+TARGET: Final = "bench.ep_rank:run"
+FOLDER: Final = "MOESAIC_BENCH_EP"
+WANTED: Final = "wanted.json"
+STEPS: Final = 4
+# By names of kernels, the first that fits.
+STAGES: Final = {
+    "dispatch": "_send_kernel",
+    "wait": "_wait_kernel|_signal_kernel",
+    "combine": "collect_(rows|pairs)_kernel",
+    "attention": "decode_kernel|prefill_kernel|attention|enter_",
+    "routing": "_route|_sort|_list_kernel|_range|topk",
+    "experts": "gate_up|down|experts|silu_mul|_sums_kernel|pair",
+    "dense": "linear|gemm|gemv|nvjet|cutlass|_mm",
+    "norms": "norm",
+    "sampling": "greedy|draw|peaks|sampl|argmax|softmax",
+}
+
+
+def run(link: RankLink) -> None:
+    rank = Rank(link)
+    Recorder(rank, Path(os.environ[FOLDER]))
+    gc.collect()
+    gc.freeze()
+    rank.serve()
+
+
+class Recorder:
+    """In place of a rank's step."""
+
+    def __init__(self, rank: Rank, folder: Path) -> None:
+        self._rank, self._folder = rank, folder
+        self._step = rank._step
+        self._done: set[int] = set()
+        self._on_gpu = torch.cuda.is_available()
+        rank._step = self.step  # type: ignore[method-assign]
+
+    def _profiler(self) -> profile:
+        return profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
+
+    def step(self) -> bool:
+        batch = self._wanted()
+        if batch and self._decoding() == batch and batch not in self._done:
+            self._done.add(batch)
+            return self._record(batch)
+        return self._step()
+
+    def _wanted(self) -> int:
+        """Requests that each rank has; 0 where nothing is asked for."""
+        try:
+            return int(json.loads((self._folder / WANTED).read_text()))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _decoding(self) -> int:
+        """Of this rank's requests, once no prompt waits any more."""
+        if self._rank.leader is None:
+            return 0
+        scheduler = self._rank.leader.core.scheduler
+        return 0 if scheduler.waiting else sum(r.is_decoding for r in scheduler.running)
+
+    def _record(self, batch: int) -> bool:
+        with self._profiler():
+            pass  # the first one takes seconds
+        going_on, steps = True, 0
+        with self._profiler() as recorded:
+            while going_on and steps < STEPS:
+                going_on, steps = self._step(), steps + 1
+            if self._on_gpu:
+                torch.cuda.synchronize()
+        table = kernels_of(recorded.events() or (), steps, self._on_gpu)
+        path = self._folder / f"{batch}-rank{self._rank.link.rank}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(table))
+        part.replace(path)
+        return going_on
+
+
+def kernels_of(events: Iterable[Any], steps: int, on_gpu: bool) -> dict[str, float]:
+    """Microseconds a step of each kernel; on a CPU of torch's operators."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if (event.device_type != DeviceType.CPU) == on_gpu:
+            times[event.name].append(event.time_range.elapsed_us())
+    return {name: statistics.median(us) * len(us) / steps for name, us in times.items()}
+
+
+def stages_of(tables: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Microseconds a step of each stage, the mean over ranks."""
+    found, ranks = dict.fromkeys([*STAGES, "other"], 0.0), 0
+    for table in tables:
+        ranks += 1
+        for name, us in table.items():
+            found[stage_of(name)] += us
+    return {stage: us / max(1, ranks) for stage, us in found.items()}
+
+
+def stage_of(kernel: str) -> str:
+    return next((stage for stage, names in STAGES.items() if re.search(names, kernel)), "other")

@@ -1,0 +1,242 @@
+"""`moesaic tune --a2a`: measures how many programs the kernels between ranks take best.
+
+Ranks are processes of this machine. A plan is tried in a row of dispatches, or of combines, with a
+meeting of all ranks behind each, inside one CUDA graph: the slowest rank's median counts. What is
+found is written down case by case, and what is there already is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moesaic.comm import device_window
+from moesaic.comm.group import RankGroup
+from moesaic.comm.local import LocalRanks, PerRank
+from moesaic.comm.mps import start_mps
+from moesaic.config.devices import num_gpus
+from moesaic.config.gpus import is_shared, share_gpus
+from moesaic.core.step import Step
+from moesaic.kernels import a2a_tuned, tuning
+from moesaic.kernels.a2a_plan import Machine, Plan
+from moesaic.kernels.a2a_tuned import Kernel, trying
+from moesaic.kernels.timing_ranks import MEETINGS, Length, Together
+from moesaic.moe.backends import load_backends
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
+from moesaic.moe.formats import RowsCombineInput, StandardDispatchOutput, TopKOutput
+from moesaic.moe.placement import EpLayout
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.registry import A2A_REGISTRY
+
+SHAPES = ((128, 8, 2048), (256, 8, 7168))
+SECONDS = 300.0
+PEER_SECONDS = 30.0
+FEW_TOKENS = 256
+FEW, MANY = Length(16, 3, 5), Length(4, 2, 5)
+TWINS = Length(2, 1, 1)
+"""Where there is no GPU."""
+MODES = {"collect_rows": "normal", "collect_pairs": "low_latency"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`shapes`: E, K, H."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+    ranks: tuple[int, ...]
+    payloads: tuple[str, ...]
+    tokens: tuple[int, ...]
+    folder: Path
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.payloads) - set(PAYLOAD_FORMATS))
+        if unknown:
+            raise ValueError(
+                f"--payload {','.join(unknown)}: give some of {', '.join(PAYLOAD_FORMATS)}"
+            )
+        if min(self.ranks) < 2:
+            raise ValueError(f"--ranks {min(self.ranks)}: one rank sends nothing; give 2 or more")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, and in what layer it is measured."""
+
+    kernel: Kernel
+    experts: int
+    top_k: int
+    tokens: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return str(self.kernel), tuning.bucket(self.tokens)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank; the environment is set before CUDA is opened. `gpu` below 0: kernels' twins."""
+
+    environment: dict[str, str]
+    gpu: int
+
+    def open(self) -> torch.device:
+        os.environ.update(self.environment)
+        if self.gpu < 0:
+            return torch.device("cpu")
+        torch.cuda.set_device(self.gpu)
+        return torch.device("cuda", self.gpu)
+
+
+def cases_of(wanted: Wanted, ranks: int) -> Iterator[Case]:
+    """Results come back in one type, whatever was sent; by pairs for few tokens only."""
+    for (experts, top_k, hidden), tokens in (
+        (shape, tokens) for shape in wanted.shapes or SHAPES for tokens in wanted.tokens
+    ):
+        for payload in wanted.payloads:
+            yield Case(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
+        yield Case(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)
+        if tokens <= FEW_TOKENS:
+            yield Case(Kernel("collect_pairs", ranks, hidden), experts, top_k, tokens)
+
+
+def tune(wanted: Wanted) -> None:
+    gpus, most = num_gpus(), max(wanted.ranks)
+    with start_mps() if most > gpus else nullcontext() as mps:
+        for ranks in wanted.ranks:
+            devices = share_gpus(ranks, gpus)
+            shared = mps.environment if mps is not None and is_shared(devices) else {}
+            places = PerRank([Place(shared, gpu) for gpu in devices])
+            with LocalRanks(ranks, SECONDS, peer_timeout=PEER_SECONDS) as pool:
+                tune_ranks(wanted, pool, places)
+
+
+def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
+    """With so many ranks as the pool has."""
+    machine: Machine = pool.run(machine_of, places)[0]
+    path = wanted.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
+    known = {} if wanted.again else a2a_tuned.load(machine.name, wanted.folder)
+    cases = {case.key: case for case in cases_of(wanted, pool.size) if case.key not in known}
+    if not cases:
+        print(f"{pool.size} ranks: all of it is in {path}: --again measures it anew")
+        return
+    with tqdm(total=len(cases), desc=f"{pool.size} ranks", disable=None) as bar:
+        for case in cases.values():
+            plans = a2a_tuned.candidates(case.kernel, case.tokens, machine)
+            us = slowest(pool.run(measure, case, plans, places))
+            best = min(range(len(plans)), key=us.__getitem__)
+            name, plan = machine.name, plans[best]
+            a2a_tuned.save(name, case.kernel, case.tokens, plan, us[best], wanted.folder)
+            bar.write(f"{case.kernel} {case.tokens} rows: {us[best]:.1f} us (guess {us[0]:.1f})")
+            bar.update()
+    print(f"wrote {path}")
+
+
+def slowest(found: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Of each plan: the median over rounds of the slowest rank's. `found`: by rank, plan, round."""
+    plans = zip(*found, strict=True)
+    return [
+        statistics.median(max(rounds) for rounds in zip(*ranks, strict=True)) for ranks in plans
+    ]
+
+
+def machine_of(group: RankGroup, place: Place) -> Machine:
+    facts = tuning.device_facts(place.open())
+    return Machine(facts.processors, name=facts.name)
+
+
+def measure(group: RankGroup, case: Case, plans: Sequence[Plan], place: Place) -> list[list[float]]:
+    """On one rank: microseconds by plan and round, the meeting included."""
+    device = place.open()
+    with torch.inference_mode():
+        with torch.device(device):
+            dispatcher = dispatcher_of(group, case)
+        window = device_window.create(group, [], PEER_SECONDS, MEETINGS, device)
+        calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
+        together = Together(calls, lambda: group.barrier("tune"))
+        work = Work(dispatcher, together, *route(case, group.rank, device))
+        link = work.dispatch if case.kernel.sends else work.combine
+        few = case.tokens <= FEW_TOKENS
+        length = (FEW if few else MANY) if together.on_gpu else TWINS
+        found = []
+        try:
+            for plan in plans:
+                with trying(case.kernel, plan):
+                    link(0), link(1)  # compiles
+                    found.append(together.microseconds(link, length, together.on_gpu))
+                dispatcher.exchange.check()
+                window.check()
+        finally:
+            dispatcher.exchange.window.close()
+            window.close()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # other ranks and cases need it
+    return found
+
+
+class Work:
+    """Rows of dispatches and of combines; results are whatever lies there."""
+
+    def __init__(
+        self, dispatcher: DeviceRowsDispatcher, together: Together, x_TH: Tensor, topk: TopKOutput
+    ) -> None:
+        self._dispatcher, self._together = dispatcher, together
+        self._x_TH, self._topk = x_TH, topk
+        out = self._dispatched()
+        y_RH = out.y_OH if out.y_NH is None else out.y_NH
+        assert y_RH is not None
+        self._results = RowsCombineInput(out.handle, y_RH, pairs=out.y_NH is not None)
+        dispatcher.combine(self._results)
+        for number in range(2):  # a combine must not follow a combine
+            together.meet(number)
+
+    def dispatch(self, number: int) -> None:
+        self._dispatched()
+        self._dispatcher.exchange.end(0)
+        self._together.meet(number)
+
+    def combine(self, number: int) -> None:
+        self._dispatcher.exchange.begin(0, "tune")
+        self._dispatcher.combine(self._results)
+        self._together.meet(number)
+
+    def _dispatched(self) -> StandardDispatchOutput:
+        out = self._dispatcher.dispatch(self._x_TH, self._topk, Step(rows=len(self._x_TH)))
+        assert isinstance(out, StandardDispatchOutput)
+        return out
+
+
+def dispatcher_of(group: RankGroup, case: Case) -> DeviceRowsDispatcher:
+    load_backends()
+    config = DispatchConfig(
+        layout=EpLayout(case.experts, group.size, 1, group.rank),
+        top_k=case.top_k,
+        hidden_size=case.kernel.hidden,
+        dtype=torch.bfloat16,
+        payload=PAYLOAD_FORMATS[case.kernel.payload or "bf16"],
+        max_tokens=case.tokens,
+        max_decode_tokens=case.tokens,
+        mode=MODES.get(case.kernel.name, "normal"),
+        lanes=1,
+    )
+    made = A2A_REGISTRY["deepep"].providers["cuda"](config, CommContext(group, PEER_SECONDS))
+    assert isinstance(made, DeviceRowsDispatcher)
+    return made
+
+
+def route(case: Case, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
+    """Drawn on the CPU, so that all devices get the same."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TH = torch.randn(case.tokens, case.kernel.hidden, generator=generator).bfloat16()
+    scores_TE = torch.rand(case.tokens, case.experts, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(case.top_k, dim=1)
+    return x_TH.to(device), TopKOutput(ids_TK.int().to(device), weights_TK.to(device))

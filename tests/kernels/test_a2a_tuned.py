@@ -1,0 +1,114 @@
+"""Plans of the kernels between ranks that were measured, and the command that measures them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli import tune_a2a
+from moesaic.cli.main import main
+from moesaic.cli.tune_a2a import Case, Wanted, cases_of, slowest
+from moesaic.kernels import a2a_tuned, tuning
+from moesaic.kernels.a2a_plan import Machine, Plan, collect_plan, most_waiting, send_plan
+from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, planned, trying
+from moesaic.kernels.a2a_tuned import load as read_plans
+
+H200 = Machine(132, name="NVIDIA H200")
+SEND = Kernel("send", 4, 2048, "bf16")
+PAIRS = Kernel("collect_pairs", 4, 2048)
+GUESS = Plan(2048, 4, 100)
+FOUND = Plan(1024, 2, 60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path))
+    a2a_tuned._measured.cache_clear()
+    return tmp_path
+
+
+def test_what_was_measured_is_taken(folder: Path):
+    assert planned(SEND, 128, H200, GUESS) == GUESS
+    a2a_tuned.save(H200.name, SEND, 128, FOUND, 6.123, folder)
+    path = folder / "NVIDIA_H200-a2a.json"
+    entry = json.loads(path.read_text())["send P=4 H=2048 bf16"]["128"]
+    assert entry == {"block": 1024, "warps": 2, "programs": 60, "waits": False, "us": 6.12}
+    for rows in (65, 128):
+        assert planned(SEND, rows, H200, GUESS) == FOUND
+    # Other sizes, ranks, payloads and GPUs.
+    for rows in (64, 129):
+        assert planned(SEND, rows, H200, GUESS) == GUESS
+    assert planned(replace(SEND, ranks=8), 128, H200, GUESS) == GUESS
+    assert planned(replace(SEND, payload="fp8"), 128, H200, GUESS) == GUESS
+    assert planned(SEND, 128, replace(H200, name="other"), GUESS) == GUESS
+    assert planned(SEND, 128, Machine(132), GUESS) == GUESS
+
+
+def test_programs_have_limits(folder: Path):
+    a2a_tuned.save(H200.name, SEND, 128, replace(FOUND, programs=500), 1.0, folder)
+    assert planned(SEND, 70, H200, GUESS).programs == 140  # two items a row
+    assert planned(SEND, 128, replace(H200, limit=20), GUESS).programs == 20
+    a2a_tuned.save(H200.name, PAIRS, 128, Plan(2048, 4, 128, waits=True), 1.0, folder)
+    # More that wait could keep a peer from the GPU for which they do.
+    assert planned(PAIRS, 128, H200, GUESS).programs == most_waiting(4, H200) == 16
+    # Nobody would wait where there are no rows.
+    a2a_tuned.save(H200.name, PAIRS, 1, Plan(2048, 4, 1, waits=True), 1.0, folder)
+    assert planned(PAIRS, 1, H200, GUESS).waits and planned(PAIRS, 0, H200, GUESS) == GUESS
+
+
+def test_entries_that_cannot_be(folder: Path):
+    path = folder / "NVIDIA_H200-a2a.json"
+    good = {"block": 1024, "warps": 2, "programs": 60, "waits": False}
+    wrong = [{"block": 100}, {"warps": 3}, {"programs": 0}, {"waits": 1}, {"threads": 4}]
+    for change in wrong:
+        path.write_text(json.dumps({str(SEND): {"128": good | change}}))
+        with pytest.raises(ValueError, match="remove it, or replace it by `moesaic tune"):
+            read_plans(H200.name, folder)
+    # A scale is of all of a row, so an item is one.
+    int8 = Kernel("send", 4, 7168, "int8")
+    assert blocks(int8) == [8192]
+    a2a_tuned.save(H200.name, int8, 1, FOUND, 1.0, path.parent / "a")
+    (folder / "a" / path.name).replace(path)
+    assert planned(int8, 1, H200, GUESS) == GUESS
+
+
+def test_what_is_tried():
+    with trying(SEND, FOUND):
+        assert planned(SEND, 4096, H200, GUESS) == FOUND
+        assert planned(PAIRS, 64, H200, GUESS) == GUESS
+    assert planned(SEND, 4096, Machine(132), GUESS) == GUESS
+
+
+@pytest.mark.parametrize("rows", [1, 128, 4096])
+def test_candidates(rows: int):
+    sends = candidates(SEND, rows, H200)
+    assert sends[0] == send_plan(rows, 2048, "bf16", 4, H200)
+    assert len(set(sends)) == len(sends) <= 25
+    assert all(1 <= plan.programs <= rows * -(-2048 // plan.block) for plan in sends)
+    assert not any(plan.waits for plan in sends)
+    pairs = candidates(PAIRS, rows, H200)
+    assert pairs[0] == collect_plan(rows, 2048, 4, H200)
+    assert any(plan.waits for plan in pairs) == (rows <= 16)
+    assert all(plan.programs <= 16 for plan in pairs if plan.waits)
+
+
+def test_cases_and_times(tmp_path: Path):
+    wanted = Wanted((), (4,), ("bf16", "fp8"), (1, 4096), tmp_path)
+    cases = list(cases_of(wanted, 4))
+    # Two shapes: two payloads and rows for both numbers, pairs for the smaller one.
+    assert len(cases) == 2 * (2 * 3 + 1)
+    assert cases[0] == Case(Kernel("send", 4, 2048, "bf16"), 128, 8, 1)
+    assert slowest([[[1, 2, 3], [4, 4, 4]], [[2, 1, 9], [5, 3, 3]]]) == [2, 4]
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(tune_a2a, "tune", lambda wanted: pytest.fail("not measured"))
+    for words, told in (
+        ("tune", "no SHAPE: give E,K,H,I"),
+        ("tune --a2a --ranks 1,2", "--ranks 1: one rank sends nothing; give 2 or more"),
+        ("tune --a2a --payload bf17", "--payload bf17: give some of"),
+        ("tune --a2a --ranks x", "--ranks 'x': give whole numbers"),
+    ):
+        assert main(words.split()) == 2
+        assert told in capsys.readouterr().err

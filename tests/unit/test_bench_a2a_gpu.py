@@ -1,0 +1,119 @@
+"""The benchmark of dispatch and combine on a GPU, by the kernels' twins."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import a2a, a2a_gpu
+from bench.a2a_gpu import Row, jobs_of, parse, summarise, write
+from bench.a2a_peers import Key, Peer, peers_of
+from bench.a2a_rank import Found, Job, dispatcher_of, error_of
+from moesaic.comm.group import RankGroup
+
+JOB = Job("deepep", "normal", 32, 16, 4, "bf16", (3,), (False,), 2)
+
+
+def found(rank: int, **us: list[float]) -> Found:
+    times = {
+        (name.replace("_", " "), graph): value for name, value in us.items() for graph in (0, 1)
+    }
+    return Found(3, 0.001 * rank, {"dispatch": 100 + rank, "combine": 50}, times)  # type: ignore[arg-type]
+
+
+RANKS = [
+    found(0, pair=[30, 20, 26], dispatch=[20, 15, 11], combine=[15, 15, 15], meet=[5, 5, 5],
+          dispatch_copy=[4, 4, 4], combine_copy=[2, 2, 2]),
+    found(1, pair=[20, 22, 24], dispatch=[12, 16, 12], combine=[14, 15, 17], meet=[4, 5, 6],
+          dispatch_copy=[3, 5, 4], combine_copy=[2, 1, 2]),
+]  # fmt: skip
+
+
+def test_the_slowest_rank_of_each_round_counts():
+    row = summarise(JOB, RANKS, True, "NVIDIA H200")
+    assert (row.pair_us, row.meet_us) == (26, 5)
+    assert (row.dispatch_us, row.combine_us) == (16 - 5, 15 - 5)
+    assert (row.bytes, row.error) == (151, 0.001)
+    assert row.limit_us == 4 + 2 + 5 and row.of_limit == pytest.approx(11 / 26)
+    assert row.dispatch_of_limit == pytest.approx(9 / 11)
+    assert row.combine_of_limit == pytest.approx(7 / 10)
+
+
+def test_what_others_take():
+    key = Key(4, 2048, 128)
+    assert peers_of("normal", key, "bf16", False) == [Peer("DeepEP", 131, 76, 55)]
+    assert [one.name for one in peers_of("low_latency", key, "bf16", True)] == [
+        "DeepEP",
+        "FlashInfer",
+    ]
+    assert peers_of("auto", key, "bf16", True) == [Peer("FlashInfer", 23.2)]
+    assert peers_of("low_latency", key, "fp8", True) == []
+    row = replace(summarise(JOB, RANKS, False, "cpu"), dispatch_us=19.0, combine_us=11.0)
+    assert a2a_gpu.faster(replace(row, pair_us=32.75), Peer("DeepEP", 131, 76, 55)) == (
+        "DeepEP 4.0x (4.0, 5.0)"
+    )
+    assert a2a_gpu.faster(replace(row, pair_us=11.6), Peer("FlashInfer", 23.2)) == "FlashInfer 2.0x"
+
+
+def test_rows_of_other_points_stay(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    rows = [summarise(JOB, RANKS, graph, "NVIDIA H200") for graph in (False, True)]
+    write(path, rows)
+    write(path, [replace(rows[1], pair_us=1.23456), replace(rows[1], tokens=1)])
+    read = json.loads(path.read_text())
+    assert [(row["tokens"], row["graph"], row["pair_us"]) for row in read] == [
+        (1, True, 26),
+        (3, False, 26),
+        (3, True, 1.235),
+    ]
+    assert Row(**read[0]).ranks == 2
+
+
+def test_the_grid():
+    def points(words: str) -> set[tuple[int, int, str, str, int]]:
+        return {
+            (ranks, job.hidden, job.payload, job.mode, tokens)
+            for ranks, job in jobs_of(parse(words.split()))
+            for tokens in job.tokens
+        }
+
+    whole = points("")
+    assert len(whole) == (9 + 2 + 2) * (6 + 4)
+    assert (8, 7168, "bf16", "normal", 4096) in whole
+    assert (8, 4096, "bf16", "normal", 1) not in whole
+    assert (4, 4096, "nvfp4", "low_latency", 128) in whole
+    assert points("--ranks 8 --tokens 1 --payload fp8 --hidden 4096") == {
+        (8, 4096, "fp8", "normal", 1),
+        (8, 4096, "fp8", "low_latency", 1),
+    }
+    assert {point[:3] for point in points("--quick")} == {(4, 2048, "bf16")}
+    experts = {job.hidden: job.experts for _, job in jobs_of(parse([]))}
+    assert experts == {2048: 128, 4096: 128, 7168: 256}
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(a2a_gpu, "cuda_missing", lambda: "there is no NVIDIA GPU")
+    with pytest.raises(SystemExit, match="needs a CUDA device: there is no NVIDIA GPU"):
+        a2a.main(["--device", "cuda", "--quick"])
+    with pytest.raises(SystemExit, match="--tokens 512: low latency is for at most 256"):
+        a2a_gpu.main("--device cpu --tokens 512 --backends deepep_low_latency".split())
+    with pytest.raises(SystemExit):
+        a2a.main(["--device", "cuda", "--ranks", "0"])
+    assert "'0' is no whole number above 0" in capsys.readouterr().err
+
+
+def test_a_wrong_row_is_found():
+    wanted = torch.randn(5, 64)
+    assert error_of(wanted, wanted) == 0
+    other = wanted.clone()
+    other[3, :32] = 0
+    assert error_of(other, wanted) > 0.1
+    other[3] = float("nan")
+    assert error_of(other, wanted) == float("inf")
+
+
+def test_one_rank_has_nothing_to_send():
+    with pytest.raises(AssertionError, match="deepep has no rows that travel"):
+        dispatcher_of(RankGroup.alone(), JOB)
