@@ -111,11 +111,13 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A use of a channel: by which layer."""
+    """A use of a channel: by which layer. `programs`: so many at most, for kernels that run beside
+    others; 0: as many as serve."""
 
     mail: Mail
     channel: int
     tag: int = 0
+    programs: int = 0
 
     @property
     def values(self) -> Tensor:
@@ -271,13 +273,19 @@ def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
 
 @native(A2A)
 def collect_rows(
-    out_TH: Tensor, tokens: Tokens, rows: int, results: int, spread: Spread, call: Call
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over ranks r, in their order, that a token went to, of row
     p * C + t of their results (planes [P * C, H] at offset `results`, of the type of out), in
     float32; p is this rank. Zeros for a token that went nowhere; rows that are no tokens are left.
-    """
-    wait.twin(call)
+    `signals`: first this rank's own signal, that its results are there."""
+    _exchange_flags(call, signals)
     mail, count, hidden = call.mail, tokens.count, out_TH.shape[1]
     groups_TK = tokens.ids_TK[:count].div(spread.slots, rounding_mode="floor")
     total_TH = torch.zeros(count, hidden, dtype=torch.float32, device=out_TH.device)
@@ -292,11 +300,17 @@ def collect_rows(
 
 @native(A2A)
 def collect_pairs(
-    out_TH: Tensor, tokens: Tokens, rows: int, results: int, spread: Spread, call: Call
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over k, in order, of weights[t, k] times the sum over the ranks of
     its slot's group of row (p * C + t) * K + k of their results (planes [P * C * K, H])."""
-    wait.twin(call)
+    _exchange_flags(call, signals)
     mail, count, hidden = call.mail, tokens.count, out_TH.shape[1]
     active = set(_active(mail))
     top_k = tokens.ids_TK.shape[1]
@@ -314,6 +328,12 @@ def collect_pairs(
         total_TH += torch.where((groups_T >= 0)[:, None], weighted_TH, 0.0)
     out_TH[:count] = total_TH
     return out_TH
+
+
+def _exchange_flags(call: Call, signals: bool) -> None:
+    if signals:
+        signal.twin(call)
+    wait.twin(call)
 
 
 def _word(call: Call, count: int) -> int:

@@ -14,26 +14,26 @@ BLOCK = 64  # groups of a program
 
 
 @triton.jit
-def _nearest(x):
+def nearest(x):
     """Whole numbers; of two equally near the even one. For |x| < 2 ** 22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _round_e4m3(x):
+def round_e4m3(x):
     """Of 2 ** -9 .. 448, or NaN: three bits after the leading one, multiples of 2 ** -9 below."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = bits + 0x7FFFF + ((bits >> 20) & 1)
     normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
-    return tl.where(x < 0.015625, _nearest(x * 512.0) * 0.001953125, normal)
+    return tl.where(x < 0.015625, nearest(x * 512.0) * 0.001953125, normal)
 
 
 @triton.jit
 def _round_e2m1(x):
     size = tl.abs(x)
-    by_half = _nearest(size * 2.0) * 0.5
-    by_two = _nearest(tl.minimum(size, 6.0) * 0.5) * 2.0
-    rounded = tl.where(size < 2.0, by_half, tl.where(size < 4.0, _nearest(size), by_two))
+    by_half = nearest(size * 2.0) * 0.5
+    by_two = nearest(tl.minimum(size, 6.0) * 0.5) * 2.0
+    rounded = tl.where(size < 2.0, by_half, tl.where(size < 4.0, nearest(size), by_two))
     return tl.where(x < 0.0, -rounded, rounded)
 
 
@@ -53,7 +53,7 @@ def nvfp4_grid_kernel(
     # The maximum does not see NaN, and infinity less itself is one.
     spoilt = tl.sum(size - size, 1)
     wanted = tl.minimum(tl.maximum(tl.div_rn(amax, scale * 6.0), 0.001953125), 448.0)
-    scales = tl.where(amax == 0.0, 1.0, _round_e4m3(wanted))
+    scales = tl.where(amax == 0.0, 1.0, round_e4m3(wanted))
     numbers = _round_e2m1(tl.div_rn(values, (scales * scale)[:, None])) * scales[:, None]
     tl.store(out + at, (numbers + spoilt[:, None]).to(out.dtype.element_ty), mask=ok)
 

@@ -100,6 +100,14 @@ def _round_to_e4m3(x):
 
 
 @triton.jit
+def to_int8(x, scales):
+    """A NaN becomes 0."""
+    scaled = tl.math.div_rn(x, tl.broadcast_to(scales, x.shape))
+    rounded = (tl.where(scaled == scaled, scaled, 0.0) + ROUNDER) - ROUNDER
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
 def silu_times(gate, up, DTYPE: tl.constexpr):
     """Rounded to the type as a tensor of it would be."""
     gate = gate.to(tl.float32)
@@ -159,10 +167,7 @@ def _int8_kernel(
     x = tl.load(x_ptr + row * stride + channel, mask, 0.0).to(tl.float32)
     scale = absmax_scales(tl.max(tl.abs(x), 0), tl.min(tl.where(x == x, 1, 0), 0), 127.0)
     tl.store(scales_ptr + row, scale)
-    scaled = tl.math.div_rn(x, tl.full((BLOCK,), 0.0, tl.float32) + scale)
-    rounded = (tl.where(scaled == scaled, scaled, 0.0) + ROUNDER) - ROUNDER
-    limited = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
-    tl.store(values_ptr + row * SIZE + channel, limited.to(tl.int8), mask)
+    tl.store(values_ptr + row * SIZE + channel, to_int8(x, scale), mask)
 
 
 @triton.jit

@@ -1,0 +1,114 @@
+"""How many programs the kernels between ranks take, and of what size: a small cost model.
+
+A kernel moves items: a row, or a piece of one. So many programs go through them in rounds:
+
+    seconds = max(bytes / bandwidth, rounds * round) + programs * arrival
+
+A round is a load, and a store that is under way when the next load begins; an arrival is what a
+program adds to a kernel that counts its programs before it signals. The plan is the best number of
+programs by that, and no more than asked for: fewer leave the GPU to others. On an H200 (4.3 TB/s of
+reads and writes together), rows of 2048 bfloat16, 4 ranks, 8 of 128 experts chosen: a token goes to
+3.6 ranks on average.
+
+    tokens of a rank    send: bytes, time      collect_rows: bytes, time
+    1                   19 KB     2 us         19 KB     2 us
+    128                 2.4 MB    3 us         2.4 MB    2 us
+    4096                77 MB     20 us        77 MB     18 us
+
+and four times the bytes, and so the time of the last line, where four ranks share a GPU. What a
+launch, a fence and a flag take comes on top, about 3 us a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesaic.kernels.formats import NVFP4_GROUP
+from moesaic.kernels.payloads import MXFP4_GROUP, PLAIN
+from moesaic.kernels.quantise import FP8_GROUP
+
+BANDWIDTH = 4.3e12
+ROUND = 2.0e-6
+ARRIVAL = 3.0e-9
+# Threads have so many channels each: two loads of 16 bytes.
+CHANNELS_OF_A_THREAD = 16
+MAX_WARPS = 8
+# Programs of a processor that are worth a try.
+DENSITIES = (1, 2, 4, 8)
+BLOCKS = (2048, 1024, 512)
+WIDEST = 8192
+# Of ranks that share a GPU, all but one may have waiting programs on it, each on a processor of its
+# own: this many leave some free, for kernels that need one whole, with up to 8 ranks.
+WAITING = 16
+GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`limit`: programs at most, 0 for as many as serve."""
+
+    processors: int = 132
+    limit: int = 0
+
+    def at_most(self, programs: int) -> int:
+        return min(programs, self.limit) if self.limit else programs
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`block` channels of a row are an item. `waits`: the programs wait for the flags themselves;
+    without it one program does before them."""
+
+    block: int
+    warps: int
+    programs: int
+    waits: bool = False
+
+
+def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine) -> Plan:
+    """`rows`: C, as all of them have ids that travel; `ranks`: that a token may go to."""
+    if payload in PLAIN or payload in GROUPS:
+        block = even_block(hidden, GROUPS.get(payload, 1))
+    else:
+        block = power_of_two(hidden)  # one scale for all of a row
+    items = rows * -(-hidden // block)
+    programs = best_programs(items, block * 2 * (1 + ranks), machine)
+    return Plan(block, _warps(block), programs)
+
+
+def collect_plan(tokens: int, hidden: int, size: int, machine: Machine) -> Plan:
+    """Few tokens: a program takes a whole row, and waits itself."""
+    wide = min(WIDEST, power_of_two(hidden))
+    items = tokens * -(-hidden // wide)
+    if 0 < items <= machine.at_most(max(WAITING, machine.processors // (2 * size))):
+        return Plan(wide, _warps(wide), items, waits=True)
+    block = even_block(hidden, 1)
+    return Plan(block, _warps(block), machine.at_most(tokens * -(-hidden // block)))
+
+
+def seconds(programs: int, items: int, item_bytes: int) -> float:
+    rounds = -(-items // programs)
+    return max(items * item_bytes / BANDWIDTH, rounds * ROUND) + programs * ARRIVAL
+
+
+def best_programs(items: int, item_bytes: int, machine: Machine) -> int:
+    """At least one: who has no rows has a signal to give."""
+    tries = {min(items, machine.processors * density) for density in DENSITIES}
+    allowed = {max(1, machine.at_most(programs)) for programs in tries}
+    return min(sorted(allowed), key=lambda programs: seconds(programs, items, item_bytes))
+
+
+def even_block(hidden: int, group: int) -> int:
+    """Channels of an item: of the sizes that a row takes fewest of, filled up, the largest."""
+    if hidden <= BLOCKS[-1]:
+        return max(group, power_of_two(hidden))
+    return min(BLOCKS, key=lambda block: -(-hidden // block) * block)
+
+
+def power_of_two(number: int) -> int:
+    """Not below it."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _warps(block: int) -> int:
+    return min(MAX_WARPS, max(1, block // (32 * CHANNELS_OF_A_THREAD)))

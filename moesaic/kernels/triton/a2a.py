@@ -1,0 +1,400 @@
+"""Rows and results between ranks: kernels that read and write the regions of others. Twins, and how
+it all goes together, in kernels/a2a.py; programs in kernels/a2a_plan.py.
+
+Regions are addresses, of memory that may be another GPU's. A kernel that waits lets the next one
+begin only then: what sits on the GPU before could keep a peer out that is waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.a2a import Call, Inbox, Spread, Tokens
+from moesaic.kernels.a2a_plan import GROUPS, Machine, Plan, collect_plan, send_plan
+from moesaic.kernels.payloads import PLAIN
+from moesaic.kernels.triton.a2a_collect import collect_pairs_kernel, collect_rows_kernel
+from moesaic.kernels.triton.a2a_signals import (
+    ACTIVE,
+    CHANNELS,
+    VARYING,
+    await_flags,
+    bit,
+    flag_word,
+    groups_of,
+    lanes,
+    region_at,
+    signal_once,
+    taking_part,
+)
+from moesaic.kernels.triton.launch import (
+    await_inputs,
+    dependent_launch,
+    num_processors,
+    release_next,
+)
+from moesaic.kernels.triton.payloads import encode_tile
+
+FILL = tl.constexpr(512)
+PLAIN_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
+    "fp8": tl.float8e4nv,
+    "int8": tl.int8,
+    "nvfp4": tl.uint8,
+    "mxfp4": tl.uint8,
+}
+SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _signal_kernel(
+    bases_ptr,
+    state_ptr,
+    rank,
+    flags,
+    channel,
+    tag,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_inputs(PDL)
+    release_next(PDL)
+    lane = tl.arange(0, LANES)
+    active = taking_part(state_ptr, lane)
+    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+
+
+@triton.jit(do_not_specialize=[*VARYING, "fill"])
+def _wait_kernel(
+    bases_ptr,
+    state_ptr,
+    desk_ptr,
+    rank,
+    flags,
+    channel,
+    tag,
+    ids,
+    fill,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program. Then ids of -1, `fill` of them, for each rank that takes no part."""
+    await_inputs(PDL)
+    lane = tl.arange(0, LANES)
+    active = taking_part(state_ptr, lane)
+    if SIGNALS:
+        count = signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+    else:
+        count = tl.load(state_ptr + CHANNELS + 2 * channel)
+    wanted = flag_word(state_ptr, count, tag)
+    await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
+    release_next(PDL)
+    members = tl.load(state_ptr + ACTIVE)
+    for peer in range(SIZE):
+        if not bit(members, peer):
+            offset = ids + fill.to(tl.int64) * peer * 4
+            at = region_at(bases_ptr, rank, offset, tl.int32, 4)
+            for first in range(0, fill, FILL):
+                place = first + tl.arange(0, FILL)
+                tl.store(at + place, -1, place < fill)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _destinations(groups, EVERYWHERE: tl.constexpr):
+    """A bit for each group that is among them."""
+    if EVERYWHERE:
+        return tl.full((), -1, tl.int64)
+    else:
+        ones = tl.full(groups.shape, 1, tl.int64) << tl.maximum(groups, 0).to(tl.int64)
+        return tl.reduce(tl.where(groups < 0, 0, ones), 0, _either)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _send_kernel(
+    x_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens_ptr,
+    bases_ptr,
+    state_ptr,
+    stride,
+    num_rows,
+    rows,
+    rank,
+    values,
+    scales,
+    ids,
+    weights,
+    flags,
+    channel,
+    tag,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVERYWHERE: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Item by item: BLOCK channels of a row to all ranks that need it, ids to all ranks."""
+    PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
+    lane = tl.arange(0, LANES)
+    k = tl.arange(0, K_BLOCK)
+    await_inputs(PDL)
+    release_next(PDL)
+    active = taking_part(state_ptr, lane)
+    tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
+    for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
+        part = item % PARTS
+        token = tl.cast(item // PARTS, tl.int64)
+        is_token = token < tokens
+        row = rank.to(tl.int64) * rows + token
+        slots = tl.load(ids_ptr + token * K + k, (k < K) & is_token, -1)
+        groups = groups_of(slots, SLOTS)
+        goes = tl.where(is_token, _destinations(groups, EVERYWHERE), 0)
+        group = part * GROUPS + tl.arange(0, GROUPS)
+        inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(x_ptr + token * stride + inside, (inside < H) & (goes != 0), 0.0)
+        encoded, scalings = encode_tile(x, scale, PAYLOAD, VALUE_TYPE)
+        place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
+        if weights_ptr is not None:
+            by = tl.load(weights_ptr + token * K + k, (k < K) & is_token, 0.0)
+        for to in tl.static_range(SIZE):
+            there = bit(active, to)
+            wants = there & bit(goes, to // WIDTH)
+            at = region_at(bases_ptr, to, values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+            tl.store(at + place, encoded, (place < H // HALVES) & wants)
+            if SCALE_TYPE is not None:
+                at = region_at(bases_ptr, to, scales + row * SCALE_BYTES, SCALE_TYPE, 1)
+                tl.store(at + group, scalings, (group * GROUP < H) & wants)
+            first = (k < K) & (part == 0)
+            local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
+            at = region_at(bases_ptr, to, ids + row * (K * 4), tl.int32, 4)
+            tl.store(at + k, local.to(tl.int32), first & there)
+            if weights_ptr is not None:
+                at = region_at(bases_ptr, to, weights + row * (K * 4), tl.float32, 4)
+                tl.store(at + k, by, first & wants)
+    _last_signals(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+
+
+@triton.jit
+def _last_signals(
+    bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr
+):
+    """By the last program of a kernel, when all have written what they had to. Each releases its
+    own to everybody, ranks on other GPUs too."""
+    arrived_ptr = state_ptr + CHANNELS + 2 * channel + 1
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="sys")
+    if before == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    """What all kernels take of a call."""
+
+    fixed: dict[str, Any]
+    given: dict[str, Any]
+    launch: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: Call, warps: int = 1) -> _Flags:
+        mail, pdl = call.mail, dependent_launch(call.mail.state)
+        fixed = {"SIZE": mail.size, "LANES": lanes(mail.size, warps)}
+        given = {
+            "bases_ptr": mail.bases_P,
+            "state_ptr": mail.state,
+            "rank": mail.rank,
+            "flags": mail.flags,
+            "channel": call.channel,
+            "tag": call.tag,
+        }
+        return cls(fixed, given, {"num_warps": warps, "PDL": pdl.on, **pdl.options})
+
+
+def signal(call: Call) -> None:
+    flags = _Flags.of(call)
+    _signal_kernel[(1,)](**flags.given, **flags.fixed, **flags.launch)
+
+
+def wait(call: Call) -> None:
+    _wait(call)
+
+
+def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
+    _wait(call, ids=ids, fill=rows * top_k)
+
+
+def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> None:
+    flags = _Flags.of(call)
+    _wait_kernel[(1,)](
+        desk_ptr=call.mail.desk, ids=ids, fill=fill, SIGNALS=signals,
+        **flags.given, **flags.fixed, **flags.launch,
+    )  # fmt: skip
+
+
+def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
+    (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
+    ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
+    plan = send_plan(rows, hidden, inbox.payload, ranks, _machine(call))
+    flags, x_TH = _Flags.of(call, plan.warps), tokens.x_TH
+    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+    _send_kernel[(plan.programs,)](
+        x_TH,
+        tokens.ids_TK.contiguous(),
+        tokens.weights_TK.contiguous() if inbox.weights >= 0 else None,
+        tokens.num_tokens_1,
+        stride=x_TH.stride(0),
+        num_rows=num_rows,
+        rows=rows,
+        values=inbox.values,
+        scales=inbox.scales,
+        ids=inbox.ids,
+        weights=max(0, inbox.weights),
+        scale=float(inbox.scale),
+        **send_constants(inbox, hidden, top_k, plan),
+        **_spread_constants(spread),
+        **flags.given,
+        **flags.fixed,
+        **flags.launch,
+    )
+
+
+def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[str, Any]:
+    """What a kernel is compiled for, of a payload."""
+    return {
+        "H": hidden,
+        "K": top_k,
+        "K_BLOCK": triton.next_power_of_2(top_k),
+        "BLOCK": plan.block,
+        "GROUP": GROUPS.get(inbox.payload, plan.block),
+        "PAYLOAD": "plain" if inbox.payload in PLAIN else inbox.payload,
+        "VALUE_TYPE": VALUE_TYPES[inbox.payload],
+        "SCALE_TYPE": SCALE_TYPES.get(inbox.payload),
+        "VALUE_BYTES": inbox.value_bytes,
+        "SCALE_BYTES": inbox.scale_bytes,
+        "VALUE_ALIGN": _alignment(inbox.value_bytes),
+    }
+
+
+def collect_rows(
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
+) -> Tensor:
+    _collect(collect_rows_kernel, out_TH, tokens, (rows, results), spread, call, signals)
+    return out_TH
+
+
+def collect_pairs(
+    out_TH: Tensor,
+    tokens: Tokens,
+    rows: int,
+    results: int,
+    spread: Spread,
+    call: Call,
+    signals: bool = False,
+) -> Tensor:
+    _collect(collect_pairs_kernel, out_TH, tokens, (rows, results), spread, call, signals)
+    return out_TH
+
+
+def _collect(
+    kernel: Any,
+    out_TH: Tensor,
+    tokens: Tokens,
+    where: tuple[int, int],
+    spread: Spread,
+    call: Call,
+    signals: bool,
+) -> None:
+    """`where`: C, and the offset of the results. Without tokens, or with many, one program waits
+    before."""
+    num_rows, hidden = out_TH.shape
+    assert out_TH.stride(1) == 1
+    plan = collect_plan(num_rows, hidden, call.mail.size, _machine(call))
+    if not plan.waits:
+        _wait(call, signals)
+    if not num_rows:
+        return
+    flags = _Flags.of(call, plan.warps)
+    kernel[(plan.programs,)](
+        out_TH,
+        tokens.ids_TK.contiguous(),
+        tokens.weights_TK.contiguous(),
+        tokens.num_tokens_1,
+        desk_ptr=call.mail.desk,
+        stride=out_TH.stride(0),
+        num_rows=num_rows,
+        rows=where[0],
+        results=where[1],
+        WAITS=plan.waits,
+        SIGNALS=signals and plan.waits,
+        **collect_constants(hidden, tokens.ids_TK.shape[1], out_TH.dtype, plan),
+        **_spread_constants(spread),
+        **flags.given,
+        **flags.fixed,
+        **flags.launch,
+        enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
+    )
+
+
+def collect_constants(hidden: int, top_k: int, dtype: torch.dtype, plan: Plan) -> dict[str, Any]:
+    return {
+        "H": hidden,
+        "K": top_k,
+        "BLOCK": plan.block,
+        "ALIGN": _alignment(hidden * dtype.itemsize),
+    }
+
+
+def _spread_constants(spread: Spread) -> dict[str, Any]:
+    return {"SLOTS": spread.slots, "WIDTH": spread.width, "EVERYWHERE": spread.everywhere}
+
+
+def _alignment(row_bytes: int) -> int:
+    """Rows begin at multiples of this: planes do so at more."""
+    return min(16, row_bytes & -row_bytes)
+
+
+def _machine(call: Call) -> Machine:
+    state = call.mail.state
+    if not state.is_cuda:
+        return Machine(limit=call.programs)
+    return Machine(num_processors(state.device.index), call.programs)

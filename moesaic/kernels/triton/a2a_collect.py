@@ -1,0 +1,185 @@
+"""Results on their way back: kernels that read the regions of other ranks. Twins in kernels/a2a.py.
+
+Rows there are read past the first-level cache, which does not know what others write.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moesaic.kernels.triton.a2a_signals import (
+    ACTIVE,
+    CHANNELS,
+    VARYING,
+    await_flags,
+    bit,
+    flag_word,
+    groups_of,
+    raise_flags,
+    region_at,
+    taking_part,
+)
+from moesaic.kernels.triton.launch import await_inputs, release_next
+
+
+@triton.jit
+def _enter(
+    bases_ptr,
+    state_ptr,
+    desk_ptr,
+    rank,
+    flags,
+    channel,
+    tag,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    SIGNALS: tl.constexpr,
+):
+    """By all programs of a kernel: until the flags are raised, this rank's by the first of them.
+    How often this rank's was; `_leave` writes that down."""
+    lane = tl.arange(0, LANES)
+    active = taking_part(state_ptr, lane)
+    count_ptr = state_ptr + CHANNELS + 2 * channel
+    count = tl.load(count_ptr)
+    if SIGNALS:
+        count += active != 0
+        if tl.program_id(0) == 0:
+            raise_flags(bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE)
+    wanted = flag_word(state_ptr, count, tag)
+    await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
+    return count
+
+
+@triton.jit
+def _leave(state_ptr, count, channel):
+    """By all programs: the last one may write the count, as all have read it."""
+    at = state_ptr + CHANNELS + 2 * channel
+    tl.debug_barrier()
+    before = tl.atomic_add(at + 1, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(at + 1, 0)
+        tl.store(at, count)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def collect_rows_kernel(
+    out_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens_ptr,
+    bases_ptr,
+    state_ptr,
+    desk_ptr,
+    stride,
+    num_rows,
+    rows,
+    rank,
+    results,
+    flags,
+    channel,
+    tag,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVERYWHERE: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    WAITS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Item by item: BLOCK channels of a token, from all ranks that it went to."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
+    PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    await_inputs(PDL)
+    if WAITS:
+        count = _enter(
+            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
+        )
+    release_next(PDL)
+    active = tl.load(state_ptr + ACTIVE)
+    tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
+    for item in range(tl.program_id(0), tokens * PARTS, tl.num_programs(0)):
+        token = tl.cast(item // PARTS, tl.int64)
+        inside = item % PARTS * BLOCK + tl.arange(0, BLOCK)
+        went = tl.full((), 0, tl.int64) - (1 if EVERYWHERE else 0)
+        for k in tl.static_range(K):
+            group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS).to(tl.int64)
+            went |= tl.where(group < 0, 0, tl.full((), 1, tl.int64) << tl.maximum(group, 0))
+        row = rank.to(tl.int64) * rows + token
+        total = tl.zeros((BLOCK,), tl.float32)
+        for by in tl.static_range(SIZE):
+            at = region_at(bases_ptr, by, results + row * ROW_BYTES, TYPE, ALIGN)
+            mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
+            total += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
+        tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
+    if SIGNALS:
+        _leave(state_ptr, count, channel)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def collect_pairs_kernel(
+    out_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens_ptr,
+    bases_ptr,
+    state_ptr,
+    desk_ptr,
+    stride,
+    num_rows,
+    rows,
+    rank,
+    results,
+    flags,
+    channel,
+    tag,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVERYWHERE: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    WAITS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Item by item: BLOCK channels of a token, of all its pairs from the ranks that had them."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
+    PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    await_inputs(PDL)
+    if WAITS:
+        count = _enter(
+            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
+        )
+    release_next(PDL)
+    active = tl.load(state_ptr + ACTIVE)
+    tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
+    for item in range(tl.program_id(0), tokens * PARTS, tl.num_programs(0)):
+        token = tl.cast(item // PARTS, tl.int64)
+        inside = item % PARTS * BLOCK + tl.arange(0, BLOCK)
+        row = (rank.to(tl.int64) * rows + token) * K
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(K):
+            group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS)
+            chosen = (group >= 0) & (group < SIZE // WIDTH)
+            weight = tl.load(weights_ptr + token * K + k)
+            y = tl.zeros((BLOCK,), tl.float32)
+            for member in tl.static_range(WIDTH):
+                by = tl.where(chosen, group, 0) * WIDTH + member
+                at = region_at(bases_ptr, by, results + (row + k) * ROW_BYTES, TYPE, ALIGN)
+                mask = (inside < H) & chosen & bit(active, by)
+                y += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
+            total += tl.where(group >= 0, y * weight, 0.0)
+        tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
+    if SIGNALS:
+        _leave(state_ptr, count, channel)

@@ -1,0 +1,206 @@
+"""Flags that ranks raise in each other's memory, on the device; the protocol is in kernels/a2a.py.
+
+`state`, `desk`, `bases` are those of a Mail. `lane` counts the threads of a program, one of them or
+more for each rank: so that no two threads read the same flag as one element, at different times,
+and then disagree on whether to go on. Whatever a program decides by is a maximum over all its
+threads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moesaic.kernels.a2a import COUNT_SHIFT, GENERATION_SHIFT, Desk, Failure, State
+from moesaic.kernels.triton.launch import INTERPRETED
+
+# What differs from step to step or from layer to layer, and must not give a kernel of its own.
+VARYING = ["rank", "channel", "tag", "rows", "num_rows"]
+GENERATION, TIMEOUT_NS = tl.constexpr(State.GENERATION.value), tl.constexpr(State.TIMEOUT_NS.value)
+ACTIVE, BROKEN = tl.constexpr(State.ACTIVE.value), tl.constexpr(State.BROKEN.value)
+CHANNELS = tl.constexpr(State.CHANNELS.value)
+ABORT, FAILURE = tl.constexpr(Desk.ABORT.value), tl.constexpr(Desk.FAILURE.value)
+CHANNEL, PEERS = tl.constexpr(Desk.CHANNEL.value), tl.constexpr(Desk.PEERS.value)
+SEEN, WANTED = tl.constexpr(Desk.SEEN.value), tl.constexpr(Desk.WANTED.value)
+TIMEOUT = tl.constexpr(Failure.TIMEOUT.value)
+OUT_OF_STEP = tl.constexpr(Failure.OUT_OF_STEP.value)
+ABORTED = tl.constexpr(Failure.ABORTED.value)
+COUNT_BITS, GENERATION_BITS = tl.constexpr(COUNT_SHIFT), tl.constexpr(GENERATION_SHIFT)
+# How a peer stands, and so the worst of them.
+HERE, BEHIND, GIVEN_UP, BEYOND = (tl.constexpr(level) for level in range(4))
+# After so many looks at the flags one at the clock and at the host's memory, which is far away. In
+# the interpreter, where nobody else runs meanwhile, that is the last one.
+LOOKS = tl.constexpr(4 if INTERPRETED.value else 256)
+
+
+def lanes(size: int, warps: int) -> int:
+    """Threads of a program, or ranks where they are more."""
+    return max(32 * warps, triton.next_power_of_2(size))
+
+
+@triton.jit
+def bit(mask, place):
+    """Whether it is set. A shift by more than 63 is not defined."""
+    return ((mask >> tl.minimum(place, 63)) & 1) != 0
+
+
+@triton.jit
+def groups_of(ids, SLOTS: tl.constexpr):
+    """Which a slot belongs to; -1 of none."""
+    return tl.where(ids < 0, -1, ids // SLOTS)
+
+
+@triton.jit
+def region_at(bases_ptr, rank, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Byte `offset`, a multiple of ALIGN, of a rank's region."""
+    address = tl.load(bases_ptr + rank) + offset
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
+
+
+@triton.jit
+def _load_flags(at):
+    """What their ranks have written before them is seen after them."""
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l",
+            [at],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _now(lane):
+    """Nanoseconds."""
+    if INTERPRETED:
+        return lane.to(tl.int64)
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _fence_host(lane):
+    """What is written before is seen by the host before what is written after."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;",
+            "=r,r",
+            [lane],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def taking_part(state_ptr, lane):
+    """A bit for each rank that does; none once a wait has failed. That may happen meanwhile, so one
+    thread looks for all of its program."""
+    broken = tl.max(tl.load(state_ptr + BROKEN + lane, lane == 0, 0, volatile=True), 0)
+    return tl.where(broken != 0, 0, tl.load(state_ptr + ACTIVE))
+
+
+@triton.jit
+def flag_word(state_ptr, count, tag):
+    generation = tl.load(state_ptr + GENERATION)
+    return (generation << GENERATION_BITS) | (count << COUNT_BITS) | tag
+
+
+@triton.jit
+def raise_flags(
+    bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr
+):
+    """This rank's, everywhere. All that its threads, and whoever they have waited for, have written
+    is there for who sees it."""
+    offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
+    at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
+    word = tl.zeros_like(lane).to(tl.int64) + flag_word(state_ptr, count, tag)
+    # One thread's writes are released by another.
+    tl.debug_barrier()
+    tl.atomic_xchg(
+        at.to(tl.pointer_type(tl.int64)),
+        word,
+        mask=(lane < SIZE) & bit(active, lane),
+        sem="release",
+        scope="sys",
+    )
+
+
+@triton.jit
+def signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr):
+    """By one program of a kernel: counts, and raises the flags. The count."""
+    at = state_ptr + CHANNELS + 2 * channel
+    count = tl.load(at) + (active != 0)
+    # All threads have read it before it is written.
+    tl.debug_barrier()
+    tl.store(at, count)
+    raise_flags(bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE)
+    return count
+
+
+@triton.jit
+def await_flags(
+    bases_ptr,
+    state_ptr,
+    desk_ptr,
+    wanted,
+    active,
+    lane,
+    rank,
+    flags,
+    channel,
+    SIZE: tl.constexpr,
+):
+    """Until all have written what is wanted, or one something else, or time is over, or the host
+    says so."""
+    offset = flags + channel.to(tl.int64) * (SIZE * 8)
+    at = region_at(bases_ptr, rank, offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
+    counts = (lane < SIZE) & bit(active, lane)
+    deadline = _now(lane) + tl.load(state_ptr + TIMEOUT_NS)
+    seen = _load_flags(at)
+    level = _worst(seen, wanted, counts)
+    looks = 0
+    aborted = 0
+    while level == BEHIND:
+        seen = _load_flags(at)
+        level = _worst(seen, wanted, counts)
+        looks += 1
+        if (level == BEHIND) & (looks % LOOKS == 0):
+            aborted = tl.max(tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True), 0) != 0
+            late = INTERPRETED | (tl.max((_now(lane) > deadline).to(tl.int32), 0) != 0)
+            level = tl.where(aborted | late, GIVEN_UP, level)
+    if level != HERE:
+        _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted)
+    # What one thread has acquired is there for all.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _worst(seen, wanted, counts):
+    levels = tl.where(seen > wanted, BEYOND, tl.where(seen < wanted, BEHIND, HERE))
+    return tl.max(tl.where(counts, levels, HERE), 0)
+
+
+@triton.jit
+def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted):
+    """On the desk, by the first of all programs that give up: who is not here; of those, the first
+    one's flag."""
+    strange = tl.max((counts & (seen > wanted)).to(tl.int32), 0) != 0
+    missing = counts & tl.where(strange, seen > wanted, seen != wanted)
+    peers = tl.sum(tl.where(missing, tl.full(lane.shape, 1, tl.int64) << (lane & 63), 0), 0)
+    first = tl.min(tl.where(missing, lane, 64), 0)
+    flag = tl.sum(tl.where(lane == first, seen, 0), 0)
+    why = tl.where(aborted, ABORTED, TIMEOUT)
+    if tl.atomic_xchg(state_ptr + BROKEN, 1) == 0:
+        tl.store(desk_ptr + CHANNEL, channel.to(tl.int64))
+        tl.store(desk_ptr + PEERS, peers)
+        tl.store(desk_ptr + SEEN, tl.where(peers == 0, wanted, flag))
+        tl.store(desk_ptr + WANTED, wanted)
+        _fence_host(lane)
+        tl.store(desk_ptr + FAILURE, tl.where(strange, OUT_OF_STEP, why).to(tl.int64))
