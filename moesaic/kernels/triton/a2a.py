@@ -157,6 +157,7 @@ def _send_kernel(
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
+    AT_HOME: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     EVERYWHERE: tl.constexpr,
@@ -164,7 +165,8 @@ def _send_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Item by item: BLOCK channels of a row to all ranks that need it, ids to all ranks."""
+    """Item by item: BLOCK channels of a row to all ranks that need it, or to where their own rank
+    keeps them; ids to all ranks."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
@@ -189,14 +191,22 @@ def _send_kernel(
         place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
         if weights_ptr is not None:
             by = tl.load(weights_ptr + token * K + k, (k < K) & is_token, 0.0)
+        if AT_HOME:
+            stays = (goes != 0) & (active != 0)
+            at = region_at(bases_ptr, rank, values + token * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+            tl.store(at + place, encoded, (place < H // HALVES) & stays)
+            if SCALE_TYPE is not None:
+                at = region_at(bases_ptr, rank, scales + token * SCALE_BYTES, SCALE_TYPE, 1)
+                tl.store(at + group, scalings, (group * GROUP < H) & stays)
         for to in tl.static_range(SIZE):
             there = bit(active, to)
             wants = there & bit(goes, to // WIDTH)
-            at = region_at(bases_ptr, to, values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
-            tl.store(at + place, encoded, (place < H // HALVES) & wants)
-            if SCALE_TYPE is not None:
-                at = region_at(bases_ptr, to, scales + row * SCALE_BYTES, SCALE_TYPE, 1)
-                tl.store(at + group, scalings, (group * GROUP < H) & wants)
+            if not AT_HOME:
+                at = region_at(bases_ptr, to, values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+                tl.store(at + place, encoded, (place < H // HALVES) & wants)
+                if SCALE_TYPE is not None:
+                    at = region_at(bases_ptr, to, scales + row * SCALE_BYTES, SCALE_TYPE, 1)
+                    tl.store(at + group, scalings, (group * GROUP < H) & wants)
             first = (k < K) & (part == 0)
             local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
             at = region_at(bases_ptr, to, ids + row * (K * 4), tl.int32, 4)
@@ -268,7 +278,7 @@ def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> Non
 def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
     (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
     ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
-    plan = send_plan(rows, hidden, inbox.payload, ranks, _machine(call))
+    plan = send_plan(rows, hidden, inbox.payload, 1 if inbox.at_home else ranks, _machine(call))
     flags, x_TH = _Flags.of(call, plan.warps), tokens.x_TH
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     _send_kernel[(plan.programs,)](
@@ -306,6 +316,7 @@ def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[st
         "VALUE_BYTES": inbox.value_bytes,
         "SCALE_BYTES": inbox.scale_bytes,
         "VALUE_ALIGN": _alignment(inbox.value_bytes),
+        "AT_HOME": inbox.at_home,
     }
 
 
