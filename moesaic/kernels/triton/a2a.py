@@ -23,12 +23,14 @@ from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
     VARYING,
+    all_bases,
     await_flags,
     bit,
+    byte_at,
     flag_word,
     groups_of,
+    is_last,
     lanes,
-    region_at,
     signal_once,
     taking_part,
 )
@@ -105,7 +107,7 @@ def _wait_kernel(
     for peer in range(SIZE):
         if not bit(members, peer):
             offset = ids + fill.to(tl.int64) * peer * 4
-            at = region_at(bases_ptr, rank, offset, tl.int32, 4)
+            at = byte_at(tl.load(bases_ptr + rank), offset, tl.int32, 4)
             for first in range(0, fill, FILL):
                 place = first + tl.arange(0, FILL)
                 tl.store(at + place, -1, place < fill)
@@ -175,6 +177,7 @@ def _send_kernel(
     await_inputs(PDL)
     release_next(PDL)
     active = taking_part(state_ptr, lane)
+    bases = all_bases(bases_ptr, SIZE)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
     for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         part = item % PARTS
@@ -193,41 +196,30 @@ def _send_kernel(
             by = tl.load(weights_ptr + token * K + k, (k < K) & is_token, 0.0)
         if AT_HOME:
             stays = (goes != 0) & (active != 0)
-            at = region_at(bases_ptr, rank, values + token * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+            home = tl.load(bases_ptr + rank)
+            at = byte_at(home, values + token * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
             tl.store(at + place, encoded, (place < H // HALVES) & stays)
             if SCALE_TYPE is not None:
-                at = region_at(bases_ptr, rank, scales + token * SCALE_BYTES, SCALE_TYPE, 1)
+                at = byte_at(home, scales + token * SCALE_BYTES, SCALE_TYPE, 1)
                 tl.store(at + group, scalings, (group * GROUP < H) & stays)
         for to in tl.static_range(SIZE):
             there = bit(active, to)
             wants = there & bit(goes, to // WIDTH)
             if not AT_HOME:
-                at = region_at(bases_ptr, to, values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+                at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
                 tl.store(at + place, encoded, (place < H // HALVES) & wants)
                 if SCALE_TYPE is not None:
-                    at = region_at(bases_ptr, to, scales + row * SCALE_BYTES, SCALE_TYPE, 1)
+                    at = byte_at(bases[to], scales + row * SCALE_BYTES, SCALE_TYPE, 1)
                     tl.store(at + group, scalings, (group * GROUP < H) & wants)
             first = (k < K) & (part == 0)
             local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
-            at = region_at(bases_ptr, to, ids + row * (K * 4), tl.int32, 4)
+            at = byte_at(bases[to], ids + row * (K * 4), tl.int32, 4)
             tl.store(at + k, local.to(tl.int32), first & there)
             if weights_ptr is not None:
-                at = region_at(bases_ptr, to, weights + row * (K * 4), tl.float32, 4)
+                at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
                 tl.store(at + k, by, first & wants)
-    _last_signals(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
-
-
-@triton.jit
-def _last_signals(
-    bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr
-):
-    """By the last program of a kernel, when all have written what they had to. Each releases its
-    own to everybody, ranks on other GPUs too."""
-    arrived_ptr = state_ptr + CHANNELS + 2 * channel + 1
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="sys")
-    if before == tl.num_programs(0) - 1:
-        tl.store(arrived_ptr, 0)
+    # Each program releases what it wrote to everybody, ranks on other GPUs too.
+    if is_last(state_ptr + CHANNELS + 2 * channel + 1, "sys"):
         signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
 
 

@@ -12,12 +12,14 @@ from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
     VARYING,
+    all_bases,
     await_flags,
     bit,
+    byte_at,
     flag_word,
     groups_of,
+    is_last,
     raise_flags,
-    region_at,
     taking_part,
 )
 from moesaic.kernels.triton.launch import await_inputs, release_next
@@ -55,10 +57,7 @@ def _enter(
 def _leave(state_ptr, count, channel):
     """By all programs: the last one may write the count, as all have read it."""
     at = state_ptr + CHANNELS + 2 * channel
-    tl.debug_barrier()
-    before = tl.atomic_add(at + 1, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
-        tl.store(at + 1, 0)
+    if is_last(at + 1, "gpu"):
         tl.store(at, count)
 
 
@@ -97,6 +96,7 @@ def collect_rows_kernel(
     ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     await_inputs(PDL)
+    bases = all_bases(bases_ptr, SIZE)
     if WAITS:
         count = _enter(
             bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
@@ -112,11 +112,18 @@ def collect_rows_kernel(
             group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS).to(tl.int64)
             went |= tl.where(group < 0, 0, tl.full((), 1, tl.int64) << tl.maximum(group, 0))
         row = rank.to(tl.int64) * rows + token
+        parts = ()
+        for by in tl.static_range(SIZE):
+            at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
+            mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
+            parts = parts + (tl.load(at + inside, mask),)
+        # All are asked for before the first is waited for: sums need what is only read here.
+        tl.debug_barrier()
+        members = tl.load(state_ptr + ACTIVE)
         total = tl.zeros((BLOCK,), tl.float32)
         for by in tl.static_range(SIZE):
-            at = region_at(bases_ptr, by, results + row * ROW_BYTES, TYPE, ALIGN)
-            mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
-            total += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
+            comes = bit(members, by) & bit(went, by // WIDTH)
+            total += tl.where(comes, parts[by].to(tl.float32), 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
     if SIGNALS:
         _leave(state_ptr, count, channel)
@@ -168,18 +175,24 @@ def collect_pairs_kernel(
         token = tl.cast(item // PARTS, tl.int64)
         inside = item % PARTS * BLOCK + tl.arange(0, BLOCK)
         row = (rank.to(tl.int64) * rows + token) * K
-        total = tl.zeros((BLOCK,), tl.float32)
+        parts = ()
         for k in tl.static_range(K):
             group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS)
-            chosen = (group >= 0) & (group < SIZE // WIDTH)
-            weight = tl.load(weights_ptr + token * K + k)
-            y = tl.zeros((BLOCK,), tl.float32)
+            first = tl.minimum(tl.maximum(group, 0) * WIDTH, SIZE - WIDTH)
             for member in tl.static_range(WIDTH):
-                by = tl.where(chosen, group, 0) * WIDTH + member
-                at = region_at(bases_ptr, by, results + (row + k) * ROW_BYTES, TYPE, ALIGN)
-                mask = (inside < H) & chosen & bit(active, by)
-                y += tl.load(at + inside, mask, 0.0, cache_modifier=".cg").to(tl.float32)
-            total += tl.where(group >= 0, y * weight, 0.0)
+                by = first + member
+                at = byte_at(tl.load(bases_ptr + by), results + (row + k) * ROW_BYTES, TYPE, ALIGN)
+                mask = (inside < H) & (group * WIDTH == first) & bit(active, by)
+                parts = parts + (tl.load(at + inside, mask, 0.0),)
+        # All are asked for before the first is waited for: sums need what is only read here.
+        tl.debug_barrier()
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(K):
+            y = parts[k * WIDTH].to(tl.float32)
+            for member in tl.static_range(1, WIDTH):
+                y += parts[k * WIDTH + member].to(tl.float32)
+            weight = tl.load(weights_ptr + token * K + k)
+            total += tl.where(tl.load(ids_ptr + token * K + k) >= 0, y * weight, 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
     if SIGNALS:
         _leave(state_ptr, count, channel)

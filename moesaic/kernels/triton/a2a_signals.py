@@ -51,10 +51,18 @@ def groups_of(ids, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def region_at(bases_ptr, rank, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Byte `offset`, a multiple of ALIGN, of a rank's region."""
-    address = tl.load(bases_ptr + rank) + offset
-    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
+def all_bases(bases_ptr, SIZE: tl.constexpr):
+    """Where the regions begin, in registers: behind a store they would be read again."""
+    bases = ()
+    for rank in tl.static_range(SIZE):
+        bases = bases + (tl.load(bases_ptr + rank),)
+    return bases
+
+
+@triton.jit
+def byte_at(base, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Byte `offset` of a region, a multiple of ALIGN."""
+    return tl.multiple_of((base + offset).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @triton.jit
@@ -145,6 +153,20 @@ def signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, S
 
 
 @triton.jit
+def is_last(arrived_ptr, SCOPE: tl.constexpr):
+    """Whether all other programs of the kernel have come here before: what they have written is
+    there for who waits for what this one does next, within SCOPE."""
+    tl.debug_barrier()
+    before = tl.full((), 0, tl.int64)
+    if tl.num_programs(0) > 1:
+        before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope=SCOPE)
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
+
+
+@triton.jit
 def await_flags(
     bases_ptr,
     state_ptr,
@@ -160,7 +182,7 @@ def await_flags(
     """Until all have written what is wanted, or one something else, or time is over, or the host
     says so."""
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
-    at = region_at(bases_ptr, rank, offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
+    at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
     deadline = _now(lane) + tl.load(state_ptr + TIMEOUT_NS)
     seen = _load_flags(at)
@@ -172,9 +194,10 @@ def await_flags(
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):
-            aborted = tl.max(tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True), 0) != 0
-            late = INTERPRETED | (tl.max((_now(lane) > deadline).to(tl.int32), 0) != 0)
-            level = tl.where(aborted | late, GIVEN_UP, level)
+            word = tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True)
+            aborted = tl.max((word != 0).to(tl.int32), 0)
+            late = tl.max(((_now(lane) > deadline) | INTERPRETED).to(tl.int32), 0)
+            level = tl.where((aborted | late) != 0, GIVEN_UP, level)
     if level != HERE:
         _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted)
     # What one thread has acquired is there for all.
@@ -196,7 +219,7 @@ def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborte
     peers = tl.sum(tl.where(missing, tl.full(lane.shape, 1, tl.int64) << (lane & 63), 0), 0)
     first = tl.min(tl.where(missing, lane, 64), 0)
     flag = tl.sum(tl.where(lane == first, seen, 0), 0)
-    why = tl.where(aborted, ABORTED, TIMEOUT)
+    why = tl.where(aborted != 0, ABORTED, TIMEOUT)
     if tl.atomic_xchg(state_ptr + BROKEN, 1) == 0:
         tl.store(desk_ptr + CHANNEL, channel.to(tl.int64))
         tl.store(desk_ptr + PEERS, peers)

@@ -1,0 +1,119 @@
+"""What the kernels between ranks take of a Hopper GPU.
+
+A program: `python -m tests.kernels.aot_a2a [all]` compiles, prints and asserts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from moesaic.kernels.a2a import Inbox
+from moesaic.kernels.a2a_plan import Machine, collect_plan, send_plan
+from moesaic.kernels.triton import a2a, a2a_collect
+from moesaic.kernels.triton.a2a_signals import lanes
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from tests.kernels.aot import Usage, build
+
+TYPES = {
+    "x_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "ids_ptr": "*i32",
+    "weights_ptr": "*fp32",
+    "num_tokens_ptr": "*i32",
+    "bases_ptr": "*i64",
+    "state_ptr": "*i64",
+    "desk_ptr": "*i64",
+    "scale": "fp32",
+}
+ALIGNED = ("stride", "values", "scales", "ids", "weights", "results", "flags")
+TOP_K = 8
+# Of 4 ranks with 32 slots each; a group may have two.
+SPREAD = {"SLOTS": 32, "WIDTH": 1, "EVERYWHERE": False}
+# A system-wide fence comes with each of these.
+RELEASE, ACQUIRE = "atom.global.sys.release.exch.b64", "ld.acquire.sys.global.b64"
+
+
+def use(kernel: Any, warps: int, size: int, **constants: Any) -> Usage:
+    fixed = {**constants, "SIZE": size, "LANES": lanes(size, warps), "PDL": True}
+    types = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in fixed}
+    fusion = {} if kernel.__name__.startswith("_") else {"enable_fp_fusion": False}
+    usage = build(kernel, types, fixed, aligned=ALIGNED, num_warps=warps, **fusion)
+    print(
+        f"{kernel.__name__:20} {size} ranks {warps} warps {usage.registers:4} registers "
+        f"{usage.local:3} spilled {usage.shared:5} shared {usage.count('bar.sync'):3} barriers "
+        f"{usage.count('st.global.v4'):3} wide stores {usage.count('ld.global.v4'):3} loads"
+    )
+    assert usage.local == 0, f"{kernel.__name__} spills {usage.local} bytes"
+    assert usage.count("griddepcontrol.wait") == 1
+    assert usage.count("griddepcontrol.launch_dependents") == 1
+    return usage
+
+
+def check_signals(size: int) -> None:
+    usage = use(a2a._signal_kernel, 1, size)
+    assert usage.count(RELEASE) >= 1 and usage.shared <= 64 and usage.registers <= 32
+    for signals in (False, True):
+        usage = use(a2a._wait_kernel, 1, size, SIGNALS=signals)
+        assert (usage.count(RELEASE) > 0) == signals and usage.count(ACQUIRE) >= 2
+        assert usage.shared <= 64 and usage.registers <= 64
+        # A kernel behind must not take the place of a peer that this one waits for.
+        release = usage.ptx.index("griddepcontrol.launch_dependents")
+        assert usage.ptx.rindex(ACQUIRE) < release
+
+
+def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: bool = True) -> None:
+    format = PAYLOAD_FORMATS[payload]
+    values = format.value_width(hidden) * format.values.dtype.itemsize
+    inbox = Inbox(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
+    plan = send_plan(rows, hidden, payload, size, Machine())
+    absent = {"num_tokens_ptr": None} | ({} if weights else {"weights_ptr": None})
+    fixed = a2a.send_constants(inbox, hidden, TOP_K, plan)
+    usage = use(a2a._send_kernel, plan.warps, size, **fixed, **SPREAD, **absent)
+    print(f"    {payload} {hidden}: {plan}")
+    assert usage.registers <= 128 and usage.count("ld.global.v4") >= 2
+    # Each rank gets its own stores, of 16 bytes where the values of 16 channels have as many.
+    if payload in ("bf16", "fp8"):
+        assert usage.count("st.global.v4") >= size
+    assert usage.count("atom.global.sys.acq_rel.add") == 1 and usage.count(RELEASE) >= 1
+
+
+def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
+    plan = collect_plan(tokens, hidden, size, Machine())
+    fixed = a2a.collect_constants(hidden, TOP_K, torch.bfloat16, plan)
+    flags = {"WAITS": plan.waits, "SIGNALS": plan.waits, "num_tokens_ptr": None}
+    usage = use(kernel, plan.warps, size, **fixed, **SPREAD, **flags)
+    print(f"    {hidden}: {plan}")
+    sources = size if kernel is a2a_collect.collect_rows_kernel else TOP_K
+    each = plan.block // (plan.warps * 32 * 8)
+    assert usage.count("ld.global.v4") == sources * each
+    assert usage.shared <= 64 and usage.registers <= 168
+    assert (usage.count(ACQUIRE) > 0) == plan.waits
+    if plan.waits:
+        release = usage.ptx.index("griddepcontrol.launch_dependents")
+        assert usage.ptx.rindex(ACQUIRE) < release < usage.ptx.index("ld.global.v4")
+
+
+def main() -> None:
+    check_signals(4)
+    check_send("bf16", 16, 2048)
+    check_send("fp8", 4096, 2048)
+    check_collect(a2a_collect.collect_rows_kernel, 16, 2048)
+    check_collect(a2a_collect.collect_pairs_kernel, 16, 2048)
+    if "all" not in sys.argv:
+        return
+    check_signals(3)
+    check_signals(8)
+    for payload in PAYLOAD_FORMATS:
+        for hidden in (2048, 2880, 7168):
+            check_send(payload, 128, hidden, size=8, weights=False)
+    for kernel in (a2a_collect.collect_rows_kernel, a2a_collect.collect_pairs_kernel):
+        for hidden in (2048, 2880, 7168):
+            check_collect(kernel, 4, hidden, size=8)
+            check_collect(kernel, 4096, hidden, size=8)
+
+
+if __name__ == "__main__":
+    main()
