@@ -121,6 +121,7 @@ class MoeContext:
             replicated=self.replicated,
             mode=self.choice.mode,
             lanes=self.lanes,
+            activation=self.weight_format.activation,
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:

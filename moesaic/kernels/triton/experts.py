@@ -72,17 +72,10 @@ def gate_up_down(
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
 ) -> Plan:
-    """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
-    that rows give the same bits whatever comes with them."""
     shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
-    plan = tuning.plan_for(device, shape, groups.planned_places)
+    plan = tuning.plan_for_block(device, shape, groups.planned_places, groups.block)
     assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
-    return plan if plan.block == groups.block else _plan_of_block(device, shape, groups.block)
-
-
-@cache
-def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
-    return tuning.guess(tuning.device_facts(device), shape, shape.experts * block, block)
+    return plan
 
 
 def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:

@@ -31,8 +31,7 @@ COPIED = 16
 def gate_up_far(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
-    """Rows are as the weights take them: with fp8 weights those who have them have quantised them.
-    """
+    """Rows are as the weights take them: for weights in fp8 who left them there quantised them."""
     far, config = x.far, fitting(config, h)
     _, double, hidden = w13.shape
     assert far is not None and groups.ids_K is None, "pairs must be sorted for this"

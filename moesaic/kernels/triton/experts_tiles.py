@@ -34,8 +34,8 @@ def tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
 
 @triton.jit
 def _rows_of_x(x, row_M, valid_M, group, K: tl.constexpr, BK: tl.constexpr):
-    """[BK, M] of a group of columns. Without `row_M`, `x` points to where each row begins, in memory
-    that others write: it is read past the first cache, which does not know."""
+    """[BK, M] of a group of columns. Without `row_M`, `x` points to where rows begin, in memory
+    that others write: read past the first cache, which does not know."""
     column_K = group * BK + tl.arange(0, BK)
     if K % BK == 0:
         mask = valid_M[None, :]
@@ -182,7 +182,7 @@ def finish_gate_up(
     """From the products of gate and up to h."""
     if BM > 16:
         # Looked up again rather than kept in registers all the while.
-        place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
+        place_M, _, valid_M = tile_rows(expert, begin, order, first, count, BM)
     acc_LM *= x_scale
     if bias is not None:
         acc_LM += tl.load(bias + line_L).to(tl.float32)[:, None]

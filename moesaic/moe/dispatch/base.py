@@ -31,7 +31,8 @@ class DispatchConfig:
     `max_tokens` is the most tokens that a rank may bring in one step, `max_decode_tokens` that of a
     step without prefill. `replicated`: all ranks bring the same tokens, and all want all results.
     `lanes`: micro-batches that may be under way at once; on a GPU each has its own buffers, and two
-    make `dispatch_a` send beside what comes next.
+    make `dispatch_a` send beside what comes next. `activation`: the payload format that the weights
+    are multiplied with; None: any.
     """
 
     layout: EpLayout
@@ -47,6 +48,7 @@ class DispatchConfig:
     replicated: bool = False
     mode: str = "auto"
     lanes: int = 2
+    activation: str | None = None
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)
