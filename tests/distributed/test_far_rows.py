@@ -35,6 +35,7 @@ COPIED = (
 CHECKED = (
     PLAIN,
     FP8,
+    replace(PLAIN, runner="cutlass"),
     replace(FP8, weights="fp8_channel", payload="fp16", deterministic=True),
     replace(PLAIN, weights="fp32", dtype="fp32", payload="bf16", ep=1),
     *COPIED,

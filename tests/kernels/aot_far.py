@@ -2,7 +2,7 @@
 
     python -m tests.kernels.aot_far [--all]
 
-Run without TRITON_INTERPRET.
+Run without TRITON_INTERPRET. So does what leaves them there, which sends nothing but ids.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 
 from moesaic.kernels import tuning
-from moesaic.kernels.triton import experts_far
+from moesaic.kernels.a2a import Inbox
+from moesaic.kernels.a2a_plan import Machine, send_plan
+from moesaic.kernels.triton import a2a, experts_far
 from moesaic.kernels.tuning import FP8_FORMATS, Config, Shape
+from tests.kernels import aot_a2a
 from tests.kernels.aot import Usage, build
 from tests.kernels.aot_experts import H200, LISTS, SHAPES, check
 
@@ -55,12 +58,26 @@ def check_far(shape: Shape, pairs: int) -> None:
     check(f"{shape.format} {shape} {pairs} pairs far", gate, usage, 2 * gate.block_n)
 
 
+def check_home(payload: str, hidden: int, size: int) -> None:
+    """One store of a row, however many ranks there are."""
+    value_bytes, scale_bytes = (hidden, hidden // 32) if payload == "fp8" else (2 * hidden, 0)
+    inbox = Inbox(payload, 0, 0, 0, -1, value_bytes, scale_bytes, at_home=True)
+    plan = send_plan(16, hidden, payload, 1, Machine())
+    fixed = a2a.send_constants(inbox, hidden, aot_a2a.TOP_K, plan) | aot_a2a.SPREAD
+    absent = {"num_tokens_ptr": None, "weights_ptr": None}
+    usage = aot_a2a.use(a2a._send_kernel, plan.warps, size, **fixed, **absent)
+    each = plan.block * (1 if payload == "fp8" else 2) // (plan.warps * 32 * 16)
+    assert usage.count("st.global.v4") == each, usage.count("st.global.v4")
+
+
 def main() -> None:
+    check_home("bf16", 2048, size=4)
     qwen = SHAPES["qwen3_30b"]
     check_far(Shape("bf16", 32, *qwen[1:]), 256)
     check_far(Shape("fp8_block", 32, *qwen[1:]), 256)
     if "--all" not in sys.argv:
         return
+    check_home("fp8", 7168, size=8)
     for format in ("bf16", "fp8_block", "fp8_channel"):
         for experts, *size in SHAPES.values():
             for pairs in (8, 64, 256, 1024):
