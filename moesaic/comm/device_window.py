@@ -49,11 +49,14 @@ def create(
             f"ranks on nodes {sorted(set(group.nodes))}: kernels reach memory of one node only; "
             f"keep the ranks that share experts on one"
         )
-    if device.type == "cpu":
-        return HostWindow.create(group, specs, timeout, channels)
-    from moesaic.comm.symmetric import SymmetricWindow
+    # Groups make tensors where the default is, and gloo wants them on the CPU; and what is made in
+    # inference mode could not be written outside it.
+    with torch.device("cpu"), torch.inference_mode(False):
+        if device.type == "cpu":
+            return HostWindow.create(group, specs, timeout, channels)
+        from moesaic.comm.symmetric import SymmetricWindow
 
-    return SymmetricWindow.create(group, specs, timeout, channels, device)
+        return SymmetricWindow.create(group, specs, timeout, channels, device)
 
 
 def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int, device: torch.device) -> int:
@@ -202,7 +205,6 @@ class HostWindow(DeviceWindow):
         self.mail = Mail(group_rank, size, tuple(regions), bases, 0, state, desk)
 
     @classmethod
-    @torch.inference_mode(False)  # what is made in it could not be written outside it
     def create(
         cls, group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
     ) -> HostWindow:
@@ -229,7 +231,8 @@ class HostWindow(DeviceWindow):
 
 
 def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:
-    state = torch.zeros(State.CHANNELS + 2 * channels, dtype=torch.int64)
+    """As a rank's own state begins; on the CPU."""
+    state = torch.zeros(State.CHANNELS + 2 * channels, dtype=torch.int64, device="cpu")
     state[State.TIMEOUT_NS] = int(timeout * 1e9)
     state[State.ACTIVE] = sum(1 << rank for rank in active)
     return state

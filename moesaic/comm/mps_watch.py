@@ -1,7 +1,7 @@
 """The process that owns an MPS daemon: it starts it, and stops it when the one who asked is gone.
 
 Run as a program of its own, by its path, with the program of the daemon as its argument and the
-folders in the environment. It writes one line once the daemon answers, or why it does not, and
+folders in the environment. It writes one line once the daemon is there, or why it is not, and
 goes on until its standard input ends or its parent does: both happen whatever ends the parent,
 SIGKILL too. Asking the kernel to kill a daemon in the foreground with its parent would be shorter,
 and would leave the daemon's own child, the server that holds the GPU.
@@ -34,9 +34,10 @@ LOG_LINES: Final = 5
 
 def main() -> None:
     program, folder, parent = sys.argv[1], sys.argv[2], os.getppid()
-    # Ctrl-C in a terminal reaches all of its processes: this one ends after its parent.
+    # Whoever ends all processes of a server means this one too: it ends after its parent. What is
+    # ignored stays so in the programs that a process starts, what is handled does not.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     trouble = start(program)
     with contextlib.suppress(BrokenPipeError):
         print(trouble or READY, flush=True)
@@ -64,16 +65,21 @@ def start(program: str) -> str:
     if done.returncode:
         return f"{program} -d ended with {done.returncode}{_log()}"
     deadline = time.monotonic() + ANSWER_SECONDS
-    while not answers(program):
+    while not (_listens(os.environ[PIPES]) or answers(program)):
         if time.monotonic() > deadline:
-            return f"{program} -d started no daemon that answers{_log()}"
+            return f"{program} -d started no daemon that listens{_log()}"
         time.sleep(POLL)
     return ""
 
 
-def answers(program: str, environment: dict[str, str] | None = None) -> bool:
-    """Whether the daemon of an environment does."""
-    return _tell(program, "get_server_list", ANSWER_SECONDS, environment)
+def answers(program: str) -> bool:
+    """Whether the daemon of this environment does."""
+    return _tell(program, "get_server_list", ANSWER_SECONDS)
+
+
+def _listens(pipes: str) -> bool:
+    """Whether the daemon runs and has made its socket."""
+    return Path(pipes, "control").exists() and any(mps_processes(pipes))
 
 
 def stop(program: str) -> None:
@@ -94,19 +100,16 @@ def mps_processes(pipes: str | None = None) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if not (folder / "comm").read_text().startswith(COMMAND):
                 continue
-            wanted = b"" if pipes is None else f"{PIPES}={pipes}".encode()
-            if pipes is None or wanted in (folder / "environ").read_bytes().split(b"\0"):
+            variables = (folder / "environ").read_bytes().split(b"\0") if pipes else []
+            if not pipes or f"{PIPES}={pipes}".encode() in variables:
                 yield int(folder.name)
 
 
-def _tell(
-    program: str, command: str, seconds: float, environment: dict[str, str] | None = None
-) -> bool:
+def _tell(program: str, command: str, seconds: float) -> bool:
     try:
         done = subprocess.run(
             [program],
             input=f"{command}\n",
-            env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,

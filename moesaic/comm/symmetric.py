@@ -77,7 +77,6 @@ class SymmetricWindow(DeviceWindow):
         self._owners: tuple[Any, ...] = ()
 
     @classmethod
-    @torch.inference_mode(False)  # what is made in it could not be written outside it
     def create(
         cls,
         group: Peers,
@@ -89,6 +88,8 @@ class SymmetricWindow(DeviceWindow):
         """Called by all ranks of the group with the same planes; one RuntimeError on all of them
         if it fails on any."""
         nbytes = layout(specs, channels, group.size)[1]
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         if group.size == 1:
             region = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return cls(0, [region], specs, timeout, channels)
@@ -219,7 +220,7 @@ def _allocate(group: Peers, nbytes: int, device: torch.device) -> Tensor:
 def _rendezvous(memory: Tensor, group: Peers, store: Meeting) -> Any:
     """The same region of all ranks, mapped. torch looks the group up by its name."""
     os.environ.update(SWITCHES)
-    name = f"moesaic-window-{next(_numbers)}"
+    name: Any = f"moesaic-window-{next(_numbers)}"  # newer versions have a type of its own for it
     processes = ProcessGroup(store, group.rank, group.size)
     processes._set_group_name(name)
     _register_process_group(name, processes)

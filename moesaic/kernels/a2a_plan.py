@@ -36,9 +36,8 @@ MAX_WARPS = 8
 # Programs of a processor that are worth a try.
 DENSITIES = (1, 2, 4, 8)
 BLOCKS = (2048, 1024, 512)
-WIDEST = 8192
-# Of ranks that share a GPU, all but one may have waiting programs on it, each on a processor of its
-# own: this many leave some free, for kernels that need one whole, with up to 8 ranks.
+# Of a program that waits: its rows of all ranks lie in registers, and peers need some, too.
+WIDEST = 4096
 WAITING = 16
 GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
@@ -80,10 +79,16 @@ def collect_plan(tokens: int, hidden: int, size: int, machine: Machine) -> Plan:
     """Few tokens: a program takes a whole row, and waits itself."""
     wide = min(WIDEST, power_of_two(hidden))
     items = tokens * -(-hidden // wide)
-    if 0 < items <= machine.at_most(max(WAITING, machine.processors // (2 * size))):
+    if 0 < items <= machine.at_most(most_waiting(size, machine)):
         return Plan(wide, _warps(wide), items, waits=True)
     block = even_block(hidden, 1)
     return Plan(block, _warps(block), machine.at_most(tokens * -(-hidden // block)))
+
+
+def most_waiting(size: int, machine: Machine) -> int:
+    """Of ranks that share a GPU all but one may have waiting programs on it, each on a processor of
+    its own. So many leave some free, with up to 8 ranks, for kernels that need one whole."""
+    return max(WAITING, machine.processors // (2 * size))
 
 
 def seconds(programs: int, items: int, item_bytes: int) -> float:

@@ -75,7 +75,6 @@ REFUSED = (
     Problem(runner="flashinfer_mxfp4"),
     Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
     Problem(a2a="deepep", ep=3, tp=4),
-    Problem(a2a="deepep", device="cuda"),
 )
 
 

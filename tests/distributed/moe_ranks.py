@@ -91,7 +91,9 @@ class Combination:
         )
 
     def context(self, group: RankGroup, **options: Any) -> MoeContext:
-        options = {"max_tokens": MOST, "max_decode_tokens": MOST, "timeout": 10.0} | options
+        # On a GPU ranks may wait for others that compile.
+        timeout = 10.0 if self.where == "cpu" else 60.0
+        options = {"max_tokens": MOST, "max_decode_tokens": MOST, "timeout": timeout} | options
         context = MoeContext.make(
             self.problem,
             DTYPES[self.dtype],
@@ -208,6 +210,8 @@ def poison_all(group: RankGroup, context: MoeContext) -> None:
     """Nobody may still read, and nobody may write before all are done."""
     group.barrier("before poison")
     poison(context)
+    if context.workspace.device.type == "cuda":
+        torch.cuda.synchronize()
     group.barrier("after poison")
 
 

@@ -23,6 +23,7 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement
 from moesaic.moe.registry import Problem
+from moesaic.moe.runner.base import Workspace
 from tests.distributed.moe_ranks import DTYPES
 from tests.moe_oracle import Experts, config_of, random_topk
 
@@ -56,6 +57,7 @@ class Scenario:
     copies: int = 0
     extra: int = 0
     deterministic: bool = True
+    device: str = "cpu"
 
     def placement(self) -> Placement:
         generator = random.Random(self.ep + self.copies)
@@ -76,6 +78,7 @@ class Scenario:
             ep=self.ep,
             tp=self.ep,
             phases=("decode",),
+            device=self.device,
         )
         context = MoeContext.make(
             problem,
@@ -87,6 +90,7 @@ class Scenario:
             deterministic=self.deterministic,
         )
         experts = experts_of_all()
+        context = replace(context, workspace=Workspace())
         layer = FusedMoE(config_of(experts, TOP_K), context, placement=self.placement())
         experts.fill(layer)
         return layer
@@ -123,7 +127,8 @@ def run_on(group: RankGroup, scenario: Scenario) -> Tensor:
             (other_topk.weights_TK, topk.weights_TK),
         )
     )
-    y = layer(x, TopKOutput(layer.slot_map(ids), weights), Step(scenario.ep % 2 == 0, 0))
+    step = Step(scenario.ep % 2 == 0, 0, rows=MOST)
+    y = layer(x, TopKOutput(layer.slot_map(ids), weights), step)
     return y[front : front + scenario.split[group.rank]]
 
 
@@ -142,10 +147,10 @@ def threads(count: int) -> Iterator[None]:
 
 
 @lru_cache
-def bits(dtype: str, weights: str = "") -> Tensor:
+def bits(dtype: str, weights: str = "", device: str = "cpu") -> Tensor:
     """One rank, one thread, the plainest backend."""
     with threads(1):
-        scenario = Scenario(runner="triton_kernel", dtype=dtype, weights=weights)
+        scenario = Scenario(runner="triton_kernel", dtype=dtype, weights=weights, device=device)
         return run_on(RankGroup.alone(), scenario)
 
 
@@ -186,7 +191,7 @@ def differing(pool: LocalRanks, scenarios: list[Scenario]) -> list[str]:
     found = []
     for number, scenario in enumerate(scenarios):
         y_TH = torch.cat([results[number] for results in by_rank])
-        wanted = bits(scenario.dtype, scenario.weights)
+        wanted = bits(scenario.dtype, scenario.weights, scenario.device)
         if not torch.equal(y_TH, wanted):
             tokens_off = int((y_TH != wanted).any(1).sum())
             found.append(f"{tokens_off} tokens differ: {scenario}")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moesaic.kernels.triton import experts_hopper, norm, routing, sampling, sort
+from moesaic.kernels.triton import a2a, a2a_collect, experts_hopper, norm, routing, sampling, sort
 from moesaic.kernels.triton.experts_large import LargeConfig
 
-# Of steps of any size the same kernel.
+A_CALL = {"rank", "channel", "tag"}
+# Of steps of any size the same kernel, and of all layers.
 UNSPECIALISED = [
     (norm._norm_kernel, {"rows"}),
     (routing._route_kernel, {"num_rows"}),
@@ -23,6 +24,11 @@ UNSPECIALISED = [
     (sort._sort_few, {"num_counters"}),
     (sort._place_chunks, {"num_counters", "num_chunks"}),
     (sort._blocks, {"num_counters"}),
+    (a2a._signal_kernel, A_CALL),
+    (a2a._wait_kernel, A_CALL | {"fill"}),
+    (a2a._send_kernel, A_CALL | {"rows", "num_rows"}),
+    (a2a_collect.collect_rows_kernel, A_CALL | {"rows", "num_rows"}),
+    (a2a_collect.collect_pairs_kernel, A_CALL | {"rows", "num_rows"}),
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL
 from moesaic.kernels.experts import PairSum, finished
-from moesaic.kernels.tuning import quantises_inner
+from moesaic.kernels.tuning import block_for, quantises_inner
 from moesaic.layers.module import MatrixSlot
 from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.backends import load_backends
@@ -380,8 +380,38 @@ def test_all_runners_take_what_comes_on_a_gpu() -> None:
             problem = Problem(runner=runner.name, weights=weights, dtype=dtype, device="cuda")
             assert supports(problem).ok
     for name, backend in A2A_REGISTRY.items():
-        assert supports(Problem(a2a=name, device="cuda")).ok == (name == "none")
-        assert ("cuda" in backend.providers) == (name == "none")
+        assert "cuda" in backend.providers
+        assert all(supports(Problem(a2a=name, device="cuda", ep=n, tp=n)).ok for n in (1, 4))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pairs_that_others_will_sum(deterministic: bool) -> None:
+    """They are left unweighted where they are waited for, in blocks for those likely to be here."""
+    layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
+    count, one_in = 100, 4
+    x_TH, topk = tokens(count).to(DEVICE), routed(count, "some are nobody's")
+    ids = topk.ids_TK.to(DEVICE)
+    y_NH = torch.full((count * K, H), torch.nan, dtype=DTYPE, device=DEVICE)
+    x = PAYLOAD_FORMATS[DTYPE_NAMES[DTYPE]].encode(x_TH)
+    rows = StandardDispatchOutput("handle", x, ids, None, y_NH=y_NH, one_in=one_in)
+    runner = layer.runner
+    context = RunContext(runner.config, runner.core, layer.weights, Workspace(DEVICE))
+    groups = pre_permute_pairs(rows, context).groups
+    all_pairs, expected = count * K, count * K // one_in
+    here = torch.device(DEVICE)
+    if not deterministic:
+        sizes = (DTYPE_NAMES[DTYPE], E, H, INNER)
+        assert groups.block == block_for(*sizes, expected, here)
+        assert groups.block < block_for(*sizes, all_pairs, here)
+        assert groups.planned_places == expected and groups.num_places == all_pairs
+    result = runner.run(rows, layer.weights, context.workspace)
+    assert isinstance(result, RowsCombineInput) and result.pairs
+    assert result.y_RH.data_ptr() == y_NH.data_ptr()
+    weights_TK1 = topk.weights_TK.to(DEVICE).unsqueeze(2)
+    weighted_TKH = result.y_RH.view(count, K, H).float() * weights_TK1
+    total_TH = torch.where((ids >= 0).unsqueeze(2), weighted_TKH, 0.0).sum(1)
+    plain_TH = forward(layer, tokens(count), topk, torch.int64)
+    assert relative_error(total_TH.cpu(), plain_TH) < (1e-2 if GPU else 1e-6)
 
 
 def test_nothing_is_encoded_to_travel_nowhere() -> None:

@@ -25,6 +25,7 @@ from moesaic.moe.registry import (
     Problem,
     RunnerBackend,
     combinations_of,
+    formats_of,
     modes_of,
     payload_of,
     register_a2a,
@@ -156,15 +157,6 @@ def test_message_names_flag_and_value(problem: Problem):
             "none has no provider for tpu, only for cpu, cuda; no choice of backends would help",
         ),
         (
-            Problem(a2a="deepep", device="cuda"),
-            "deepep has no provider for cuda, only for cpu; use --moe-a2a-backend none",
-        ),
-        (
-            Problem(device="cuda", tp=2, ep=2),
-            "several ranks on cuda are not built yet (tp 2): take --tp-size 1 there, or --device "
-            "cpu; no choice of backends would help",
-        ),
-        (
             Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
             "payload fp8 would be rounded again: int8_w8a8 weights are multiplied with int8",
         ),
@@ -232,15 +224,15 @@ def test_payload_follows_weights_where_all_agree():
 
 def test_declared_formats_have_their_functions():
     """What the matrix allows can be put together: permutes or a fused function for every pair."""
-    for a2a in A2A_REGISTRY.values():
-        for format in a2a.formats.values():
+    for a2a, device in product(A2A_REGISTRY.values(), ("cpu", "cuda")):
+        for format in a2a.formats_for(device).values():
             for runner in RUNNER_REGISTRY.values():
                 if format not in runner.layouts:
                     continue
                 if format == "fused":
-                    assert POOL.fused_func(a2a.name, runner.name) is not None
+                    assert POOL.fused_func(a2a.name, runner.name, device) is not None
                 else:
-                    assert format in POOL.formats_of(runner.name)
+                    assert format in POOL.formats_of(runner.name, device)
 
 
 @pytest.mark.parametrize(
@@ -283,3 +275,26 @@ def test_docs_show_the_matrix():
             ticked = {column for column, tick in zip(head[1:], ticks, strict=True) if tick}
             assert ticked == set(getattr(registry[name], field))
     assert all(flags(problem) in page for problem in (*RESOLVED, *REFUSED))
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_every_backend_serves_ranks_on_cuda(tp: int):
+    """Its low-latency rows come as `standard` there; one rank sends what it has."""
+    for name, backend in A2A_REGISTRY.items():
+        for mode, format in backend.formats_for("cuda").items():
+            problem = Problem(a2a=name, mode=mode, weights="fp8_block", device="cuda", tp=tp, ep=tp)
+            choice = resolve(problem).problem
+            assert formats_of(choice) == (format,) and format != "deepep_ll"
+            sent = "fp8" if tp > 1 and "fp8" in backend.payloads else "bf16"
+            assert (choice.payload, name) == (sent, name)
+
+
+@pytest.mark.parametrize(
+    "formats", [{"normal": "standard"}, {"normal": "standard", "low_latency": "blocks"}]
+)
+def test_formats_of_a_device_are_checked(formats: dict[str, str]):
+    both = {"normal": "standard", "low_latency": "standard"}
+    strange = A2aBackend("strange", "", both, ("bf16",), formats_on={"cuda": formats})
+    with pytest.raises(ValueError, match=r"'strange': formats .* on cuda: give one of .*standard"):
+        register_a2a(strange)
+    assert "strange" not in A2A_REGISTRY

@@ -81,7 +81,7 @@ def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
     mps = start_mps()
     pipes = mps.environment[PIPES]
     assert mps.is_own
-    assert len(list(mps_processes(pipes))) == 1
+    assert any(mps_processes(pipes))
     assert os.stat(pipes).st_mode & 0o777 == 0o700
     assert Path(mps.environment[LOGS]).is_dir()
     assert os.environ.get(PIPES) is None
@@ -102,7 +102,7 @@ def test_a_server_that_dies_leaves_nothing(number: int, fake: Path):
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     pipes = server.stdout.readline().strip()
-    assert len(list(mps_processes(pipes))) == 1
+    assert any(mps_processes(pipes))
     server.send_signal(number)
     server.wait()
     server.stdout.close()
@@ -117,7 +117,7 @@ def test_a_daemon_that_does_not_go_is_killed(fake: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(LOGS, str(fake))
     program = str(fake / PROGRAM)
     assert mps_watch.start(program) == ""
-    assert len(list(mps_processes(str(fake)))) == 1
+    assert any(mps_processes(str(fake)))
     mps_watch.stop(program)
     assert until(lambda: not any(mps_processes(str(fake))))
 

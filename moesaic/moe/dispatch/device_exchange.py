@@ -25,9 +25,9 @@ from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.dispatch.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
-# Of a lane: rows are here, results are here.
-ROWS, RESULTS = 0, 1
-CHANNELS = 2
+# Of a lane: rows are here, results are here; those of the second half, where there are two.
+ROWS, RESULTS, SECOND = 0, 1, 2
+CHANNELS = 3
 STAYS = -1
 
 
@@ -78,7 +78,8 @@ class DeviceExchange(InFlight):
         device = torch.get_default_device()
         self.window = create(comm.group, spec.planes(), comm.timeout, spec.channels, device)
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
-        self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # or it could not be written outside that mode
+            self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """Who takes part, where kernels are."""
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.kernels.a2a import signal, wait
+from moesaic.kernels.a2a import Call, signal, wait
 from moesaic.kernels.quantise import quantise_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_exchange import RESULTS, ROWS, DeviceExchangeSpec
+from moesaic.moe.dispatch.device_exchange import RESULTS, ROWS, SECOND, DeviceExchangeSpec
 from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, Route
 from moesaic.moe.formats import (
-    CombineInput,
     DispatchOutput,
-    RowsCombineInput,
     StandardDispatchOutput,
     TopKOutput,
 )
@@ -46,9 +44,10 @@ class DeviceReplicated(DeviceRowsDispatcher):
 
     No token that arrives says that its rank has taken the last results, so results have two halves,
     which layers take in turn. Whoever writes the half of two layers ago has seen the results of the
-    last layer of all ranks, which they gave after they had taken those of two layers ago. Where a
-    pass over the layers begins (each knows its place, also while a graph is captured), ranks meet
-    first: the last pass may have ended with the same half.
+    last layer of all ranks, which they gave after they had taken those of two layers ago. Each half
+    has a channel of its own, for the same reason: a rank may give its next results before others
+    have looked at its last ones. Where a pass over the layers begins (each knows its place, also
+    while a graph is captured), ranks meet first: the last pass may have ended with the same half.
     """
 
     name = "none"
@@ -95,7 +94,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
             self._encoded(tokens.x_TH),
             self.layout.local(tokens.ids_TK),
             tokens.weights_TK,
-            **self._room(len(tokens.x_TH), self._half(route)),
+            **self._room(len(tokens.x_TH), self._target(route)),
         )
 
     def _encoded(self, x_TH: Tensor) -> Payload:
@@ -106,20 +105,18 @@ class DeviceReplicated(DeviceRowsDispatcher):
             return Payload(*values, payload)
         return self.config.encode(x_TH)
 
-    def _half(self, route: Same) -> Tensor:
+    def _target(self, route: Route) -> Tensor:
+        assert isinstance(route, Same)
         return self.exchange.results(route.lane).tensor_split(2)[route.half]
 
-    def _combine_a(self, results: CombineInput) -> Route:
-        assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
-        route: Same = results.handle
-        self._put(results.y_RH, self._half(route))
-        signal(self._calls[route.lane][RESULTS])
-        return route
+    def _given(self, route: Route) -> Call:
+        assert isinstance(route, Same)
+        return self._calls[route.lane][SECOND if route.half else RESULTS]
 
     def _combine_b(self, route: Route) -> Tensor:
         """Rows of no rank: `collect` then takes row t for token t, wherever it is."""
         assert isinstance(route, Same)
-        nbytes = self._half(route).nbytes
+        nbytes = self._target(route).nbytes
         offset = self.exchange.results_offset(route.lane) + route.half * nbytes
         y_TH = self._collect(route, 0, offset)
         self.exchange.end(route.lane)

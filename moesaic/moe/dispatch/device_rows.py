@@ -28,6 +28,7 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import (
+    Call,
     Spread,
     Tokens,
     collect_pairs,
@@ -35,10 +36,10 @@ from moesaic.kernels.a2a import (
     receive,
     send,
     signal,
-    wait,
 )
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device_exchange import (
+    CHANNELS,
     RESULTS,
     ROWS,
     DeviceExchange,
@@ -51,6 +52,9 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
+
+PHASES = ("dispatch", "combine", "combine")
+assert len(PHASES) == CHANNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,12 @@ class DeviceRowsDispatcher(BaseDispatcher):
         self._calls = [
             [
                 self.exchange.call(kind, lane, self.operation(phase), config.layer)
-                for kind, phase in ((ROWS, "dispatch"), (RESULTS, "combine"))
+                for kind, phase in enumerate(PHASES)
             ]
             for lane in range(config.lanes)
         ]
+        # With one lane combine's halves follow each other: the kernel that waits signals, too.
+        self._early = config.lanes > 1
         self._prepare()
 
     def _prepare(self) -> None:
@@ -148,7 +154,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return route
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
-        ids_TK, weights_TK = topk.ids_TK.contiguous(), topk.weights_TK.contiguous()
+        ids_TK, weights_TK = topk.ids_TK.int().contiguous(), topk.weights_TK.contiguous()
         return Tokens(x_TH.contiguous(), ids_TK, weights_TK, step.num_tokens_1)
 
     def _send(self, route: Route) -> None:
@@ -166,7 +172,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
             exchange.received(lane, rows, self.config.global_scale),
             exchange.ids(lane, rows),
             exchange.weights(lane, rows),
-            **self._room(rows, exchange.results(lane)),
+            **self._room(rows, self._target(route)),
         )
 
     def _room(self, rows: int, results: Tensor) -> dict[str, Any]:
@@ -182,9 +188,18 @@ class DeviceRowsDispatcher(BaseDispatcher):
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
         route: Route = results.handle
-        self._put(results.y_RH, self.exchange.results(route.lane))
-        signal(self._calls[route.lane][RESULTS])
+        self._put(results.y_RH, self._target(route))
+        if self._early:
+            signal(self._given(route))
         return route
+
+    def _target(self, route: Route) -> Tensor:
+        """Where this rank's results go."""
+        return self.exchange.results(route.lane)
+
+    def _given(self, route: Route) -> Call:
+        """The channel that says so."""
+        return self._calls[route.lane][RESULTS]
 
     def _put(self, y_RH: Tensor, target_OH: Tensor) -> None:
         """Where it is not yet: a hook may have given something else."""
@@ -199,15 +214,12 @@ class DeviceRowsDispatcher(BaseDispatcher):
     def _collect(self, route: Route, rows: int, results: int) -> Tensor:
         """Rows that fill up a fixed shape have no slots: zeros, unlike those that `collect` is told
         of, which it would leave as they are."""
-        tokens, call = route.tokens, self._calls[route.lane][RESULTS]
+        tokens, call = route.tokens, self._given(route)
         shape = (len(tokens.x_TH), self.config.hidden_size)
         y_TH = torch.empty(shape, dtype=self.config.dtype, device=tokens.x_TH.device)
-        if len(y_TH) == 0:
-            wait(call)
-            return y_TH
         own = Tokens(tokens.x_TH, tokens.ids_TK, tokens.weights_TK)
         collect = collect_pairs if self.by_pairs else collect_rows
-        return collect(y_TH, own, rows, results, self.spread, call)
+        return collect(y_TH, own, rows, results, self.spread, call, not self._early)
 
 
 def device_buffers(

@@ -1,0 +1,172 @@
+"""Ranks within one process whose kernels write into each other's regions: for tests of kernels.
+
+P ranks · C rows of each · T tokens of one · K chosen · H hidden. Every case is computed twice, by
+kernels and by their twins on CPU, in regions that held the same garbage before: so they must be the
+same to the last byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.device_window import HostWindow
+from moesaic.comm.window import PlaneSpec
+from moesaic.kernels.a2a import DESK_WORDS, Inbox, Mail, Spread, Tokens
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from tests.kernels.triton_cases import DEVICE
+
+ROWS, RESULTS = 0, 1  # channels
+TIMEOUT = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`counts`: tokens of each rank; as many rows are tensors as there are rows, and `num_tokens_1`
+    says how many count, where `padded`."""
+
+    counts: tuple[int, ...] = (2, 0, 3)
+    rows: int = 3
+    top_k: int = 3
+    hidden: int = 96
+    payload: str = "fp32"
+    dtype: torch.dtype = torch.float32
+    slots: int = 2
+    width: int = 1
+    everywhere: bool = False
+    weights: bool = False
+    padded: bool = False
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return len(self.counts)
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.slots, self.width, self.everywhere)
+
+    def specs(self) -> list[PlaneSpec]:
+        rows, format = self.size * self.rows, PAYLOAD_FORMATS[self.payload]
+        values = format.row_bytes(self.hidden) - self.scale_bytes
+        return [
+            PlaneSpec("values", (rows, values), torch.uint8),
+            PlaneSpec("scales", (rows, max(1, self.scale_bytes)), torch.uint8),
+            PlaneSpec("ids", (rows, self.top_k), torch.int32),
+            PlaneSpec("weights", (rows, self.top_k), torch.float32),
+            PlaneSpec("results", (rows, self.hidden), self.dtype),
+            PlaneSpec("pairs", (rows * self.top_k, self.hidden), self.dtype),
+        ]
+
+    @property
+    def scale_bytes(self) -> int:
+        scales = PAYLOAD_FORMATS[self.payload].scales
+        return scales.width(self.hidden) * scales.dtype.itemsize if scales else 0
+
+    def inbox(self, window: HostWindow) -> Inbox:
+        values, scales, ids, weights = map(window.offset, ("values", "scales", "ids", "weights"))
+        value_bytes = PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden) - self.scale_bytes
+        weights = weights if self.weights else -1
+        where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
+        return Inbox(self.payload, *where, self.scale)
+
+    def windows(self, device: str) -> list[HostWindow]:
+        made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)
+        first = min(made[0].offset(spec.name) for spec in self.specs())
+        for window in made:
+            window.mail.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
+            window.plane("ids").fill_(0x55)
+        return made if device == "cpu" else _moved(made, device)
+
+    def tokens(self, rank: int, seed: int = 0) -> Tokens:
+        """Some ids are -1, and one token has nothing else."""
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        count = self.rows if self.padded else self.counts[rank]
+        x_TH = torch.randn(count, self.hidden, generator=generator)
+        x_TH *= torch.logspace(-3, 3, self.hidden)
+        slots = self.size // self.width * self.slots
+        ids_TK = torch.rand(count, slots, generator=generator).topk(self.top_k, -1).indices
+        ids_TK[torch.rand(count, self.top_k, generator=generator) < 0.2] = -1
+        ids_TK[1:2] = -1
+        weights_TK = torch.rand(count, self.top_k, generator=generator)
+        tokens = torch.tensor([self.counts[rank]], dtype=torch.int32) if self.padded else None
+        return Tokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
+
+
+def _moved(windows: list[HostWindow], device: str) -> list[HostWindow]:
+    regions = tuple(region.to(device) for region in windows[0].mail.regions)
+    bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
+    for window in windows:
+        desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
+        state = window.mail.state.to(device)
+        window.mail = Mail(window.rank, window.size, regions, bases_P, 0, state, desk)
+    return windows
+
+
+def on_device(tokens: Tokens) -> Tokens:
+    moved = [tensor.to(DEVICE) for tensor in (tokens.x_TH, tokens.ids_TK, tokens.weights_TK)]
+    num_tokens_1 = tokens.num_tokens_1
+    return Tokens(*moved, None if num_tokens_1 is None else num_tokens_1.to(DEVICE))
+
+
+def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindow]) -> None:
+    """Regions, flags among them, what ranks count, and what lies on the desks."""
+    for one, other in zip(out, wanted, strict=True):
+        assert one.mail.state.tolist() == other.mail.state.tolist()
+        assert one.mail.desk.tolist() == other.mail.desk.tolist()
+        region, wanted_region = _region(case, one), _region(case, other)
+        differ = (region != wanted_region).nonzero().flatten().tolist()
+        assert not differ, f"rank {one.rank}: bytes {differ[:4]} of {_planes(one)}"
+
+
+def _region(case: Case, window: HostWindow) -> Tensor:
+    """Of e4m3 a zero may lose its sign."""
+    region = window.mail.regions[window.rank].cpu().clone()
+    if case.payload == "fp8":
+        first, nbytes = window.offset("values"), window.plane("values").numel()
+        values = region[first : first + nbytes]
+        values[values == 0x80] = 0
+    return region
+
+
+def _planes(window: HostWindow) -> dict[str, int]:
+    names = ("values", "scales", "ids", "weights", "results", "pairs")
+    return {name: window.offset(name) for name in names}
+
+
+def write_results(case: Case, windows: list[HostWindow], seed: int) -> None:
+    """Of rows and pairs that a rank has slots of; all others stay NaN."""
+    for window in windows:
+        generator = torch.Generator().manual_seed(1000 + 10 * seed + window.rank)
+        has_RK = window.plane("ids").cpu() >= 0
+        rows = has_RK.any(1)
+        y_RH = torch.randn(len(rows), case.hidden, generator=generator).to(case.dtype)
+        y_NH = torch.randn(has_RK.numel(), case.hidden, generator=generator).to(case.dtype)
+        if case.everywhere:
+            counts_R = torch.tensor(case.counts).repeat_interleave(case.rows)
+            rows = torch.arange(case.rows).repeat(case.size) < counts_R
+        _write(window.plane("results"), y_RH, rows)
+        _write(window.plane("pairs"), y_NH, has_RK.flatten())
+
+
+def _write(plane: Tensor, values: Tensor, mask: Tensor) -> None:
+    plane[mask.to(plane.device)] = values[mask].to(plane.device)
+
+
+def oracle(case: Case, windows: list[HostWindow], rank: int, tokens: Tokens, pairs: bool) -> Tensor:
+    """In float64, pair by pair."""
+    out_TH = torch.zeros(case.counts[rank], case.hidden, dtype=torch.float64)
+    for token in range(case.counts[rank]):
+        ids = tokens.ids_TK[token].tolist()
+        groups = {slot // case.slots for slot in ids if slot >= 0}
+        row = rank * case.rows + token
+        for peer, window in enumerate(windows):
+            if not pairs and (case.everywhere or peer // case.width in groups):
+                out_TH[token] += window.plane("results")[row].double()
+            for k, slot in enumerate(ids if pairs else ()):
+                if slot >= 0 and slot // case.slots == peer // case.width:
+                    y_H = window.plane("pairs")[row * case.top_k + k].double()
+                    out_TH[token] += y_H * float(tokens.weights_TK[token, k])
+    return out_TH

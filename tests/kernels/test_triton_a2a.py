@@ -1,0 +1,264 @@
+"""Kernels between ranks against their twins, byte by byte, and against an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.comm.device_window import HostWindow, OutOfStep
+from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.kernels import a2a as twins
+from moesaic.kernels import a2a_plan
+from moesaic.kernels.a2a import Failure, State, Tokens
+from moesaic.kernels.triton import a2a as kernels
+from tests.kernels.a2a_cases import (
+    RESULTS,
+    ROWS,
+    Case,
+    assert_same_memory,
+    on_device,
+    oracle,
+    write_results,
+)
+from tests.kernels.triton_cases import DEVICE, GPU, compile_apart
+
+Windows = list[HostWindow]
+HALF, BF16 = torch.float16, torch.bfloat16
+SMALL = [
+    Case(counts=(1, 0, 2), rows=2),
+    Case(counts=(0, 0), rows=0, top_k=1),
+    Case(counts=(0, 1), rows=2, top_k=1, hidden=520, payload="fp16", dtype=HALF, padded=True),
+    Case(counts=(1, 0, 0, 1), rows=1, top_k=2, slots=3, width=2, hidden=40),
+]
+PAYLOADS = [
+    Case(counts=(1, 1), rows=1, payload="fp8", hidden=200, weights=True),
+    Case(counts=(1, 0), rows=1, payload="int8", everywhere=True),
+    Case(counts=(2, 0), rows=2, top_k=4, payload="nvfp4", scale=0.03),
+    Case(counts=(1, 0), rows=1, payload="mxfp4", dtype=HALF),
+    Case(counts=(1, 1), rows=1, payload="bf16", dtype=BF16, hidden=7),
+]
+# In the interpreter these take their time.
+LARGE = [
+    pytest.param(case, marks=() if GPU else pytest.mark.slow)
+    for case in (
+        Case(
+            counts=(1, 3, 0, 2), rows=4, width=2, slots=3, payload="fp8", hidden=200, weights=True
+        ),
+        Case(counts=(2, 1, 1, 3), rows=3, width=2, everywhere=True, payload="int8"),
+        Case(counts=(3, 2), rows=3, top_k=4, payload="nvfp4", scale=0.03, padded=True),
+        Case(counts=(2,) * 8, rows=2, top_k=8, payload="mxfp4", dtype=HALF, weights=True),
+        Case(counts=(2,), rows=2, top_k=1, payload="fp8", hidden=128),
+        Case(counts=(9, 17), rows=17, top_k=2, hidden=1200),
+    )
+]
+
+
+def both(case: Case) -> tuple[Windows, Windows]:
+    return case.windows(DEVICE), case.windows("cpu")
+
+
+def send_all(case: Case, windows: Windows, send: Callable[..., None], seed: int = 0) -> None:
+    for window in windows:
+        tokens = case.tokens(window.rank, seed)
+        tokens = tokens if send is twins.send.twin else on_device(tokens)
+        call = window.call(ROWS, "dispatch", tag=seed)
+        send(tokens, case.rows, case.inbox(window), case.spread, call)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *PAYLOADS, *LARGE], ids=str)
+def test_rows_arrive_as_those_of_the_twins(case: Case) -> None:
+    ours, theirs = both(case)
+    rounds = 2 if case is SMALL[0] or GPU else 1
+    for seed in range(rounds):
+        send_all(case, ours, kernels.send, seed)
+        send_all(case, theirs, twins.send.twin, seed)
+        assert_same_memory(case, ours, theirs)
+        for window in ours:
+            place = (case.rows, case.top_k, window.offset("ids"))
+            kernels.receive(window.call(ROWS, "dispatch", tag=seed), *place)
+            window.check()
+    assert_same_memory(case, ours, theirs)
+    assert ours[0].mail.state[State.CHANNELS] == rounds
+
+
+def test_the_example_of_send() -> None:
+    """Rank 1 with one token of ids [3, 0]; rank 0 has none."""
+    case = Case(counts=(0, 1), rows=2, top_k=2, hidden=16)
+    windows = case.windows(DEVICE)
+    tokens = replace(case.tokens(1), ids_TK=torch.tensor([[3, 0]], dtype=torch.int32))
+    call = windows[1].call(ROWS, "dispatch")
+    kernels.send(on_device(tokens), 2, case.inbox(windows[1]), case.spread, call)
+    assert windows[0].plane("ids")[2:].tolist() == [[-1, 0], [-1, -1]]
+    assert windows[1].plane("ids")[2:].tolist() == [[1, -1], [-1, -1]]
+    for window in windows:
+        values = window.plane("values").view(torch.float32).cpu()
+        assert torch.equal(values[2:3], tokens.x_TH)
+        assert values[:2].isnan().all() and values[3].isnan().all()
+
+
+def collected(
+    case: Case, windows: Windows, rank: int, pairs: bool, signals: bool, twin: bool = False
+) -> Tensor:
+    """Of what the twins collect, and of the kernels; rows that are no tokens are 7."""
+    name = "collect_pairs" if pairs else "collect_rows"
+    collect = getattr(twins, name).twin if twin else getattr(kernels, name)
+    tokens = case.tokens(rank) if twin else on_device(case.tokens(rank))
+    window = windows[rank]
+    out_TH = torch.full_like(tokens.x_TH, 7.0)
+    offset = window.offset("pairs" if pairs else "results")
+    call = window.call(RESULTS, "combine", tag=int(pairs))
+    out_TH = collect(out_TH, tokens, case.rows, offset, case.spread, call, signals)
+    window.check()
+    return out_TH.cpu()
+
+
+def check_collected(case: Case, windows: Windows, rank: int, pairs: bool, out_TH: Tensor) -> None:
+    count, tokens = case.counts[rank], case.tokens(rank)
+    assert (out_TH[count:] == 7).all()
+    wanted_TH = oracle(case, windows, rank, tokens, pairs)
+    bound = 1e-5 if case.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out_TH[:count].double(), wanted_TH, atol=bound, rtol=bound)
+
+
+def place_ids(case: Case, windows: Windows) -> None:
+    """As if they had arrived: by the twins, which the kernels that send are held against."""
+    sent = case.windows("cpu")
+    send_all(case, sent, twins.send.twin)
+    for window in windows:
+        window.plane("ids").copy_(sent[window.rank].plane("ids"))
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
+@pytest.mark.parametrize("few", [True, False])
+def test_results_are_summed_as_by_the_twins(
+    case: Case, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs that wait and by those behind one that does; the last rank signals as it
+    collects."""
+    if not few:
+        monkeypatch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
+    ours, theirs = both(case)
+    for windows in (ours, theirs):
+        place_ids(case, windows)
+    for pairs in (False, True):
+        for windows in (ours, theirs):
+            write_results(case, windows, seed=int(pairs))
+        last = case.size - 1
+        for rank in range(last):
+            kernels.signal(ours[rank].call(RESULTS, "combine", tag=int(pairs)))
+            twins.signal.twin(theirs[rank].call(RESULTS, "combine", tag=int(pairs)))
+        for rank in reversed(range(case.size)):
+            signals = rank == last
+            out_TH = collected(case, ours, rank, pairs, signals)
+            wanted_TH = collected(case, theirs, rank, pairs, signals, twin=True)
+            assert torch.equal(out_TH, wanted_TH)
+            check_collected(case, theirs, rank, pairs, out_TH)
+    assert_same_memory(case, ours, theirs)
+
+
+FAILURES = [
+    (Failure.TIMEOUT, PeerTimeout, r"\b2\b"),
+    (Failure.OUT_OF_STEP, OutOfStep, "rank 2 is in layer 9, this rank in layer 1"),
+    (Failure.ABORTED, WindowAborted, "because"),
+]
+
+
+@pytest.mark.parametrize("failure, error, text", FAILURES)
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_peer_that_is_not_there(
+    failure: Failure, error: type[Exception], text: str, collects: bool
+) -> None:
+    """What the wait leaves on the desk, and that nothing is sent afterwards."""
+    case = Case(counts=(1, 0, 1), rows=1, hidden=16)
+    made = both(case)
+    for windows, signal in zip(made, (kernels.signal, twins.signal.twin), strict=True):
+        for window in windows:
+            window.mail.state[State.TIMEOUT_NS] = int(0.05e9)
+        for rank in (0, 1):
+            signal(windows[rank].call(RESULTS, "combine", tag=1))
+        if failure == Failure.OUT_OF_STEP:
+            signal(windows[2].call(RESULTS, "combine", tag=9))
+        if failure == Failure.ABORTED:
+            windows[0].abort("because")
+    ours, theirs = made
+    twins.wait.twin(theirs[0].call(RESULTS, "combine", tag=1))
+    call = ours[0].call(RESULTS, "combine", tag=1)
+    if collects:
+        tokens = on_device(case.tokens(0))
+        place = (case.rows, ours[0].offset("results"), case.spread)
+        kernels.collect_rows(torch.empty_like(tokens.x_TH), tokens, *place, call)
+    else:
+        kernels.wait(call)
+    if GPU:
+        torch.cuda.synchronize()
+    assert_same_memory(case, ours, theirs)
+    for windows in made:
+        with pytest.raises(error, match=text):
+            windows[0].check()
+    send_all(case, ours[:1], kernels.send)
+    kernels.signal(call)
+    assert_same_memory(case, ours, theirs)
+
+
+def test_a_new_generation_without_one_of_them() -> None:
+    """Its rows get ids of -1, and its flags are not waited for."""
+    case = Case(counts=(1, 1, 1), rows=1, hidden=16)
+    ours, theirs = both(case)
+    for windows, module in ((ours, kernels), (theirs, twins)):
+        twin = module is twins
+        for window in windows[1:]:
+            window.restart(5, active=(1, 2))
+        send = twins.send.twin if twin else kernels.send
+        send_all(case, windows[1:], send)
+        for window in windows[1:]:
+            place = (case.rows, case.top_k, window.offset("ids"))
+            receive = twins.receive.twin if twin else kernels.receive
+            receive(window.call(ROWS, "dispatch"), *place)
+            window.check()
+            assert (window.plane("ids")[: case.rows] == -1).all()
+        write_results(case, windows, seed=0)
+        signal = twins.signal.twin if twin else kernels.signal
+        for window in windows[1:]:
+            signal(window.call(RESULTS, "combine"))
+    assert_same_memory(case, ours, theirs)
+    for rank in (1, 2):
+        for pairs in (False, True):
+            wanted_TH = collected_among(case, theirs, rank, pairs, twin=True)
+            assert torch.equal(collected_among(case, ours, rank, pairs), wanted_TH)
+            assert wanted_TH.isfinite().all()
+
+
+def collected_among(
+    case: Case, windows: Windows, rank: int, pairs: bool, twin: bool = False
+) -> Tensor:
+    """With the tag that was signalled."""
+    name = "collect_pairs" if pairs else "collect_rows"
+    collect = getattr(twins, name).twin if twin else getattr(kernels, name)
+    tokens: Tokens = case.tokens(rank) if twin else on_device(case.tokens(rank))
+    place = (case.rows, windows[rank].offset("pairs" if pairs else "results"), case.spread)
+    call = windows[rank].call(RESULTS, "combine")
+    return collect(torch.empty_like(tokens.x_TH), tokens, *place, call).cpu()
+
+
+def test_few_programs_do_the_same() -> None:
+    case = Case(counts=(3, 0), rows=3, top_k=2, hidden=600)
+    ours, theirs = both(case)
+    for window in ours:
+        call = replace(window.call(ROWS, "dispatch"), programs=2)
+        tokens = on_device(case.tokens(window.rank))
+        kernels.send(tokens, case.rows, case.inbox(window), case.spread, call)
+    send_all(case, theirs, twins.send.twin)
+    assert_same_memory(case, ours, theirs)
+
+
+def test_compiled_for_a_hopper_gpu() -> None:
+    compile_apart("aot_a2a")
+
+
+@pytest.mark.slow
+def test_all_of_them_compiled() -> None:
+    compile_apart("aot_a2a", "all")

@@ -1,0 +1,231 @@
+"""Windows for kernels: where planes lie, and what a rank is told when another does not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from math import prod
+
+import pytest
+import torch
+
+from moesaic.comm import device_window
+from moesaic.comm.device_window import (
+    ALIGN,
+    MAX_GENERATION,
+    DeviceWindow,
+    HostWindow,
+    layout,
+    window_bytes,
+)
+from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
+from moesaic.comm.group import RankGroup
+from moesaic.comm.window import PlaneSpec
+from moesaic.kernels.a2a import signal, wait
+
+SPECS = (PlaneSpec("x", (3, 5), torch.float32), PlaneSpec("ids", (7,), torch.int32))
+CPU = torch.device("cpu")
+SECONDS = 0.05
+
+
+def windows(size: int, timeout: float = SECONDS, channels: int = 2) -> list[HostWindow]:
+    return HostWindow.between(size, SPECS, timeout, channels)
+
+
+def test_planes_do_not_overlap():
+    offsets, nbytes = layout(SPECS, channels=3, size=50)
+    ends = [3 * 50 * 8]
+    for spec in SPECS:
+        assert offsets[spec.name] % ALIGN == 0 and offsets[spec.name] >= ends[-1]
+        ends.append(offsets[spec.name] + prod(spec.shape) * spec.dtype.itemsize)
+    assert nbytes >= ends[-1]
+    # Flags are of the ranks there are.
+    assert layout(SPECS, channels=3, size=2)[1] == 3 * ALIGN
+    assert window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
+
+
+def test_what_a_window_takes_on_a_gpu():
+    """It is known where there is none."""
+    assert window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
+    large = (PlaneSpec("x", (2 << 20,), torch.uint8),)
+    assert window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
+
+
+def test_one_array_of_each_rank():
+    a, b = windows(2)
+    a.plane("x", 1).fill_(2.0)
+    a.plane("ids").fill_(7)
+    assert b.plane("x").tolist() == [[2.0] * 5] * 3
+    assert b.plane("ids").tolist() == [0] * 7
+    assert b.plane("ids", 0).tolist() == [7] * 7
+    with pytest.raises(ValueError, match=r"no plane 'y': this window has \['ids', 'x'\]"):
+        a.plane("y")
+    with pytest.raises(ValueError, match="give each a name of its own"):
+        HostWindow.between(2, (SPECS[0], SPECS[0]), SECONDS, 1)
+
+
+def test_a_rank_alone():
+    """Made where models are: in inference mode, with another device for new tensors."""
+    with torch.inference_mode(), torch.device("meta"):
+        window = device_window.create(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
+    call = window.call(0, "alone")
+    signal(call)
+    wait(call)
+    window.check()
+    with torch.device("meta"):
+        window.restart(1)
+    step([window])
+    window.close()
+    window.close()
+
+
+def test_too_many_ranks():
+    group = RankGroup.alone()
+    group.size = 64
+    with pytest.raises(ValueError, match=r"a window holds 1\.\.63 ranks, not 64"):
+        device_window.create(group, SPECS, SECONDS, 2, CPU)
+
+
+def test_ranks_on_two_nodes():
+    group = RankGroup.alone()
+    group.size, group.nodes = 2, (0, 1)
+    with pytest.raises(ValueError, match=r"ranks on nodes \[0, 1\]: kernels reach memory of one"):
+        device_window.create(group, SPECS, SECONDS, 2, CPU)
+
+
+def step(ranks: Sequence[DeviceWindow], channel: int = 0, layer: int = 0) -> None:
+    """One operation in which all of them take part."""
+    calls = [window.call(channel, f"dispatch, layer {layer}", layer) for window in ranks]
+    for call in calls:
+        signal(call)
+    for call in calls:
+        wait(call)
+    for window in ranks:
+        window.check()
+
+
+def test_missing_ranks_are_named():
+    ranks = windows(4)
+    step(ranks)
+    step(ranks, layer=1)
+    for rank in (0, 2):
+        signal(ranks[rank].call(0, "dispatch, layer 2", 2))
+    wait(ranks[0].call(0, "dispatch, layer 2", 2))
+    with pytest.raises(PeerTimeout) as caught:
+        ranks[0].check()
+    assert caught.value.missing == (1, 3)
+    assert caught.value.seconds == SECONDS
+    assert str(caught.value) == "; ".join(
+        f"rank {rank} did not reach 'dispatch, layer 2' within 0.1 s (last seen: "
+        f"'dispatch, layer 1')"
+        for rank in (1, 3)
+    )
+
+
+def test_a_rank_that_never_came():
+    a, _ = windows(2)
+    signal(a.call(1, "combine, layer 5", 5))
+    wait(a.call(1, "combine, layer 5", 5))
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'combine, layer 5'.*not seen bef"):
+        a.check()
+
+
+def test_nothing_moves_after_a_failure():
+    """Kernels that follow neither wait nor signal, and the first complaint stays."""
+    a, b = windows(2, timeout=0.2)
+    signal(a.call(0, "first"))
+    wait(a.call(0, "first"))
+    started = time.monotonic()
+    signal(a.call(1, "second"))
+    wait(a.call(1, "second"))
+    assert time.monotonic() - started < 0.1
+    assert b.mail.flag(1, 1).tolist() == [0, 0]
+    for _ in range(2):
+        with pytest.raises(PeerTimeout, match="'first'"):
+            a.check()
+
+
+def test_another_layer():
+    a, b = windows(2)
+    signal(a.call(0, "dispatch, layer 3", 3))
+    signal(b.call(0, "dispatch, layer 4", 4))
+    wait(a.call(0, "dispatch, layer 3", 3))
+    with pytest.raises(OutOfStep, match=r"^dispatch, layer 3: rank 1 is in layer 4, this rank"):
+        a.check()
+
+
+def test_a_rank_that_has_gone_on():
+    a, b = windows(2)
+    signal(a.call(0, "dispatch"))
+    for _ in range(2):
+        signal(b.call(0, "dispatch"))
+    wait(a.call(0, "dispatch"))
+    with pytest.raises(OutOfStep, match="rank 1 has gone on without this one"):
+        a.check()
+
+
+def test_a_rank_left_behind():
+    a, b = windows(2)
+    b.restart(2)
+    signal(a.call(0, "dispatch"))
+    signal(b.call(0, "dispatch"))
+    wait(a.call(0, "dispatch"))
+    with pytest.raises(OutOfStep, match="rank 1 is in generation 2, this rank in 0: one of them"):
+        a.check()
+    # And the other sees nothing of its own generation.
+    wait(b.call(0, "dispatch"))
+    with pytest.raises(PeerTimeout, match="not seen before"):
+        b.check()
+
+
+def test_abort_ends_a_wait():
+    a, _ = windows(2, timeout=30.0)
+    signal(a.call(0, "dispatch"))
+    timer = threading.Timer(0.05, a.abort, ("rank 1 died",))
+    timer.start()
+    started = time.monotonic()
+    wait(a.call(0, "dispatch"))
+    assert time.monotonic() - started < 5.0
+    timer.join()
+    with pytest.raises(WindowAborted, match=r"^rank 1 died$"):
+        a.check()
+
+
+def test_restart_after_a_failure():
+    ranks = windows(3)
+    step(ranks)
+    signal(ranks[0].call(0, "lost"))
+    wait(ranks[0].call(0, "lost"))
+    ranks[1].abort("another failed")
+    for window in ranks:
+        window.restart(1)
+    for layer in range(3):
+        step(ranks, layer=layer)
+
+
+def test_ranks_that_take_no_part():
+    """They are neither waited for nor signalled, and may come back."""
+    ranks = windows(3)
+    others = [ranks[0], ranks[2]]
+    for window in others:
+        window.restart(1, [0, 2])
+    step(others)
+    assert ranks[1].mail.flag(1, 0).tolist() == [0, 0, 0]
+    for window in ranks:
+        window.restart(2)
+    step(ranks)
+
+
+def test_bad_restarts():
+    a, _ = windows(2)
+    a.restart(4)
+    with pytest.raises(ValueError, match=rf"generation 4: give one of 5\.\.{MAX_GENERATION}"):
+        a.restart(4)
+    with pytest.raises(ValueError, match="generation 32768: give one of"):
+        a.restart(1 << 15)
+    with pytest.raises(ValueError, match=r"active ranks \[1\]: give some of 0..1, with 0 among"):
+        a.restart(5, [1])
+    a.restart(MAX_GENERATION)
+    signal(a.call(0, "the last"))
+    assert int(a.mail.flag(0, 0)[0]) > 0
