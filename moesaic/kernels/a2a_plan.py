@@ -6,17 +6,17 @@ A kernel moves items: a row, or a piece of one. So many programs go through them
 
 A round is a load, and a store that is under way when the next load begins; an arrival is what a
 program adds to a kernel that counts its programs before it signals. The plan is the best number of
-programs by that, and no more than asked for: fewer leave the GPU to others. On an H200 (4.3 TB/s of
-reads and writes together), rows of 2048 bfloat16, 4 ranks, 8 of 128 experts chosen: a token goes to
-3.6 ranks on average.
+programs by that, and no more than asked for: fewer leave the GPU to others. What the model says (it
+is no measurement) of an H200, 4.3 TB/s of reads and writes together, 2048 bfloat16 a row, 4 ranks,
+8 of 128 experts chosen, so that a token goes to 3.6 ranks on average:
 
     tokens of a rank    send: bytes, time      collect_rows: bytes, time
     1                   19 KB     2 us         19 KB     2 us
-    128                 2.4 MB    3 us         2.4 MB    2 us
+    128                 2.4 MB    2.4 us       2.4 MB    2 us
     4096                77 MB     20 us        77 MB     18 us
 
 and four times the bytes, and so the time of the last line, where four ranks share a GPU. What a
-launch, a fence and a flag take comes on top, about 3 us a kernel.
+launch, a fence and a flag take comes on top, and is not in it.
 """
 
 from __future__ import annotations

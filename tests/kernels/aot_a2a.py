@@ -96,6 +96,22 @@ def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
         assert usage.ptx.rindex(ACQUIRE) < release < usage.ptx.index("ld.global.v4")
 
 
+def check_variants() -> None:
+    """With a number of tokens that only the device knows, and groups of two ranks."""
+    spread = {"SLOTS": 32, "WIDTH": 2}
+    plan = send_plan(4, 2048, "bf16", 4, Machine())
+    inbox = Inbox("bf16", 0, 0, 0, 0, 4096, 0)
+    for everywhere in (False, True):
+        fixed = {**spread, "EVERYWHERE": everywhere}
+        constants = a2a.send_constants(inbox, 2048, TOP_K, plan)
+        use(a2a._send_kernel, plan.warps, 4, **constants, **fixed)
+        few = collect_plan(4, 2048, 4, Machine())
+        fixed |= {"WAITS": True, "SIGNALS": False}
+        fixed |= a2a.collect_constants(2048, TOP_K, torch.bfloat16, few)
+        use(a2a_collect.collect_rows_kernel, few.warps, 4, **fixed)
+        use(a2a_collect.collect_pairs_kernel, few.warps, 4, **fixed)
+
+
 def main() -> None:
     check_signals(4)
     check_send("bf16", 16, 2048)
@@ -104,6 +120,7 @@ def main() -> None:
     check_collect(a2a_collect.collect_pairs_kernel, 16, 2048)
     if "all" not in sys.argv:
         return
+    check_variants()
     check_signals(3)
     check_signals(8)
     for payload in PAYLOAD_FORMATS:
