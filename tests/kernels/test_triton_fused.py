@@ -20,6 +20,8 @@ from moesaic.kernels.a2a import DESK_WORDS, Call, Desk, Inbox, Mail, Spread, Sta
 from moesaic.kernels.experts import Far, FeedForward, Matrices, Rows
 from moesaic.kernels.triton import a2a, experts, sort
 from tests import moe_oracle
+from tests.kernels.a2a_cases import Case, assert_same_memory
+from tests.kernels.test_triton_a2a import both, send_all
 from tests.kernels.test_triton_experts import BOUNDS, FP8, FP8_BOUND, NAMES, Layer, needs_gpu
 from tests.kernels.triton_cases import DEVICE, compile_apart, relative_error
 
@@ -163,24 +165,26 @@ def test_steps_of_three_ranks(format: str, dtype: torch.dtype) -> None:
         check(layer, ranks, tokens, ranks.step(tokens))
 
 
-@pytest.mark.parametrize("format, dtype", [("fp32", torch.float32), ("fp8_block", torch.float16)])
-def test_what_is_left_at_home(format: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(counts=(3, 0, 1), rows=3, at_home=True),
+        Case(counts=(2, 1), rows=3, payload="fp8", hidden=200, padded=True, at_home=True),
+    ],
+    ids=str,
+)
+def test_what_is_left_at_home(case: Case) -> None:
     """The same bytes as by torch, and nothing besides: rows that are no tokens, or have no experts,
     are left as they were."""
-    layer = Layer.random(RANKS, 128, 32, format, dtype)
-    whole, expected = (Ranks.of(layer) for _ in range(2))
-    tokens = draw_tokens(layer, (4, 0, 3))
-    tokens[0].ids_TK[1] = -1
-    for rank, own in enumerate(tokens):
-        own = replace(own, num_tokens_1=torch.tensor([len(own.x_TH)], dtype=torch.int32).to(DEVICE))
-        spread, inbox = whole.spread, whole.inbox
-        a2a.send(own, ROWS, inbox, spread, Call(whole.mails[rank], ROW_CHANNEL))
-        twins.send.twin(own, ROWS, inbox, spread, Call(expected.mails[rank], ROW_CHANNEL))
-    for mine, other in zip(whole.mails[0].regions, expected.mails[0].regions, strict=True):
-        assert torch.equal(mine, other)
-    kept = whole.mails[0].regions[0][inbox.values :][: ROWS * inbox.value_bytes]
-    untouched_C = (kept.view(ROWS, inbox.value_bytes) == 0xFF).all(1)
-    assert untouched_C.tolist() == [False, True, False, False, True]
+    ours, theirs = both(case)
+    send_all(case, ours, a2a.send)
+    send_all(case, theirs, twins.send.twin)
+    assert_same_memory(case, ours, theirs)
+    for window in ours:
+        written = (window.plane("values") != 0xFF).any(1).tolist()
+        chosen = (case.tokens(window.rank).ids_TK[: case.counts[window.rank]] >= 0).any(1).tolist()
+        assert written == chosen + [False] * (len(written) - len(chosen))
+        assert any(written) == (case.counts[window.rank] > 0)
 
 
 @pytest.mark.gpu
