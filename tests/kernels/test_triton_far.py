@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.comm.device_window import round_up
 from moesaic.kernels import experts as contract
 from moesaic.kernels.a2a import Mail
 from moesaic.kernels.experts import Far, Groups, Rows
@@ -30,16 +31,16 @@ from tests.kernels.test_triton_experts import (
 from tests.kernels.triton_cases import DEVICE, FLOATS
 
 FRONT = 512
-"""Bytes of a region before the rows."""
+"""Bytes of a region before the rows; regions and planes begin at multiples of it."""
 RANKS = 3
 
 
 def spread_out(x: Rows, count: int, ranks: int = RANKS) -> Rows:
     """Rows, `count` of each rank, in as many regions, where all else is NaN in any type."""
     value_bytes = count * x.values.shape[1] * x.values.element_size()
-    scales = FRONT + -(-value_bytes // 512) * 512
-    size = scales + (0 if x.scales is None else x.scales[:count].numel() * 4)
-    regions = torch.full((ranks, size + 512), 0xFF, dtype=torch.uint8, device=DEVICE).unbind(0)
+    scales = FRONT + round_up(value_bytes, FRONT)
+    size = scales + round_up(0 if x.scales is None else x.scales[:count].numel() * 4, FRONT)
+    regions = torch.full((ranks, size), 0xFF, dtype=torch.uint8, device=DEVICE).unbind(0)
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
     state = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     mail = Mail(0, ranks, regions, bases, 0, state, state)
