@@ -139,6 +139,9 @@ class Inbox:
     scale_bytes: int
     scale: float = 1.0
     """Of all rows, for payloads with a global one."""
+    at_home: bool = False
+    """Values and scales stay in the region of the token's rank, row t of their planes: only ids
+    and weights travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +247,30 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
         ids_CK = mail.plane(rank, inbox.ids + first * top_k * 4, (rows, top_k), torch.int32)
         ids_CK[:count], ids_CK[count:] = local_TK, -1
         goes_T = here_TK.any(1) | spread.everywhere
-        _put(mail, rank, inbox.values + first * inbox.value_bytes, values, goes_T)
-        if scales is not None:
-            _put(mail, rank, inbox.scales + first * inbox.scale_bytes, scales, goes_T)
+        if not inbox.at_home:
+            _put_rows(mail, rank, inbox, first, (values, scales), goes_T)
         if inbox.weights >= 0:
             place = inbox.weights + first * top_k * 4
             _put(mail, rank, place, tokens.weights_TK[:count], goes_T)
+    if inbox.at_home:
+        goes_T = (ids_TK >= 0).any(1) | spread.everywhere
+        _put_rows(mail, mail.rank, inbox, 0, (values, scales), goes_T)
     signal.twin(call)
+
+
+def _put_rows(
+    mail: Mail,
+    rank: int,
+    inbox: Inbox,
+    first: int,
+    rows: tuple[Tensor, Tensor | None],
+    goes_T: Tensor,
+) -> None:
+    """Values and scales, from row `first` on."""
+    values, scales = rows
+    _put(mail, rank, inbox.values + first * inbox.value_bytes, values, goes_T)
+    if scales is not None:
+        _put(mail, rank, inbox.scales + first * inbox.scale_bytes, scales, goes_T)
 
 
 def _put(mail: Mail, rank: int, offset: int, source: Tensor, goes_T: Tensor) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.kernels.a2a import Mail
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
@@ -68,6 +69,17 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
+class Far:
+    """Rows that lie with several ranks, `count` with each: row p * count + t is row t of planes in
+    the region of rank p, at the byte offsets `values` and, of rows with scales, `scales`."""
+
+    mail: Mail
+    count: int
+    values: int
+    scales: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Activations: in a float type without scales, or quantised: float8_e4m3fn with a float32 scale
     for each 128 channels of a row, int8 with one for each row."""
@@ -76,6 +88,9 @@ class Rows:
     scales: Tensor | None = None
     scale: float = 1.0
     """What all values are to be multiplied with besides."""
+    far: Far | None = None
+    """Where the rows are, if not in `values` and `scales`: those are of this rank alone then, and
+    tell what the others' are like. Only `gate_up` takes such rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +234,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
     Products are summed in float32, and rounded once, when h is written. Rows in a float type for
     weights in fp8 are quantised first, by `quantise_rows`; those of h in `down` likewise.
     """
-    x_RH = dense(operand(x, w13))
+    x_RH = dense(operand(near(x), w13))
     for expert, places in expert_places(groups):
         product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
         if w13.bias_EN is not None:
@@ -286,6 +301,22 @@ def rows_of(groups: Groups, places: Tensor) -> Tensor:
     if groups.order_P is None:
         return places
     return groups.order_P[places].long() // groups.top_k
+
+
+def near(x: Rows) -> Rows:
+    """A copy of rows that are far."""
+    far = x.far
+    if far is None:
+        return x
+
+    def copied(like: Tensor, offset: int) -> Tensor:
+        shape, mail = (far.count, like.shape[1]), far.mail
+        # As bytes: not every device can join float8.
+        planes = [mail.plane(rank, offset, shape, like.dtype) for rank in range(mail.size)]
+        return torch.cat([plane.view(torch.uint8) for plane in planes]).view(like.dtype)
+
+    scales = None if x.scales is None else copied(x.scales, far.scales)
+    return Rows(copied(x.values, far.values), scales, x.scale)
 
 
 def operand(x: Rows, matrices: Matrices) -> Rows:

@@ -126,6 +126,7 @@ class MoeContext:
             lanes=self.lanes,
             dispatch_programs=self.dispatch_programs,
             combine_programs=self.combine_programs,
+            activation=self.weight_format.activation,
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from moesaic.kernels.experts import Far
 from moesaic.moe.quant.payload import Payload
 
 
@@ -83,6 +84,8 @@ class StandardDispatchOutput(DispatchOutput):
     """About one in so many pairs is of a slot here: what the runner may plan for."""
     unsummed: bool = field(default=False, kw_only=True)
     """Whether results may be left as weighted rows of all pairs."""
+    far: Far | None = field(default=None, kw_only=True)
+    """Where rows are that were not sent: `x` has only what the others' are like."""
 
     def slot_rows(self, slots: int) -> Sequence[int]:
         rows: list[int] = (self.ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()

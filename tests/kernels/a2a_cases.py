@@ -39,6 +39,7 @@ class Case:
     weights: bool = False
     padded: bool = False
     scale: float = 1.0
+    at_home: bool = False
 
     @property
     def size(self) -> int:
@@ -70,7 +71,7 @@ class Case:
         value_bytes = PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden) - self.scale_bytes
         weights = weights if self.weights else -1
         where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
-        return Inbox(self.payload, *where, self.scale)
+        return Inbox(self.payload, *where, self.scale, self.at_home)
 
     def windows(self, device: str) -> list[HostWindow]:
         made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)

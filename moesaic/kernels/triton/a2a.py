@@ -162,6 +162,7 @@ def _send_kernel(
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
+    AT_HOME: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     EVERYWHERE: tl.constexpr,
@@ -169,7 +170,8 @@ def _send_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Item by item: BLOCK channels of a row to all ranks that need it, ids to all ranks."""
+    """Item by item: BLOCK channels of a row to all ranks that need it, or to where their own rank
+    keeps them; ids to all ranks."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
@@ -195,14 +197,23 @@ def _send_kernel(
         place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
         if weights_ptr is not None:
             by = tl.load(weights_ptr + token * K + k, (k < K) & is_token, 0.0)
+        if AT_HOME:
+            stays = (goes != 0) & (active != 0)
+            home = tl.load(bases_ptr + rank)
+            at = byte_at(home, values + token * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+            tl.store(at + place, encoded, (place < H // HALVES) & stays)
+            if SCALE_TYPE is not None:
+                at = byte_at(home, scales + token * SCALE_BYTES, SCALE_TYPE, 1)
+                tl.store(at + group, scalings, (group * GROUP < H) & stays)
         for to in tl.static_range(SIZE):
             there = bit(active, to)
             wants = there & bit(goes, to // WIDTH)
-            at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
-            tl.store(at + place, encoded, (place < H // HALVES) & wants)
-            if SCALE_TYPE is not None:
-                at = byte_at(bases[to], scales + row * SCALE_BYTES, SCALE_TYPE, 1)
-                tl.store(at + group, scalings, (group * GROUP < H) & wants)
+            if not AT_HOME:
+                at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
+                tl.store(at + place, encoded, (place < H // HALVES) & wants)
+                if SCALE_TYPE is not None:
+                    at = byte_at(bases[to], scales + row * SCALE_BYTES, SCALE_TYPE, 1)
+                    tl.store(at + group, scalings, (group * GROUP < H) & wants)
             first = (k < K) & (part == 0)
             local = tl.where(groups == to // WIDTH, slots - groups * SLOTS, -1)
             at = byte_at(bases[to], ids + row * (K * 4), tl.int32, 4)
@@ -263,8 +274,9 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
     (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
     ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
     machine, name = _machine(call), "gather" if spread.everywhere else "send"
-    guess = send_plan(rows, hidden, inbox.payload, ranks, machine)
-    plan = planned(Kernel(name, call.mail.size, hidden, inbox.payload), rows, machine, guess)
+    guess = send_plan(rows, hidden, inbox.payload, 1 if inbox.at_home else ranks, machine)
+    kernel = Kernel(name, call.mail.size, hidden, inbox.payload)
+    plan = guess if inbox.at_home else planned(kernel, rows, machine, guess)
     flags, x_TH = _Flags.of(call, plan.warps), tokens.x_TH
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
     _send_kernel[(plan.programs,)](
@@ -302,6 +314,7 @@ def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[st
         "VALUE_BYTES": inbox.value_bytes,
         "SCALE_BYTES": inbox.scale_bytes,
         "VALUE_ALIGN": _alignment(inbox.value_bytes),
+        "AT_HOME": inbox.at_home,
     }
 
 

@@ -19,6 +19,7 @@ MODULES = {
     "small": "moesaic.kernels.triton.experts_small",
     "large": "moesaic.kernels.triton.experts_large",
     "formats": "moesaic.kernels.triton.experts_formats",
+    "far": "moesaic.kernels.triton.experts_far",
 }
 DEFAULTS = {"large": "large_config"}
 """Functions that give a configuration for rows, matrices and a block where the plan has none."""
@@ -32,6 +33,9 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 def _gate_up(
     plan: Plan, x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
+    if x.far is not None:
+        assert plan.implementation == "small", f"no {plan.implementation} kernel takes far rows"
+        return function_of("far", "gate_up")(x, w13, groups, activation, h, plan.gate_up)
     config = _config(plan, plan.gate_up, x, w13)
     return function_of(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
 
@@ -58,7 +62,7 @@ def gate_up_down(
         gate_up(x, w13, groups, experts.activation, h)
         return down(h, w2, groups, weights_RK, y)
     finished = h.scales is not None or w2.format not in tuning.FP8_FORMATS
-    if plan.fused and finished:
+    if plan.fused and finished and x.far is None:
         fused = function_of(plan.implementation, "gate_up_down")
         return fused(x, experts, groups, weights_RK, h, y, plan)
     _gate_up(plan, x, w13, groups, experts.activation, h)
@@ -68,17 +72,10 @@ def gate_up_down(
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
 ) -> Plan:
-    """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
-    that rows give the same bits whatever comes with them."""
     shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
-    plan = tuning.plan_for(device, shape, groups.planned_places)
+    plan = tuning.plan_for_block(device, shape, groups.planned_places, groups.block)
     assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
-    return plan if plan.block == groups.block else _plan_of_block(device, shape, groups.block)
-
-
-@cache
-def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
-    return tuning.guess(tuning.device_facts(device), shape, shape.experts * block, block)
+    return plan
 
 
 def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ PROGRAMS = 3
 def gate_up_small(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
 ) -> Rows:
-    config, given, x = _fitting(config, h), x, operand(x, w13)
+    config, given, x = fitting(config, h), x, operand(x, w13)
     # Weights may come early if quantising is between what chose the experts and this kernel.
     prefetch = config.prefetch if x is not given and len(x.values) else 0
     _, double, hidden = w13.shape
@@ -44,10 +44,10 @@ def gate_up_small(
     tiles = _slots(groups) * triton.cdiv(inner, config.block_n) + (groups.ids_K is not None)
     pdl = dependent_launch(x.values)
     _gate_up_kernel[(tiles,)](
-        _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_lists(groups),
+        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *lists_of(groups),
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **_constants(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
+        **constants_of(config, groups, w13), **row_arguments(groups), PREFETCH=prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return h
@@ -63,7 +63,7 @@ def gate_up_down_small(
     plan: Plan,
 ) -> Tensor:
     """Both products in one launch; every program can do either, so it needs the more of the two."""
-    gate_up, down = _fitting(plan.gate_up, h), plan.down
+    gate_up, down = fitting(plan.gate_up, h), plan.down
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     _, hidden, inner = w2.shape
     assert groups.counters is not None and groups.ids_K is None, "pairs must be sorted for this"
@@ -74,11 +74,11 @@ def gate_up_down_small(
     programs = min(slots * columns, PROGRAMS * device_facts(y.device).processors)
     pdl = dependent_launch(y)
     _gate_up_down_kernel[(programs,)](
-        _checked(x), x.scales, *_planes(w13), h.values, h.scales, *_planes(w2), weights_RK, y,
-        *_lists(groups), groups.counters, slots, x.scale, h.scale,
+        _checked(x), x.scales, *planes_of(w13), h.values, h.scales, *planes_of(w2), weights_RK, y,
+        *lists_of(groups), groups.counters, slots, x.scale, h.scale,
         activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
-        **_constants(gate_up, groups, w13),
+        **constants_of(gate_up, groups, w13),
         DOWN_BN=down.block_n, DOWN_BK=down.block_k, PREFETCH=down.prefetch, PDL=pdl.on,
         num_warps=max(gate_up.num_warps, down.num_warps),
         num_stages=min(gate_up.num_stages, down.num_stages), **pdl.options,
@@ -98,16 +98,16 @@ def down_small(
     tiles = _slots(groups) * triton.cdiv(hidden, config.block_n)
     pdl = dependent_launch(y)
     _down_kernel[(tiles,)](
-        _checked(h), h.scales, *_planes(w2), weights_RK, y,
-        *_lists(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
+        _checked(h), h.scales, *planes_of(w2), weights_RK, y,
+        *lists_of(groups, direct=groups.ids_K is not None), groups.ids_K, h.scale,
         HIDDEN=hidden, INNER=inner,
-        **_constants(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
+        **constants_of(config, groups, w2), PREFETCH=config.prefetch, PDL=pdl.on,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl.options,
     )  # fmt: skip
     return y
 
 
-def _fitting(config: Config, h: Rows) -> Config:
+def fitting(config: Config, h: Rows) -> Config:
     """A group of channels that get one scale must be one tile."""
     inner = h.values.shape[1]
     if h.scales is not None and inner % FP8_GROUP:
@@ -132,13 +132,13 @@ def _checked(rows: Rows) -> Tensor:
     return rows.values
 
 
-def _planes(matrices: Matrices) -> tuple[Tensor | None, ...]:
+def planes_of(matrices: Matrices) -> tuple[Tensor | None, ...]:
     planes = (matrices.planes["values"], matrices.planes.get("scales"), matrices.bias_EN)
     assert all(plane is None or plane.is_contiguous() for plane in planes)
     return planes
 
 
-def _lists(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
+def lists_of(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
     """`direct`: none, for a kernel that only needs a row's ids."""
     if direct:
         return (None,) * 6
@@ -152,7 +152,7 @@ def _lists(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
     )
 
 
-def _constants(config: Config, groups: Groups, matrices: Matrices) -> dict[str, Any]:
+def constants_of(config: Config, groups: Groups, matrices: Matrices) -> dict[str, Any]:
     exact = matrices.planes["values"].dtype == torch.float32
     assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
     return {

@@ -17,7 +17,7 @@ from moesaic.kernels.triton.quantise import fp8_scales, to_fp8
 
 
 @triton.jit
-def _tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
+def tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
     """A tile's places and pairs, and which of them are somebody's: without lists, the first. In 32
     bits until they become addresses: they may live in registers all through a product."""
     place_M = begin + tl.arange(0, BM)
@@ -34,13 +34,18 @@ def _tile_rows(expert, begin, order, first, count, BM: tl.constexpr):
 
 @triton.jit
 def _rows_of_x(x, row_M, valid_M, group, K: tl.constexpr, BK: tl.constexpr):
-    """[BK, M] of a group of columns."""
+    """[BK, M] of a group of columns. Without `row_M`, `x` points to where rows begin, in memory
+    that others write: read past the first cache, which does not know."""
     column_K = group * BK + tl.arange(0, BK)
-    at = row_M[None, :].to(tl.int64) * K + column_K[:, None]
     if K % BK == 0:
-        return tl.load(x + at, mask=valid_M[None, :], other=0.0)
+        mask = valid_M[None, :]
     else:
-        return tl.load(x + at, mask=valid_M[None, :] & (column_K[:, None] < K), other=0.0)
+        mask = valid_M[None, :] & (column_K[:, None] < K)
+    if row_M is None:
+        return tl.load(x[None, :] + column_K[:, None], mask, 0.0, cache_modifier=".cg")
+    else:
+        at = row_M[None, :].to(tl.int64) * K + column_K[:, None]
+        return tl.load(x + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -62,12 +67,13 @@ def _quantised(value_KM):
 
 
 @triton.jit
-def _product(
+def product(
     x, x_scales, row_M, valid_M, w, w_scales, line_L, scale_line_L,
     K: tl.constexpr, BL: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
     """w · xᵀ [L, M] in float32. With fp8 weights each group of 128 columns has a scale of its own.
+    Without `row_M`, `x` and `x_scales` point to where each row begins.
     Both sides go from memory to the matrix units as they are: one that were computed on the way
     would hold up the copies behind it."""
     acc_LM = tl.zeros([BL, BM], dtype=tl.float32)
@@ -80,7 +86,10 @@ def _product(
     else:
         # Scales are fetched one turn ahead: nothing else hides their latency. Nobody's rows
         # are zeros, any scale will do for them: no mask, and 32 bits, save many registers.
-        at_M = tl.where(valid_M, row_M, tl.min(row_M, 0)) * groups
+        if row_M is None:
+            at_M = tl.zeros([BM], dtype=tl.int32)
+        else:
+            at_M = tl.where(valid_M, row_M, tl.min(row_M, 0)) * groups
         x_scale_M = tl.load(x_scales + at_M)
         if BLOCK_SCALES:
             w_scale_L = tl.load(w_scales + scale_line_L * groups)
@@ -135,7 +144,23 @@ def gate_up_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
+    place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
+    line_L, scale_line_L = gate_up_lines(expert, column, INNER, BN, BLOCK_SCALES)
+    acc_LM = product(
+        x, x_scales, pair_M // TOP_K, valid_M, w, w_scales, line_L, scale_line_L,
+        HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,
+    )  # fmt: skip
+    finish_gate_up(
+        acc_LM, expert, begin, column, line_L, place_M, valid_M, bias, h, h_scales,
+        order, first, count, x_scale, alpha, limit, INNER, LIMITED, BM, BN,
+    )  # fmt: skip
+
+
+@triton.jit
+def gate_up_lines(
+    expert, column, INNER: tl.constexpr, BN: tl.constexpr, BLOCK_SCALES: tl.constexpr
+):
+    """Of weights, and of their scales: those of gate, then those of up."""
     index_L = tl.arange(0, 2 * BN)
     # Lines past the end repeat the last one; what comes of them is not stored.
     inner_L = tl.minimum(column * BN + index_L % BN, INNER - 1)
@@ -145,13 +170,19 @@ def gate_up_tile(
         scale_line_L = expert * (2 * scale_lines) + index_L // BN * scale_lines + inner_L // 128
     else:
         scale_line_L = line_L
-    acc_LM = _product(
-        x, x_scales, pair_M // TOP_K, valid_M, w, w_scales, line_L, scale_line_L,
-        HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,
-    )  # fmt: skip
+    return line_L, scale_line_L
+
+
+@triton.jit
+def finish_gate_up(
+    acc_LM, expert, begin, column, line_L, place_M, valid_M, bias, h, h_scales,
+    order, first, count, x_scale, alpha, limit,
+    INNER: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """From the products of gate and up to h."""
     if BM > 16:
         # Looked up again rather than kept in registers all the while.
-        place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
+        place_M, _, valid_M = tile_rows(expert, begin, order, first, count, BM)
     acc_LM *= x_scale
     if bias is not None:
         acc_LM += tl.load(bias + line_L).to(tl.float32)[:, None]
@@ -168,7 +199,7 @@ def down_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr,
 ):  # fmt: skip
-    place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
+    place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
     column_N = column * BN + tl.arange(0, BN)
     inner_N = tl.minimum(column_N, HIDDEN - 1)
     line_N = expert * HIDDEN + inner_N
@@ -176,13 +207,13 @@ def down_tile(
         scale_line_N = expert * ((HIDDEN + 127) // 128) + inner_N // 128
     else:
         scale_line_N = line_N
-    acc_NM = _product(
+    acc_NM = product(
         h, h_scales, place_M, valid_M, w, w_scales, line_N, scale_line_N,
         INNER, BN, BM, BK, PRECISION, BLOCK_SCALES,
     )  # fmt: skip
     if BM > 16:
         # Looked up again rather than kept in registers all the while.
-        place_M, pair_M, valid_M = _tile_rows(expert, begin, order, first, count, BM)
+        place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
     acc_NM *= h_scale
     if bias is not None:
         acc_NM += tl.load(bias + line_N).to(tl.float32)[:, None]

@@ -4,8 +4,16 @@ here buffers follow the largest step, so that prefill goes through it as well.
 Nothing is copied in between: the gather in front of the first product reads the other ranks' tokens
 where they lie, the last product writes where their owners read, and the reading adds up.
 
-On a GPU the first product gathers rows that were sent to it (device_rows.py), and the reading
-applies the weights, too.
+On a GPU it is the same: a rank leaves its rows in its own memory, in the format in which the
+weights take them, and sends nothing but ids; the first product gathers rows from wherever they lie
+(kernels/triton/experts_far.py), and the reading applies the weights, too. Where a step has so many
+rows that reading them once for every column of tiles would cost more than a copy, or no kernel
+reads them as they are (weights of less than eight bits, and int8), they are copied first.
+
+Why a rank may overwrite its rows in the lane's next step: it has its results of this one by then,
+after a wait for the flags of all ranks, those too that had none of its tokens; and a rank raises
+that flag behind the last product, when it has read all rows. Ids that it overwrites at others are
+read before that flag as well. For results it is as in exchange.py.
 
 N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the runner's layout.
 """
@@ -13,16 +21,20 @@ N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
+from moesaic.kernels.a2a import Tokens
 from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
+from moesaic.kernels.experts import Far
+from moesaic.kernels.payloads import PLAIN
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_rows import device_buffers
+from moesaic.moe.dispatch.device_exchange import DeviceExchangeSpec
+from moesaic.moe.dispatch.device_rows import Route, device_buffers
 from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
 from moesaic.moe.dispatch.local import DeviceDispatcher
 from moesaic.moe.dispatch.low_latency import DeviceLowLatency
@@ -148,10 +160,36 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     return FusedCombineInput(handle, y_TH, plan.filled)
 
 
+# Formats that the first product reads from far in place of the type of the model.
+FAR_PAYLOADS = ("fp8",)
+PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
+
+
 class DeviceFusedRows(DeviceLowLatency):
-    """How rows come to the fused function, and results back."""
+    """How ids come to the fused function, and results back; rows stay with their ranks."""
 
     name = "ascend_fuseep"
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
+        """Whoever reads rows would quantise them to the same bits."""
+        kept = config.activation
+        return replace(
+            super().buffer_spec(config),
+            payload=kept if kept in FAR_PAYLOADS else PLAIN_NAMES[config.dtype],
+            home_rows=cls.most_tokens(config),
+        )
+
+    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
+        """As precise as the payload would have left them."""
+        rounded_TH = x_TH.to(PLAIN[self.config.payload.name]).to(self.config.dtype)
+        return super()._tokens(rounded_TH, topk, step)
+
+    def _dispatch_b(self, route: Route) -> StandardDispatchOutput:
+        ids = super()._dispatch_b(route)
+        assert isinstance(ids, StandardDispatchOutput)
+        inbox, mail = self._inboxes[route.lane], self.exchange.window.mail
+        return replace(ids, far=Far(mail, route.rows, inbox.values, inbox.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +201,7 @@ class DevicePending:
 
 
 class DeviceFuseEP(BaseDispatcher):
-    """Tokens are on their way when the fused function begins; all the rest is inside of it."""
+    """Ids are on their way when the fused function begins; all the rest is inside of it."""
 
     name = "ascend_fuseep"
     keeps_lanes = True

@@ -32,7 +32,8 @@ class DispatchConfig:
     step without prefill. `replicated`: all ranks bring the same tokens, and all want all results.
     `lanes`: micro-batches that may be under way at once; on a GPU each has its own buffers, and two
     make `dispatch_a` send beside what comes next. `dispatch_programs`, `combine_programs`: that
-    kernels of normal mode take at most; 0: as many as serve.
+    kernels of normal mode take at most; 0: as many as serve. `activation`: the payload format that
+    the weights are multiplied with; None: any.
     """
 
     layout: EpLayout
@@ -50,6 +51,7 @@ class DispatchConfig:
     lanes: int = 2
     dispatch_programs: int = 0
     combine_programs: int = 0
+    activation: str | None = None
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)

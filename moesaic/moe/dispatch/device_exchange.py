@@ -34,7 +34,7 @@ STAYS = -1
 @dataclass(frozen=True, slots=True)
 class DeviceExchangeSpec:
     """`rows`: that may arrive, of all ranks; none where all have them. `weights`: travel with
-    them."""
+    them. `home_rows`: of this rank, which the others read where they lie; only ids arrive then."""
 
     payload: str
     hidden_size: int
@@ -44,6 +44,7 @@ class DeviceExchangeSpec:
     result_rows: int
     weights: bool
     lanes: int
+    home_rows: int = 0
 
     @property
     def channels(self) -> int:
@@ -55,7 +56,7 @@ class DeviceExchangeSpec:
     def _lane(self, lane: int) -> Iterator[PlaneSpec]:
         if self.rows:
             for plane in PAYLOAD_FORMATS[self.payload].codec.planes:
-                shape = (self.rows, plane.width(self.hidden_size))
+                shape = (self.home_rows or self.rows, plane.width(self.hidden_size))
                 yield PlaneSpec(f"{plane.name} {lane}", shape, plane.dtype)
             yield PlaneSpec(f"ids {lane}", (self.rows, self.top_k), torch.int32)
         if self.rows and self.weights:
@@ -115,6 +116,7 @@ class DeviceExchange(InFlight):
             value_bytes=values.width(hidden) * values.dtype.itemsize,
             scale_bytes=0 if scales is None else scales.width(hidden) * scales.dtype.itemsize,
             scale=scale,
+            at_home=self.spec.home_rows > 0,
         )
 
     def received(self, lane: int, rows: int, scale: float) -> Payload:

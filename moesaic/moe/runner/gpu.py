@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import (
+    Far,
     FeedForward,
     Groups,
     Matrices,
@@ -28,12 +29,20 @@ from moesaic.kernels.experts import (
     gate_up,
     gate_up_down,
     group_pairs,
+    near,
     sort_pairs,
     sum_pairs,
 )
 from moesaic.kernels.formats import nvfp4_grid
 from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
-from moesaic.kernels.tuning import Plan, Shape, block_for, plan_for, quantises_inner
+from moesaic.kernels.tuning import (
+    Plan,
+    Shape,
+    block_for,
+    plan_for,
+    plan_for_block,
+    quantises_inner,
+)
 from moesaic.moe.formats import (
     CombineInput,
     LowLatencyCombineInput,
@@ -71,7 +80,11 @@ class PlacesInput(RunnerInput):
 def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
-    x, groups = wanted_rows(rows.x, context), _grouped(rows, context)
+    if rows.far is None:
+        x, groups = wanted_rows(rows.x, context), _grouped(rows, context)
+    else:
+        groups = _grouped(rows, context)
+        x = _gathered(rows, rows.far, groups, context)
     if rows.y_NH is not None:
         return PlacesInput(x, groups, None, rows.y_NH)
     weights_RK = None if config.deterministic else rows.weights_RK
@@ -95,6 +108,20 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
     block = block_for(w2.format, *w2.shape, expected, ids_RK.device)
     groups = sort_pairs(ids_RK, config.num_experts, block, context.load_e)
     return replace(groups, expected=expected)
+
+
+def _gathered(rows: StandardDispatchOutput, far: Far, groups: Groups, context: RunContext) -> Rows:
+    """Rows with other ranks stay there if the first product reads them as they are, and a slot has
+    few, so that reading them again for every column of tiles is cheap; else they are copied."""
+    x, weights = rows.x, context.weights
+    wanted, dtype = weights.w13_eJH.format.activation, context.config.dtype
+    as_wanted = x.format.name == wanted or (wanted is None and x.values.dtype == dtype)
+    sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
+    plan = plan_for_block(rows.ids_RK.device, *sizes)
+    if as_wanted and plan.implementation == "small":
+        return replace(wanted_rows(x, context), far=far)
+    here = near(Rows(x.values, x.scales, far=far))
+    return wanted_rows(replace(x, values=here.values, scales=here.scales), context)
 
 
 def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
