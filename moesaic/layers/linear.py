@@ -16,6 +16,7 @@ from moesaic.kernels.linear import (
     Fp8Matrix,
     gate_up_silu,
     gate_up_silu_fp8,
+    heads_invariant,
     linear,
     linear_fp8,
     norm_linear,
@@ -48,8 +49,10 @@ def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
     """A product for each head."""
     if not deterministic:
         return widened.bmm(x_NTI, w_NOI.transpose(1, 2))
-    linear = product(deterministic)
-    return torch.stack([linear(x, w, None) for x, w in zip(x_NTI, w_NOI, strict=True)])
+    if x_NTI.is_cuda:
+        return heads_invariant(x_NTI, w_NOI)
+    pairs = zip(x_NTI, w_NOI, strict=True)
+    return torch.stack([invariant.linear(x, w) for x, w in pairs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,8 @@ MODULES = {
     "large": "moesaic.kernels.triton.experts_large",
     "formats": "moesaic.kernels.triton.experts_formats",
 }
+FIXED_EXPERTS = 64
+"""For which fixed plans are made, however many there are."""
 DEFAULTS = {"large": "large_config"}
 """Functions that give a configuration for rows, matrices and a block where the plan has none."""
 
@@ -68,9 +71,11 @@ def gate_up_down(
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
 ) -> Plan:
-    """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
-    that rows give the same bits whatever comes with them."""
+    """As `block_for` had it; for tiles of another size, and for fixed groups, one that depends on
+    that size alone."""
     shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
+    if groups.fixed:
+        return _plan_of_block(device, replace(shape, experts=FIXED_EXPERTS), groups.block)
     plan = tuning.plan_for(device, shape, groups.planned_places)
     assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
     return plan if plan.block == groups.block else _plan_of_block(device, shape, groups.block)

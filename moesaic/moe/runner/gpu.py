@@ -87,7 +87,8 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
     those of a single row, which its products sort and sum themselves."""
     config, ids_RK = context.config, rows.ids_RK
     if config.deterministic:
-        return sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+        groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+        return replace(groups, fixed=True)
     w2 = matrices(context.weights.w2_eHI, None)
     if rows.y_NH is None and (rows.one_in == 1 or len(ids_RK) == 1):
         return group_pairs(ids_RK, w2, context.load_e)
@@ -149,11 +150,11 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
         rows.x.global_scale,
     )
     y_NH = rows.y_eMH.flatten(0, 1)
-    plan = plan_of(len(y_NH), context, y_NH.device)
+    plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
     x = wanted_rows(flat, context)
-    block = FIXED_BLOCK if context.config.deterministic else plan.block
+    block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
-    return PlacesInput(x, groups, None, y_NH)
+    return PlacesInput(x, replace(groups, fixed=fixed), None, y_NH)
 
 
 def post_permute_masked(
