@@ -23,7 +23,7 @@ from moesaic.kernels.linear import (
     scales_by_column,
 )
 from moesaic.kernels.norm import SumToNorm, add_rms_norm_fp8
-from moesaic.kernels.quantise import FP8_GROUP
+from moesaic.kernels.quantise import FP8_GROUP, silu_mul
 from moesaic.layers import invariant
 from moesaic.layers.module import (
     Cut,
@@ -298,17 +298,13 @@ class MergedLinear(Linear):
         normed, sum_TH = add_rms_norm_fp8(x_TH, residual_TH, norm.weight, norm.eps, by_column)
         return linear_fp8(normed, matrix, self.bias, self.dtype), sum_TH
 
-    def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        return self.forward(x_TI).split(self.sizes, dim=-1)
-
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu of the first part times the second."""
         if self.format is not None:
             return gate_up_silu_fp8(Rows(x_TI), self._fp8(self.format), self.bias, x_TI.dtype)
         if not self.deterministic:
             return gate_up_silu(x_TI, self.weight, self.bias)
-        gate, up = self.split(x_TI)
-        return invariant.silu(gate) * up
+        return silu_mul(self(x_TI))
 
     def _stem(self, prefix: str, piece: Piece) -> str:
         # The merged layer has no name of its own in the checkpoint: drop the last part of the path.
