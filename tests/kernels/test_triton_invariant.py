@@ -7,7 +7,7 @@ T rows · N query heads · M key/value heads · D head size · C = R + ROPE late
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from moesaic.kernels import experts as expert_twins
 from moesaic.kernels import linear as twins
+from moesaic.kernels import tuning
 from moesaic.kernels.experts import Matrices
 from moesaic.kernels.triton import attention_prefill, experts, linear_heads, pairs, rotary, sort
 from moesaic.kernels.triton.attention_blocks import Config
+from moesaic.kernels.tuning import Plan
 from moesaic.layers import gpu_attention
 from moesaic.layers.context import AttentionSpec, CacheSpec, HeadParts, LatentParts
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
@@ -227,19 +229,40 @@ def test_pairs_are_weighed_in_their_order() -> None:
         assert weigh(*given, out).tolist() == [[12], [2]]
 
 
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans for that GPU, of which there are measured ones."""
+
+    def forget() -> None:
+        tuning._plan.cache_clear()
+        experts._plan_of_block.cache_clear()
+
+    forget()
+    facts = tuning.Device("NVIDIA H200", 132, 224 * tuning.KIB)
+    monkeypatch.setattr(tuning, "device_facts", lambda _: facts)
+    yield
+    forget()
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp4"])
-def test_fixed_plans_follow_from_the_block(format: str) -> None:
+def test_fixed_plans_follow_from_the_block(h200: None, format: str) -> None:
     device = torch.device(DEVICE)
 
-    def plan(num_experts: int, count: int) -> object:
-        ids_RK = torch.zeros(count, 2, dtype=torch.int32, device=device)
+    def plan(num_experts: int, count: int, fixed: bool) -> Plan:
+        ids_RK = torch.zeros(count, 8, dtype=torch.int32, device=device)
         groups = sort.sort_pairs(ids_RK, num_experts, gpu.FIXED_BLOCK)
         matrices = Matrices(format, {}, (num_experts, 2048, 768), 1)
-        fixed = replace(groups, fixed=True)
-        return experts.plan_of(matrices, fixed, device, hidden=2048, inner=768)
+        groups = replace(groups, fixed=fixed)
+        return experts.plan_of(matrices, groups, device, hidden=2048, inner=768)
 
-    plans = {plan(experts_, count) for experts_ in (2, 32, 128) for count in (1, 3, 200)}
-    assert len(plans) == 1
+    usual, same = (
+        {plan(count, rows, fixed) for count in (8, 32, 128) for rows in (1, 3, 70)}
+        for fixed in (False, True)
+    )
+    # Weights of four bits have one plan for a block anyhow.
+    assert len(same) == 1 and (len(usual) > 1) == (format != "mxfp4")
+    (chosen,) = same
+    assert chosen.block == gpu.FIXED_BLOCK and not chosen.fused
 
 
 def layer_of(format: str) -> Callable[[Tensor, TopKOutput], Tensor]:
