@@ -32,7 +32,7 @@ from moesaic.moe.dispatch import local
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.runner import gpu
-from tests.kernels.triton_cases import DEVICE, GPU, relative_error
+from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 from tests.unit.test_gpu_runner import forward, make_layer, routed, tokens
 
 PAGE = 4
@@ -289,3 +289,8 @@ def test_a_token_of_experts_depends_on_itself_alone(format: str) -> None:
         some = TopKOutput(topk.ids_TK[part], topk.weights_TK[part])
         assert torch.equal(run(x_TH[part], some), together[part])
     assert together.unique(dim=0).shape[0] > 60
+
+
+@pytest.mark.slow
+def test_other_meshes_get_the_same_instructions() -> None:
+    assert compile_apart("aot_invariant").count("3 times the same") == 4
