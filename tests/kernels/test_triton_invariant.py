@@ -63,7 +63,7 @@ class Heads:
 SMALL = Heads(4, 2, 16, 19, (7, 1, 9))
 LATENT = Heads(3, 1, 32, 18, (5, 11), rope=16)
 CASES = [
-    pytest.param(SMALL, id="heads"),
+    pytest.param(SMALL, id="heads", marks=pytest.mark.slow),
     pytest.param(replace(SMALL, window=9), id="window"),
     pytest.param(LATENT, id="latents"),
     *(
