@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from moesaic.kernels import experts as expert_twins
 from moesaic.kernels import linear as twins
 from moesaic.kernels import tuning
-from moesaic.kernels.experts import Matrices
+from moesaic.kernels.experts import Groups, Matrices
 from moesaic.kernels.triton import attention_prefill, experts, linear_heads, pairs, rotary, sort
 from moesaic.kernels.triton.attention_blocks import Config
 from moesaic.kernels.tuning import Plan
@@ -280,15 +282,26 @@ def layer_of(format: str) -> Callable[[Tensor, TopKOutput], Tensor]:
         ),
     ],
 )
-def test_a_token_of_experts_depends_on_itself_alone(format: str) -> None:
-    """Among 40, alone, and among 3."""
+def test_a_token_of_experts_depends_on_itself_alone(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among 40, alone, and among 3. The interpreter gives the same bits with other tiles, too: so
+    what tiles were asked for is looked at."""
+    tiles: set[tuple[int, bool]] = set()
+
+    def spy(product: Callable[..., object], *given: Any) -> object:
+        tiles.update((one.block, one.fixed) for one in given if isinstance(one, Groups))
+        return product(*given)
+
+    for name in ("gate_up", "gate_up_down"):
+        monkeypatch.setattr(gpu, name, partial(spy, getattr(gpu, name)))
     run = layer_of(format)
     x_TH, topk = tokens(40), routed(40, "some are nobody's")
     together = run(x_TH, topk)
     for part in (slice(38, 39), slice(3, 4), slice(31, 34)):
         some = TopKOutput(topk.ids_TK[part], topk.weights_TK[part])
         assert torch.equal(run(x_TH[part], some), together[part])
-    assert together.unique(dim=0).shape[0] > 30
+    assert together.unique(dim=0).shape[0] > 30 and tiles == {(gpu.FIXED_BLOCK, True)}
 
 
 @pytest.mark.slow
