@@ -85,8 +85,6 @@ def beyond_cuda(args: ServerArgs) -> str:
             f"--moe-a2a-backend {args.moe_a2a_backend} without --enable-dp-attention is built for "
             f"cpu only (give --enable-dp-attention --dp-size {tp}, or --moe-a2a-backend none)"
         )
-    if args.enable_deterministic_inference:
-        return "--enable-deterministic-inference is built for cpu only"
     return ""
 
 

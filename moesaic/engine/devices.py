@@ -173,10 +173,13 @@ def _attention_bytes(
     layer: Attention | LatentAttention, limits: StepLimits, context: int, size: int
 ) -> int:
     """Parts of a split decode in float32; of latents also the keys and values of a sequence that is
-    prefilled."""
+    prefilled, or in deterministic mode the absorbed queries and what is mixed for them."""
     if isinstance(layer, Attention):
         return limits.decode_tokens * layer.num_heads * (layer.config.head_dim + 2) * 4 * SPLITS
     config = layer.config
+    if layer.deterministic:
+        each = 2 * config.kv_rank + config.value_dim
+        return limits.tokens * layer.num_heads * each * size
     expanded = config.nope_dim + config.rope_dim + config.value_dim
     parts = limits.decode_tokens * layer.num_heads * (config.kv_rank + 2) * 4 * SPLITS
     return parts + context * layer.num_heads * expanded * size

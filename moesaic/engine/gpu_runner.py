@@ -150,7 +150,7 @@ class GpuRunner(ModelRunner):
             return {size: PaddedAttention(self.cache) for size in sizes}
         pages = -(-self.context_length // args.page_size)
         make = gpu_attention().DecodeBuffers
-        return {size: make(self.cache, size, pages) for size in sizes}
+        return {size: make(self.cache, size, pages, self.deterministic) for size in sizes}
 
     def _report(self) -> None:
         free = torch.cuda.mem_get_info(self.device)[0]

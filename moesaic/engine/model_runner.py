@@ -255,7 +255,8 @@ class ModelRunner:
 
     def attention(self, spans: Sequence[Span]) -> AttentionStep:
         if self.kind == "cuda":
-            step: AttentionStep = gpu_attention().GpuAttention.from_spans(self.cache, spans)
+            make = gpu_attention().GpuAttention.from_spans
+            step: AttentionStep = make(self.cache, spans, self.deterministic)
             return step
         attend = DeterministicAttention if self.deterministic else TorchAttention
         return attend(self.cache, spans)

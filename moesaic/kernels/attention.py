@@ -8,6 +8,7 @@ R rotated channels · C latent size · X tiles.
     decode_attention   one query of each sequence over all its cached tokens, in splits
     enter_and_decode   enter_heads and decode_attention of a step that only decodes
     prefill_attention  many queries of each sequence
+    invariant_attention  any number of queries of each sequence, whose bits depend on that alone
 
 The pages of all sequences stand in one list, those of a sequence from its `first` on: pages [4, 7,
 2] with first [0, 2] give pages 4 and 7 to the first sequence. What lies behind a sequence's last
@@ -279,6 +280,23 @@ def prefill_attention(
         part = slice(start, start + length)
         out_TNV[part] = _attend(q, cache, softmax, part, kv_len, batch.pages[first:])
     return out_TNV
+
+
+@native(PREFILL)
+def invariant_attention(
+    q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
+) -> Tensor:
+    """`prefill_attention`; on a GPU no bit of a row depends on the other sequences, nor on how
+    many queries of its own come with it. A sequence may have queries and no tokens: zeros.
+
+    One query [1, 0] over both keys and values of the example above: [3, 2].
+    """
+    some = torch.nonzero(batch.kv_lens_B > 0).flatten()
+    columns = (batch.starts_B, batch.lengths_B, batch.kv_lens_B, batch.first_B)
+    for start, length in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True):
+        out_TNV[start : start + length] = 0
+    chosen = PrefillRows(*(column[some] for column in columns), batch.pages, batch.tiles)
+    return prefill_attention.twin(q, cache, chosen, softmax, out_TNV)
 
 
 def _attend(

@@ -8,6 +8,7 @@ I intermediate · J = 2 * I · X tiles at most.
     down             y = h · w2, weighted, back at pairs
     sum_pairs        one row for each row of x; of few rows a PairSum leaves it to the next norm
     down_row         of a single row, instead of both
+    weigh_pairs      weights and sums pairs that were left as they are
 
 `gate_up_down` is both products. A *place* is a row of the sorted order. Rows of a fixed block for
 each slot (the masked layout) are places already: `blocks` describes them in the same terms.
@@ -31,6 +32,7 @@ from moesaic.kernels.tuning import block_for
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
 ROW = "moesaic.kernels.triton.experts_row"
+PAIRS = "moesaic.kernels.triton.pairs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Groups:
     """With `ids_K`: what `gate_up` is to add the counts to."""
     expected: int = 0
     """How many places are likely to be taken, where that is less than all: for plans."""
+    fixed: bool = False
+    """Plans follow from the block alone, not from how many places or experts there are: rows then
+    give the same bits whatever comes with them, and whoever else holds experts."""
 
     @property
     def planned_places(self) -> int:
@@ -203,6 +208,22 @@ def sum_pairs(y_NH: Tensor, ids_RK: Tensor, out_RH: Tensor, add_RH: Tensor | Non
     if add_RH is not None:
         total += add_RH.float()
     return out_RH.copy_(total)
+
+
+@native(PAIRS)
+def weigh_pairs(y_NH: Tensor, ids_RK: Tensor, weights_RK: Tensor, out_RH: Tensor) -> Tensor:
+    """out[r] = sum over k with ids[r, k] >= 0 of weights[r, k] * y[r * K + k], in float32, in the
+    order of k, each product rounded before it is added, as `collect_pairs` does it. Rows of pairs
+    that are nobody's may hold anything.
+
+    y [[1], [2], [4], [nan]], ids [[3, 0], [5, -1]], weights [[10, 1], [0.5, 1]]: out [[12], [2]].
+    """
+    y_RKH = y_NH.view(*ids_RK.shape, y_NH.shape[1])
+    total_RH = torch.zeros_like(y_RKH[:, 0], dtype=torch.float32)
+    for k in range(y_RKH.shape[1]):
+        weighted_RH = y_RKH[:, k].float() * weights_RK[:, k, None]
+        total_RH += torch.where(ids_RK[:, k, None] >= 0, weighted_RH, 0.0)
+    return out_RH.copy_(total_RH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Dense projections: what the GPU's kernels compute, and the same in torch.
 
-T tokens · I inputs · O outputs · G groups of 128 inputs.
+T tokens · N heads · I inputs · O outputs · G groups of 128 inputs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moesaic.kernels.quantise import (
 )
 
 LINEAR = "moesaic.kernels.triton.linear"
+LINEAR_HEADS = "moesaic.kernels.triton.linear_heads"
 LINEAR_FP8 = "moesaic.kernels.triton.linear_fp8"
 NORM_LINEAR = "moesaic.kernels.triton.norm_linear"
 # For so few rows the compiled kernel reads bfloat16 weights faster than oneDNN does.
@@ -81,6 +82,16 @@ def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
     x [[1, 2], [3, 4]], weight [[5, 6]]: [[17], [39]].
     """
     return compiled.reference(x_TI, weight_OI, bias_O)
+
+
+@native(LINEAR_HEADS)
+def heads_invariant(x_NTI: Tensor, w_NOI: Tensor) -> Tensor:
+    """`linear_invariant` of each head's rows with its matrix: [N, T, O]. Matrices may be turned.
+
+    x [[[1, 2]], [[3, 4]]], w [[[5, 6]], [[7, 8]]]: [[[17]], [[53]]].
+    """
+    products = [compiled.reference(x, w) for x, w in zip(x_NTI, w_NOI, strict=True)]
+    return torch.stack(products)
 
 
 @native(LINEAR)

@@ -151,11 +151,11 @@ def plan_for_block(device: torch.device, shape: Shape, num_pairs: int, block: in
     """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
     that rows give the same bits whatever comes with them."""
     plan = plan_for(device, shape, num_pairs)
-    return plan if plan.block == block else _plan_of_block(device, shape, block)
+    return plan if plan.block == block else plan_of_block(device, shape, block)
 
 
 @cache
-def _plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
+def plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
     return guess(device_facts(device), shape, shape.experts * block, block)
 
 

@@ -5,8 +5,8 @@ between the runs of a CUDA graph (`DecodeBuffers`). A mixed step is made from it
 tokens go to the decoding kernel, which shares out a long context over many programs, and chunks to
 the prefill kernel, whose tiles a single token would leave empty.
 
-In deterministic mode all go to the prefill kernel, where the bits of a row depend on its sequence
-alone, and latents are always met in the absorbed form.
+In deterministic mode all go to one kernel, also from a graph: the bits of a row depend on its
+sequence alone there (`invariant_attention`). Latents are always met in the absorbed form.
 
 T tokens of the step · B sequences · N query heads · D head size · V value size · C latent size ·
 R latent channels that are not rotated · L tokens of sequences · X tiles.
@@ -14,7 +14,7 @@ R latent channels that are not rotated · L tokens of sequences · X tiles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from itertools import chain
@@ -42,6 +42,7 @@ from moesaic.kernels.attention import (
     enter_and_decode,
     enter_heads,
     enter_latent,
+    invariant_attention,
     prefill_attention,
 )
 from moesaic.kernels.experts import Rows
@@ -268,7 +269,7 @@ class GpuAttention(AttentionStep):
         if self.decode is not None:
             decode_attention(q, pages, self.decode, softmax, out_TNV)
         if self.prefill is not None:
-            prefill_attention(q, pages, self.prefill.rows, softmax, out_TNV)
+            self._attend(q, pages, self.prefill.rows, softmax, out_TNV)
         return out_TNV
 
     def _mix_latents(
@@ -284,7 +285,7 @@ class GpuAttention(AttentionStep):
             if self.decode is not None:
                 decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
             if absorbing is not None:
-                prefill_attention(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
+                self._attend(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
             mixed_TNV = maps.release(mixed_TNR)
         for expansion in expansions:
             expanded = _expand(pages, expansion.pages, maps, q.values.dtype)
@@ -293,6 +294,10 @@ class GpuAttention(AttentionStep):
             prefill_attention(q, expanded, expansion.prefill.rows, softmax, mixed_TNV)
         assert mixed_TNV is not None, "a step without rows"
         return mixed_TNV
+
+    @property
+    def _attend(self) -> Callable[..., Tensor]:
+        return invariant_attention if self.deterministic else prefill_attention
 
     def _grouped(self, maps: LatentMaps) -> tuple[Prefill | None, list[Expansion]]:
         """Chunks whose queries are absorbed, and those whose latents are expanded: the same for all
@@ -389,13 +394,19 @@ class DecodeBuffers:
     each. `attention` reads them whenever the graph runs; rows without a sequence become zeros and
     store nothing."""
 
-    def __init__(self, cache: PagedCache, rows: int, max_pages: int) -> None:
+    def __init__(
+        self, cache: PagedCache, rows: int, max_pages: int, deterministic: bool = False
+    ) -> None:
         self.cache, self.rows, self.max_pages = cache, rows, max_pages
         device = cache.keys.device
         self._packed = torch.zeros(rows * (4 + max_pages), dtype=torch.int32, device=device)
         sizes = [rows] * 4 + [rows * max_pages]
         slots_T, positions_T, kv_lens_B, first_B, pages = self._packed.split(sizes)
         slots_T.fill_(-1)
+        if deterministic:
+            prefill = _single_queries(kv_lens_B, first_B, pages)
+            self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
+            return
         decode = DecodeRows(
             torch.arange(rows, dtype=torch.int32, device=device),
             kv_lens_B,
@@ -426,6 +437,14 @@ class DecodeBuffers:
         head[:, : len(spans)] = slots, position, sequences.kv_lens_B, sequences.first_B
         packed = np.concatenate((head.ravel(), pages))
         self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
+
+
+def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:
+    """One of each sequence, of which the host only knows that."""
+    rows, ones = np.arange(len(kv_lens_B), dtype=np.int32), np.ones(len(kv_lens_B), np.int32)
+    starts_B, lengths_B = upload(np.stack((rows, ones)), pages.device)
+    host = Sequences(rows, ones, ones, 0 * rows)
+    return Prefill(host, (starts_B, lengths_B, kv_lens_B, first_B), pages)
 
 
 def _pinned(array: Ints, device: torch.device) -> Tensor:

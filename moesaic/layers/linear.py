@@ -16,13 +16,14 @@ from moesaic.kernels.linear import (
     Fp8Matrix,
     gate_up_silu,
     gate_up_silu_fp8,
+    heads_invariant,
     linear,
     linear_fp8,
     norm_linear,
     scales_by_column,
 )
 from moesaic.kernels.norm import SumToNorm, add_rms_norm_fp8
-from moesaic.kernels.quantise import FP8_GROUP
+from moesaic.kernels.quantise import FP8_GROUP, silu_mul
 from moesaic.layers import invariant
 from moesaic.layers.module import (
     Cut,
@@ -48,8 +49,10 @@ def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
     """A product for each head."""
     if not deterministic:
         return widened.bmm(x_NTI, w_NOI.transpose(1, 2))
-    linear = product(deterministic)
-    return torch.stack([linear(x, w, None) for x, w in zip(x_NTI, w_NOI, strict=True)])
+    if x_NTI.is_cuda:
+        return heads_invariant(x_NTI, w_NOI)
+    pairs = zip(x_NTI, w_NOI, strict=True)
+    return torch.stack([invariant.linear(x, w) for x, w in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,17 +298,13 @@ class MergedLinear(Linear):
         normed, sum_TH = add_rms_norm_fp8(x_TH, residual_TH, norm.weight, norm.eps, by_column)
         return linear_fp8(normed, matrix, self.bias, self.dtype), sum_TH
 
-    def split(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        return self.forward(x_TI).split(self.sizes, dim=-1)
-
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu of the first part times the second."""
         if self.format is not None:
             return gate_up_silu_fp8(Rows(x_TI), self._fp8(self.format), self.bias, x_TI.dtype)
         if not self.deterministic:
             return gate_up_silu(x_TI, self.weight, self.bias)
-        gate, up = self.split(x_TI)
-        return invariant.silu(gate) * up
+        return silu_mul(self(x_TI))
 
     def _stem(self, prefix: str, piece: Piece) -> str:
         # The merged layer has no name of its own in the checkpoint: drop the last part of the path.

@@ -84,6 +84,11 @@ def answers(engine: Engine, params: list[dict[str, Any]], logprobs: bool = False
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            groups(2, "deepep") | WHOLE | {"enable_deterministic_inference": True},
+            id="deterministic",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             groups(4, "deepep") | WHOLE | {"deepep_mode": "low_latency"},
             id="four",
             marks=pytest.mark.slow,

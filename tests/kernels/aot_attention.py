@@ -124,12 +124,15 @@ def decode(
     return build(kernel, types, constants, aligned=STRIDES, **options)
 
 
-def prefill(shape: Shape, page: int) -> Usage:
-    config = attention_prefill.choose_config((shape.dim + shape.rest) * 2, shape.window)
+def prefill(shape: Shape, page: int, invariant: bool = False) -> Usage:
+    key_bytes = (shape.dim + shape.rest) * 2
+    config = attention_prefill.choose_config(key_bytes, shape.window)
+    config = attention_prefill.invariant_config(key_bytes) if invariant else config
     constants = shape.constants(page) | {
         "ROWS": config.rows,
         "PER_TILE": min(shape.group, config.rows),
         "BLOCK_N": config.block,
+        "PLAIN": not invariant,
     }
     kernel = attention_prefill.prefill_kernel
     options = {"num_warps": config.warps, "num_stages": config.stages}
@@ -203,8 +206,13 @@ def main(every: bool) -> None:
     entered = decode(QWEN3, 16, 66, entering=True)
     check("enter and decode qwen3, many splits", entered, loads, few, early[-1])
     check_order(entered)
+    check("invariant qwen3", prefill(QWEN3, 16, invariant=True), loads, many)
     if not every:
         return
+    check("invariant qwen3, float8", prefill(QWEN3_FP8, 16, invariant=True), many)
+    check("invariant gpt-oss", prefill(GPT_OSS, 16, invariant=True), loads, many)
+    check("invariant latents, 16 heads", prefill(LATENT_16, 16, invariant=True), loads, few)
+    check("invariant latents, 128 heads", prefill(LATENT_128, 16, invariant=True), loads, few)
     check("decode qwen3, many splits", decode(QWEN3, 16, 66), loads, few, *early)
     check("decode qwen3, alone", decode(QWEN3, 16, 1, lone=True), loads, few)
     check("decode qwen3, float8, alone", decode(QWEN3_FP8, 16, 1, lone=True), loads, few)

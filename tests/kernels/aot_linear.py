@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from moesaic.kernels.triton import linear, linear_fp8
+from moesaic.kernels.triton import linear, linear_fp8, linear_heads
 from moesaic.kernels.triton.linear import Tile
 from tests.kernels import aot_norm_linear
 from tests.kernels.aot import Usage, build
@@ -60,6 +60,19 @@ def fp8_many(gated: bool = False, blocked: bool = True) -> Usage:
     return build(linear_fp8._many_rows, types, constants, num_stages=tile.stages, **options)
 
 
+def heads(turned: bool) -> Usage:
+    """Of deterministic mode; `turned`: the inputs of a matrix do not lie side by side."""
+    tile = linear.INVARIANT[2]
+    strides = ("x_head", "x_row", "w_head", "w_row" if not turned else "w_column")
+    sizes = ("num_rows", "num_outputs", "num_inputs", *strides)
+    types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", **dict.fromkeys(sizes, "i32")}
+    constants = {"w_row" if turned else "w_column": 1, "PDL": True}
+    constants |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.outputs, "BLOCK_I": tile.inputs}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    aligned = (*ALIGNED, *strides)
+    return build(linear_heads.heads_kernel, types, constants, aligned=aligned, **options)
+
+
 def check(name: str, usage: Usage, programs: int = 1, matrix: str = "") -> None:
     """No spills; so many programs fit on a processor at once."""
     print(f"{name:40} {usage.registers:4} registers {usage.local:4} local {usage.shared:7} shared")
@@ -95,9 +108,12 @@ def main(everything: bool) -> None:
     check("8 rows", bf16(tiles[8]), 2, "mma.sync")
     check("32 rows", bf16(tiles[32]), 2, "wgmma.mma_async")
     check("16 rows fp8", fp8(tiles_fp8[16]), 4, "mma.sync")
+    check("heads, deterministic", heads(turned=True), 2, "wgmma.mma_async")
     aot_norm_linear.main(everything)
     if not everything:
         return
+    check("heads, deterministic, as they lie", heads(turned=False), 2, "wgmma.mma_async")
+    check("deterministic", bf16(linear.INVARIANT[2], splits=1), 2, "wgmma.mma_async")
     check("16 rows", bf16(tiles[16]), 2, "wgmma.mma_async")
     check("64 rows", bf16(tiles[64]), 2, "wgmma.mma_async")
     check_one_row("one row fp8", fp8(linear_fp8.plan_for(1, 2048, 4096, 132).tile))

@@ -36,10 +36,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention_decode, attention_prefill):
         config = module.Config(16, 16, 4, 2)
         monkeypatch.setattr(module, "CONFIGS", ((1 << 30, config),))
+    monkeypatch.setattr(attention_prefill, "INVARIANT", attention_prefill.CONFIGS)
     for name, module in (
         ("decode_attention", attention_decode),
         ("enter_and_decode", attention_decode),
         ("prefill_attention", attention_prefill),
+        ("invariant_attention", attention_prefill),
         ("enter_heads", rotary),
         ("enter_latent", rotary),
     ):

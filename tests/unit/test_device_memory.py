@@ -25,6 +25,7 @@ from moesaic.engine.layout import chunk_tokens, max_running
 from moesaic.engine.memory import GIB
 from moesaic.engine.moe_setup import StepLimits
 from moesaic.layers.context import CacheSpec
+from moesaic.layers.parallel import Parallel
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_config
@@ -133,6 +134,11 @@ def test_latents_are_expanded_in_the_estimate():
         model = build_model(raw, BuildContext.single(torch.bfloat16, 1))
     step = StepBytes.of(model, StepLimits(8448, 256), 32768)
     assert step.attention == 256 * 16 * 514 * 4 * 32 + 32768 * 16 * 320 * 2
+    context = replace(BuildContext.single(torch.bfloat16, 1), parallel=Parallel(deterministic=True))
+    with torch.device("meta"):
+        model = build_model(raw, context)
+    step = StepBytes.of(model, StepLimits(8448, 256), 32768)
+    assert step.attention == 8448 * 16 * (2 * 512 + 128) * 2
 
 
 def test_defaults_follow_the_device():

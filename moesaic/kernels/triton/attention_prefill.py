@@ -3,6 +3,10 @@
 A program takes one key/value head and a tile of rows: some positions, each with the heads that
 share it. Blocks of keys begin at multiples of their size, and a block that a row does not see
 leaves it as it is: so the bits of a row depend on its sequence alone, not on its tile.
+
+That takes for granted that a block gets the same instructions with a mask and without one, which
+two loops of a kernel need not, and two kernels even less. `invariant_attention` is therefore one
+loop with masks, of one tile, whatever the number of queries; and it takes sequences of no tokens.
 """
 
 from __future__ import annotations
@@ -47,6 +51,14 @@ NARROW_CONFIGS = (
 )
 
 
+# Of deterministic mode. Also a single query takes a whole tile: so these are not large.
+INVARIANT = (
+    (256, Config(64, 64, 4, 3)),
+    (512, Config(64, 64, 8, 2)),
+    CONFIGS[-1],
+)
+
+
 def is_narrow(window: int | None) -> bool:
     return window is not None and 0 < window <= NARROW
 
@@ -69,13 +81,32 @@ def prefill_attention(
     return out_TNV
 
 
-def launch(
+def invariant_attention(
     q: Queries, cache: LayerPages, batch: PrefillRows, softmax: Softmax, out_TNV: Tensor
+) -> Tensor:
+    if len(batch.starts_B):
+        launch(two_parts(q), cache, batch, softmax, out_TNV, invariant=True)
+    return out_TNV
+
+
+def invariant_config(key_bytes: int) -> Config:
+    return next(config for size, config in INVARIANT if key_bytes <= size)
+
+
+def launch(
+    q: Queries,
+    cache: LayerPages,
+    batch: PrefillRows,
+    softmax: Softmax,
+    out_TNV: Tensor,
+    invariant: bool = False,
 ) -> None:
     """On any GPU. `q`: in its two parts."""
     kv_heads = cache.keys.shape[2]
     per_kv = q.values.shape[1] // kv_heads
-    config = choose_config(cache.keys.shape[-1] * q.values.element_size(), softmax.window)
+    key_bytes = cache.keys.shape[-1] * q.values.element_size()
+    config = choose_config(key_bytes, softmax.window)
+    config = invariant_config(key_bytes) if invariant else config
     per_tile = min(per_kv, config.rows)
     parts = kv_heads * -(-per_kv // per_tile)
     tiles_X2 = batch.tiles(config.rows // per_tile)
@@ -114,6 +145,7 @@ def launch(
         SHARED=cache.values is None,
         SINKS=softmax.sinks_N is not None,
         WINDOW=softmax.window or 0,
+        PLAIN=not invariant,
         PDL=pdl.on,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -166,8 +198,10 @@ def prefill_kernel(
     SHARED: tl.constexpr,
     SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`PLAIN`: blocks that all rows see are met without masks."""
     POSITIONS: tl.constexpr = ROWS // PER_TILE
     BLOCKS: tl.constexpr = (GROUP + PER_TILE - 1) // PER_TILE
     tile = tl.program_id(0) // parts
@@ -199,8 +233,7 @@ def prefill_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(oldest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        # Blocks that all rows see.
+    elif PLAIN:
         low = (oldest + 1) // BLOCK_N * BLOCK_N
         page = pages_at(pages, 0, offs_n, kv_len, PAGE, BLOCK_N)
         for start in range(0, low, BLOCK_N):

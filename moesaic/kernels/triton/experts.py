@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,8 @@ MODULES = {
     "formats": "moesaic.kernels.triton.experts_formats",
     "far": "moesaic.kernels.triton.experts_far",
 }
+FIXED_EXPERTS = 64
+"""For which fixed plans are made, however many there are."""
 DEFAULTS = {"large": "large_config"}
 """Functions that give a configuration for rows, matrices and a block where the plan has none."""
 
@@ -72,7 +75,12 @@ def gate_up_down(
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
 ) -> Plan:
+    """As `block_for` had it; for tiles of another size, and for fixed groups, one that depends on
+    that size alone."""
     shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
+    if groups.fixed:
+        shape = replace(shape, experts=FIXED_EXPERTS)
+        return tuning.plan_of_block(device, shape, groups.block)
     plan = tuning.plan_for_block(device, shape, groups.planned_places, groups.block)
     assert groups.ids_K is None or plan.implementation == "small", "grouped for other experts"
     return plan

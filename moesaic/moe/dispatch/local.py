@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.kernels.experts import PairSum
+from moesaic.kernels.experts import PairSum, weigh_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.formats import (
     CombineInput,
@@ -59,12 +59,9 @@ class DeviceDispatcher(LocalDispatcher):
             return PairSum(pending.y_RH, topk.ids_TK)
         if not pending.pairs:
             return pending.y_RH
-        y_TKH = pending.y_RH.view(*topk.ids_TK.shape, pending.y_RH.shape[1])
-        total_TH = torch.zeros_like(y_TKH[:, 0], dtype=torch.float32)
-        for k in range(y_TKH.shape[1]):
-            weighted_TH = y_TKH[:, k].float() * topk.weights_TK[:, k, None]
-            total_TH += torch.where(topk.ids_TK[:, k, None] >= 0, weighted_TH, 0.0)
-        return total_TH.to(y_TKH.dtype)
+        y_NH = pending.y_RH
+        out_TH = y_NH.new_empty(len(topk.ids_TK), y_NH.shape[1])
+        return weigh_pairs(y_NH, topk.ids_TK, topk.weights_TK, out_TH)
 
 
 def device_provider(make: Make) -> Make:

@@ -100,7 +100,8 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
     those of a single row, which its products sort and sum themselves."""
     config, ids_RK = context.config, rows.ids_RK
     if config.deterministic:
-        return sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+        groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
+        return replace(groups, fixed=True)
     w2 = matrices(context.weights.w2_eHI, None)
     if rows.y_NH is None and (rows.one_in == 1 or len(ids_RK) == 1):
         return group_pairs(ids_RK, w2, context.load_e)
@@ -112,13 +113,14 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
 
 def _gathered(rows: StandardDispatchOutput, far: Far, groups: Groups, context: RunContext) -> Rows:
     """Rows with other ranks stay there if the first product reads them as they are, and a slot has
-    few, so that reading them again for every column of tiles is cheap; else they are copied."""
+    few, so that reading them again for every column of tiles is cheap; else they are copied, and so
+    in deterministic mode, where one kernel computes all."""
     x, weights = rows.x, context.weights
     wanted, dtype = weights.w13_eJH.format.activation, context.config.dtype
     as_wanted = x.format.name == wanted or (wanted is None and x.values.dtype == dtype)
     sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
     plan = plan_for_block(rows.ids_RK.device, *sizes)
-    if as_wanted and plan.implementation == "small":
+    if as_wanted and not groups.fixed and plan.implementation == "small":
         return replace(wanted_rows(x, context), far=far)
     here = near(Rows(x.values, x.scales, far=far))
     return wanted_rows(replace(x, values=here.values, scales=here.scales), context)
@@ -176,11 +178,11 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
         rows.x.global_scale,
     )
     y_NH = rows.y_eMH.flatten(0, 1)
-    plan = plan_of(len(y_NH), context, y_NH.device)
+    plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
     x = wanted_rows(flat, context)
-    block = FIXED_BLOCK if context.config.deterministic else plan.block
+    block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
-    return PlacesInput(x, groups, None, y_NH)
+    return PlacesInput(x, replace(groups, fixed=fixed), None, y_NH)
 
 
 def post_permute_masked(

@@ -20,7 +20,8 @@ HOPPER = (9, 0)
 
 class TorchGroupedCore(PlacesCore):
     """Rows are copied in the order of experts, multiplied and copied back. All else than sorted
-    pairs in bfloat16 goes to our own kernels, and so does a single row, which is not sorted."""
+    pairs in bfloat16 goes to our own kernels, and so does a single row, which is not sorted, and
+    all in deterministic mode: CUTLASS chooses tiles by the rows there are."""
 
     provider: ClassVar[str] = "torch._grouped_mm for bf16, native for the rest"
 
@@ -29,11 +30,12 @@ class TorchGroupedCore(PlacesCore):
     ) -> RunnerOutput:
         assert isinstance(inputs, PlacesInput)
         w13, w2 = weights.w13_eJH.plain, weights.w2_eHI.plain
-        order_P = None if inputs.groups.ids_K is not None else inputs.groups.order_P
+        groups = inputs.groups
+        order_P = None if groups.ids_K is not None or groups.fixed else groups.order_P
         if w13 is None or w2 is None or order_P is None or not fits(w13, w2, len(order_P)):
             return super().run(inputs, weights, workspace)
-        sorted_ = Sorted(inputs.groups, order_P)
-        x_PH = near(inputs.x).values.index_select(0, sorted_.pair_P // inputs.groups.top_k)
+        sorted_ = Sorted(groups, order_P)
+        x_PH = near(inputs.x).values.index_select(0, sorted_.pair_P // groups.top_k)
         gate_up = sorted_.product(x_PH, w13, weights.b13_eJ)
         h_PI = self.config.activation(*gate_up.chunk(2, dim=-1)).contiguous()
         y_PH = sorted_.product(h_PI, w2, weights.b2_eH)
