@@ -116,7 +116,7 @@ def collect_rows_kernel(
         for by in tl.static_range(SIZE):
             at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
             mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
-            parts = parts + (tl.load(at + inside, mask),)
+            parts = parts + (tl.load(at + inside, mask, cache_modifier=".cg"),)
         # All are asked for before the first is waited for: sums need what is only read here.
         tl.debug_barrier()
         members = tl.load(state_ptr + ACTIVE)
@@ -183,7 +183,7 @@ def collect_pairs_kernel(
                 by = first + member
                 at = byte_at(tl.load(bases_ptr + by), results + (row + k) * ROW_BYTES, TYPE, ALIGN)
                 mask = (inside < H) & (group * WIDTH == first) & bit(active, by)
-                parts = parts + (tl.load(at + inside, mask, 0.0),)
+                parts = parts + (tl.load(at + inside, mask, 0.0, cache_modifier=".cg"),)
         # All are asked for before the first is waited for: sums need what is only read here.
         tl.debug_barrier()
         total = tl.zeros((BLOCK,), tl.float32)

@@ -117,7 +117,7 @@ def taking_part(state_ptr, lane):
 @triton.jit
 def flag_word(state_ptr, count, tag):
     generation = tl.load(state_ptr + GENERATION)
-    return (generation << GENERATION_BITS) | (count << COUNT_BITS) | tag
+    return (generation << GENERATION_BITS) + (count << COUNT_BITS) + tag
 
 
 @triton.jit
