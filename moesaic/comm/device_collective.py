@@ -43,8 +43,8 @@ from moesaic.kernels.collectives import (
     push,
 )
 
-# Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one may
-# wait, and must leave processors to that one's kernels, some of which need each a whole one.
+# Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
+# may wait, and must leave processors to that one's kernels, some of which need each a whole one.
 MOST_LANES: Final = 32
 LEAST_LANES: Final = 16
 MOST_WAITING: Final = 100

@@ -22,9 +22,9 @@ rank raises its flag on a channel by writing a word into everybody's region:
 
 `count` is how often it has done so in this generation, which each rank keeps on its device, so that
 a graph can be replayed; `tag` is what it was of (a layer). A count of more than 32 bits, which
-takes days, goes on into the generation: words still grow, as a sum. Who waits wants the word that it has
-written itself last: an older one means that the peer is not here yet, any other that the two are
-not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
+takes days, goes on into the generation: words still grow, as a sum. Who waits wants the word that
+it has written itself last: an older one means that the peer is not here yet, any other that the two
+are not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
 neither wait nor signal until the rank restarts. So a kernel ends whatever its peers do, and the
 host finds out why (comm/device_window.py).
 

@@ -193,7 +193,7 @@ def test_programs_that_wait_leave_room_for_a_peer() -> None:
     left. And what goes in one kernel does not depend on the number of ranks."""
     for size in range(2, 9):
         lanes, lane_bytes = lanes_of(size)
-        assert 16 <= lanes and (size - 1) * lanes < 132
+        assert lanes >= 16 and (size - 1) * lanes < 132
         assert lanes * lane_bytes == 64 * 2048 * 2
 
 
