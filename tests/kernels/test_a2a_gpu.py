@@ -116,9 +116,12 @@ def one_after_the_other(ranks: list[Rank]) -> None:
 
 
 def at_once(ranks: list[Rank]) -> None:
+    """A GPU has few queues, and streams share them: nothing of this one's may come behind a kernel
+    that waits."""
     here = torch.cuda.current_stream()
     for rank in ranks:
         rank.stream.wait_stream(here)
+    for rank in ranks:
         with torch.cuda.stream(rank.stream):
             rank.dispatch()
             rank.compute()
