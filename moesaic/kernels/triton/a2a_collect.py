@@ -21,6 +21,7 @@ from moesaic.kernels.triton.a2a_signals import (
     is_last,
     raise_flags,
     taking_part,
+    times_raised,
 )
 from moesaic.kernels.triton.launch import await_inputs, release_next
 
@@ -43,7 +44,7 @@ def _enter(
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
     count_ptr = state_ptr + CHANNELS + 2 * channel
-    count = tl.load(count_ptr)
+    count = times_raised(count_ptr)
     if SIGNALS:
         count += active != 0
         if tl.program_id(0) == 0:
