@@ -30,7 +30,7 @@ from tests.moe_oracle import random_topk, reference
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    # Ranks import this file, and must not have opened CUDA before they are told of the daemon.
+    # Ranks import this too, and to ask torch would open CUDA before they know of the MPS daemon.
     pytest.mark.skipif(bool(cuda_missing()), reason=f"needs a CUDA device: {cuda_missing()}"),
 ]
 

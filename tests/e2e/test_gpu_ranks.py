@@ -127,12 +127,12 @@ def check_death(engine: Engine) -> None:
                 raise RuntimeError(end["message"])
     assert time.monotonic() - began < 20.0
     deadline = time.monotonic() + 20.0
-    while any(map(exists, pids)) and time.monotonic() < deadline:
+    while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [pid for pid in pids if exists(pid)] == []
+    assert [pid for pid in pids if lives(pid)] == []
 
 
-def exists(pid: int) -> bool:
+def lives(pid: int) -> bool:
     return Path("/proc", str(pid)).exists()
 
 
