@@ -53,7 +53,7 @@ from moesaic.observe.spans import Kind, Span
 
 WARM_TOKENS = 8
 ENGINE_SECONDS = 420.0
-PROFILER_SECONDS = 60.0
+SILENT_SECONDS = 60.0
 
 
 @dataclass
@@ -179,8 +179,7 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
     args = engine_args(rest, options, ep)
     folder = options.part.parent
     begin = time.perf_counter()
-    if options.profile and ep > 1:
-        record_in_ranks(folder)
+    prepare_ranks(folder if options.profile else None)
     rows: list[Row] = []
     with Engine(**args) as engine:
         seconds = time.perf_counter() - begin
@@ -200,12 +199,14 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
     return rows
 
 
-def record_in_ranks(folder: Path) -> None:
-    """A profiler that starts holds the interpreter for seconds, and with it the rank's heartbeat:
-    the supervisor is not to take that for a hang."""
-    os.environ[FOLDER] = str(folder)
-    remote.TARGET = TARGET
-    remote.Timeouts = partial(Timeouts, beat=PROFILER_SECONDS)  # type: ignore[misc, assignment]
+def prepare_ranks(folder: Path | None) -> None:
+    """`folder`: where they record kernels. What they compile in their first steps, and a profiler
+    that starts, may hold the interpreter for seconds, and with it the rank's heartbeat: the
+    supervisor is not to take that for a hang."""
+    remote.Timeouts = partial(Timeouts, beat=SILENT_SECONDS)  # type: ignore[misc, assignment]
+    if folder is not None:
+        os.environ[FOLDER] = str(folder)
+        remote.TARGET = TARGET
 
 
 def write_part(path: Path, rows: Sequence[Row]) -> None:

@@ -103,7 +103,8 @@ def test_flags_of_the_engines():
     assert four["max_running_requests"] == 16
 
 
-def test_an_engine_of_one_rank(tmp_path: Path):
+def test_an_engine_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "Timeouts", remote.Timeouts)
     part = tmp_path / "rows.json"
     words = "--model-path tiny:qwen3_moe --device cpu --ep 1 --batch 3 --input-len 24".split()
     assert ep.main([*words, "--output-len", "5", "--part", str(part)]) == 0
@@ -114,11 +115,11 @@ def test_an_engine_of_one_rank(tmp_path: Path):
     assert row.host_ms["attention"] > 0 and row.start_s > 0
 
 
-def test_ranks_that_record_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("TARGET", "Timeouts"):
         monkeypatch.setattr(remote, name, getattr(remote, name))
     monkeypatch.setenv(FOLDER, "")
-    ep.record_in_ranks(tmp_path)
+    ep.prepare_ranks(tmp_path)
     args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", device="cpu", tp_size=2))
     spec = remote.service_spec(args, mesh_of(args))
     assert (spec.target, spec.timeouts.beat, spec.timeouts.hang) == (TARGET, 60.0, 300.0)
