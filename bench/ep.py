@@ -29,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from bench.one_batch import Timing, draw_prompts, generate, say, timing
 from bench.step_profile import profile_steps
 from moesaic import Engine
 from moesaic.cli.common import add_model, read_args
+from moesaic.comm.launch import Timeouts
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.devices import device_of
@@ -51,6 +53,7 @@ from moesaic.observe.spans import Kind, Span
 
 WARM_TOKENS = 8
 ENGINE_SECONDS = 420.0
+SILENT_SECONDS = 60.0
 
 
 @dataclass
@@ -176,9 +179,7 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
     args = engine_args(rest, options, ep)
     folder = options.part.parent
     begin = time.perf_counter()
-    if options.profile and ep > 1:
-        os.environ[FOLDER] = str(folder)
-        remote.TARGET = TARGET
+    prepare_ranks(folder if options.profile else None)
     rows: list[Row] = []
     with Engine(**args) as engine:
         seconds = time.perf_counter() - begin
@@ -196,6 +197,16 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
             row.stages_us = stages_of(kernels(engine, prompts, options, ep, folder))
             write_part(options.part, rows)
     return rows
+
+
+def prepare_ranks(folder: Path | None) -> None:
+    """`folder`: where they record kernels. What they compile in their first steps, and a profiler
+    that starts, may hold the interpreter for seconds, and with it the rank's heartbeat: the
+    supervisor is not to take that for a hang."""
+    remote.Timeouts = partial(Timeouts, beat=SILENT_SECONDS)  # type: ignore[misc, assignment]
+    if folder is not None:
+        os.environ[FOLDER] = str(folder)
+        remote.TARGET = TARGET
 
 
 def write_part(path: Path, rows: Sequence[Row]) -> None:

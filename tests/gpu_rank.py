@@ -11,6 +11,7 @@ from moesaic.engine import model_runner
 from moesaic.engine import rank as ranks
 from moesaic.engine.gpu_runner import DeviceStep, GpuRunner
 from moesaic.engine.plan import StepPlan, Turn
+from moesaic.engine.warm_up import step_sizes
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
@@ -37,8 +38,31 @@ class StepPoison(Poison):
         return self._begin(plan, turn)
 
 
+class IdleSteps:
+    """Rows of the steps without tokens that runners take meanwhile."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __enter__(self) -> IdleSteps:
+        self._idle = idle = GpuRunner._idle
+
+        def noted(runner: GpuRunner, plan: StepPlan, turn: Turn) -> DeviceStep:
+            self.rows.append(max(turn.counts))
+            return idle(runner, plan, turn)
+
+        GpuRunner._idle = noted  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        GpuRunner._idle = self._idle  # type: ignore[method-assign]
+
+
 def _serve(link: RankLink) -> None:
-    rank = ranks.Rank(link)
+    with IdleSteps() as idle:
+        rank = ranks.Rank(link)
     assert isinstance(rank.runner, GpuRunner)
+    warm = step_sizes(rank.runner.chunk_tokens) if rank.mesh.dp > 1 else []
+    assert idle.rows == warm, f"idle steps at start: {idle.rows}"
     StepPoison(rank.runner)
     rank.serve()

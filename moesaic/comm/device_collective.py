@@ -43,10 +43,13 @@ from moesaic.kernels.collectives import (
     push,
 )
 
-# Programs that wait for their peers, of each rank on a GPU that several share.
-LANES: Final = 32
-# Of a lane: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
-LANE_BYTES: Final = 4 * BLOCK_BYTES
+# Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
+# may wait, and must leave processors to that one's kernels, some of which need each a whole one.
+MOST_LANES: Final = 32
+LEAST_LANES: Final = 16
+MOST_WAITING: Final = 100
+# Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
+PUSH_BYTES: Final = 128 * BLOCK_BYTES
 # Where a share of a sum begins, so that it can be read in whole words of memory.
 ALIGN: Final = 16
 # By which integers bytes travel that nobody adds.
@@ -99,9 +102,10 @@ class DeviceCollective(Collective):
         """Called by all ranks of a group with the same."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
-        specs = cls.planes(group.size, nbytes, LANES, LANE_BYTES)
-        window = create(group, specs, timeout, cls.channels(LANES), device)
-        return cls(window, nbytes, LANES, LANE_BYTES)
+        lanes, lane_bytes = lanes_of(group.size)
+        specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
+        window = create(group, specs, timeout, cls.channels(lanes), device)
+        return cls(window, nbytes, lanes, lane_bytes)
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -120,8 +124,9 @@ class DeviceCollective(Collective):
         """Memory of its device that a rank's collective takes."""
         if size == 1:
             return 0
-        specs = cls.planes(size, nbytes, LANES, LANE_BYTES)
-        return window_bytes(specs, size, cls.channels(LANES), device)
+        lanes, lane_bytes = lanes_of(size)
+        specs = cls.planes(size, nbytes, lanes, lane_bytes)
+        return window_bytes(specs, size, cls.channels(lanes), device)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
@@ -326,6 +331,12 @@ class NcclCollective(Collective):
         wires = [part.view(torch.uint8) for part in parts]
         self._nccl.allgather([wires], [own.view(torch.uint8)]).wait()
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def lanes_of(size: int) -> tuple[int, int]:
+    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for up to 4, then 16."""
+    lanes = MOST_LANES if (size - 1) * MOST_LANES <= MOST_WAITING else LEAST_LANES
+    return lanes, PUSH_BYTES // lanes
 
 
 def _capacity(nbytes: int) -> int:

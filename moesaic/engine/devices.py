@@ -70,6 +70,12 @@ def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:
     return CACHE_TYPES.get(args.kv_cache_dtype, dtype)
 
 
+def give_back() -> None:
+    """What this process has of a GPU's memory and does not use: others may look for it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes of a GPU: all, those that are free, and those that this process holds. The others may
@@ -83,8 +89,7 @@ class Room:
     @classmethod
     def of(cls, device: torch.device) -> Room:
         """An engine that was given up before keeps its memory until its cycles are found."""
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 
@@ -92,6 +97,10 @@ class Room:
     def others(self) -> int:
         """Held by CUDA itself and by other processes."""
         return max(0, self.total - self.free - self.held)
+
+    def holding(self, nbytes: int) -> Room:
+        """With what this process holds beside torch's allocator."""
+        return replace(self, held=self.held + nbytes)
 
     def after(self, nbytes: int) -> Room:
         """Once that much is taken."""

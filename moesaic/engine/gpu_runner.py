@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moesaic.config import ServerArgs
 from moesaic.core.step import Step
-from moesaic.engine.devices import describe
+from moesaic.engine.devices import Room, describe, give_back
 from moesaic.engine.graphs import GraphCache, graph_sizes
 from moesaic.engine.matchers import Allowed
 from moesaic.engine.memory import GIB
@@ -47,7 +47,7 @@ from moesaic.engine.ranks import RankContext
 from moesaic.engine.row_samplers import samplers
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.seats import Seat, Seats, Way
-from moesaic.engine.warm_up import forget_steps, warm_up
+from moesaic.engine.warm_up import forget_steps, step_sizes, warm_up
 from moesaic.engine.window_watch import WindowWatch
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
@@ -110,10 +110,17 @@ class GpuRunner(ModelRunner):
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
         self._windows = WindowWatch.of(self.moe, self.ranks)
-        if self.device.type == "cuda" and not args.skip_server_warmup:
-            warm_up(self, args, *samplers(self.kind, self.device))
-            self._windows.check()
+        if self.device.type == "cuda":
+            if not args.skip_server_warmup:
+                # Kernels of a rank that came first would wait for the others, and not for ever.
+                self.ranks.least(0, "load the weights")
+                warm_up(self, args, *samplers(self.kind, self.device))
+                self._windows.check()
+            give_back()  # before a rank on the same GPU looks at what is free
         super()._make_cache(args, weight_bytes)
+
+    def _room(self) -> Room:
+        return super()._room().holding(self._windows.nbytes)
 
     @torch.inference_mode()
     def _prepare(self, args: ServerArgs) -> None:
@@ -140,9 +147,17 @@ class GpuRunner(ModelRunner):
         self.graphs = GraphCache(sizes, self._decode, device)
         if device.type == "cuda":
             self.graphs.capture()
-            self._windows.check()
-            forget_steps(self)
+        if self.ranks.mesh.dp > 1 and not args.skip_server_warmup:
+            self._warm_idle()
+        self._windows.check()
+        forget_steps(self)
+        if device.type == "cuda":
             self._report()
+
+    def _warm_idle(self) -> None:
+        """Compiles what a rank runs that has no tokens: the others would wait for it."""
+        for rows in step_sizes(self.chunk_tokens):
+            self._idle(StepPlan([], []), Turn(0, (rows,) * self.ranks.mesh.dp, prefill=True))
 
     def _decode_attention(self, args: ServerArgs, sizes: Collection[int]) -> dict[int, Any]:
         """For each bucket what `fill` tells where its rows attend, and does so."""

@@ -148,7 +148,7 @@ class ModelRunner:
         wanted, spec = self.max_running * self.context_length, self.model.cache
         self.step_bytes = StepBytes.of(self.model, self.limits, self.context_length)
         if self.device.type == "cuda":
-            room = Room.of(self.device).part(self.sharers)
+            room = self._room()
             logger.info("memory: %s", room)
             tokens = device_cache_tokens(args, spec, dtype.itemsize, wanted, room, self.step_bytes)
         else:
@@ -156,6 +156,10 @@ class ModelRunner:
             tokens = cache_tokens(args, spec, dtype.itemsize, weight_bytes, wanted, sharers)
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
         self.cache = PagedCache(spec, self.num_pages, args.page_size, dtype, self.device)
+
+    def _room(self) -> Room:
+        """This rank's part of its GPU, now that it has loaded."""
+        return Room.of(self.device).part(self.sharers)
 
     def _check_weights_fit(self, folder: Path, weight_bytes: int) -> None:
         """On CPU memory is only taken when weights are written: without this the kernel kills the

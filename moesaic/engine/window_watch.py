@@ -47,6 +47,11 @@ class WindowWatch:
         found = [one for one in owners if isinstance(getattr(one, "window", None), DeviceWindow)]
         return cls(found, ranks.seat)
 
+    @property
+    def nbytes(self) -> int:
+        """What windows take of the device; torch's allocator does not know of it."""
+        return sum(owner.window.region_bytes for owner in self.owners)
+
     def check(self) -> None:
         """Raises what a kernel has found wrong."""
         for owner in self.owners:

@@ -18,12 +18,13 @@ of -1 and may hold anything.
 A region is what a rank shows to its peers: planes at the same offsets on all ranks, and flags. A
 rank raises its flag on a channel by writing a word into everybody's region:
 
-    generation << 48 | count << 16 | tag
+    (generation << 48) + (count << 16) + tag
 
 `count` is how often it has done so in this generation, which each rank keeps on its device, so that
-a graph can be replayed; `tag` is what it was of (a layer). Who waits wants the word that it has
-written itself last: an older one means that the peer is not here yet, any other that the two are
-not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
+a graph can be replayed; `tag` is what it was of (a layer). A count of more than 32 bits, which
+takes days, goes on into the generation: words still grow, as a sum. Who waits wants the word that
+it has written itself last: an older one means that the peer is not here yet, any other that the two
+are not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
 neither wait nor signal until the rank restarts. So a kernel ends whatever its peers do, and the
 host finds out why (comm/device_window.py).
 
@@ -358,7 +359,7 @@ def _exchange_flags(call: Call, signals: bool) -> None:
 
 def _word(call: Call, count: int) -> int:
     generation = int(call.mail.state[State.GENERATION])
-    return generation << GENERATION_SHIFT | count << COUNT_SHIFT | call.tag
+    return (generation << GENERATION_SHIFT) + (count << COUNT_SHIFT) + call.tag
 
 
 def _active(mail: Mail) -> Iterator[int]:

@@ -19,6 +19,7 @@ from tests.distributed.test_symmetric_gpu import open_gpu
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(cuda_missing()), reason=f"needs a CUDA device: {cuda_missing()}"),
 ]
 

@@ -13,11 +13,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.collective import Alone, PartsDiffer
 from moesaic.comm.device_collective import (
-    LANE_BYTES,
-    LANES,
     DeviceCollective,
     NcclCollective,
     device_collective,
+    lanes_of,
 )
 from moesaic.comm.device_window import HostWindow
 from moesaic.comm.errors import PeerTimeout, RankFailed
@@ -183,9 +182,19 @@ def nothing(group: RankGroup) -> None:
 
 def test_bytes_are_known_before() -> None:
     told = DeviceCollective.window_bytes(4, LARGE, CPU)
-    least = 2 * LARGE + LANES * 2 * 4 * LANE_BYTES
-    assert least < told < least + 64 * 1024 + LANES * 2 * 4 * 128
+    lanes, lane_bytes = lanes_of(4)
+    least = 2 * LARGE + lanes * 2 * 4 * lane_bytes
+    assert least < told < least + 64 * 1024 + lanes * 2 * 4 * 128
     assert DeviceCollective.window_bytes(1, LARGE, CPU) == 0
+
+
+def test_programs_that_wait_leave_room_for_a_peer() -> None:
+    """All ranks but one wait, each program on a processor of its own: of an H200's 132 some are
+    left. And what goes in one kernel does not depend on the number of ranks."""
+    for size in range(2, 9):
+        lanes, lane_bytes = lanes_of(size)
+        assert lanes >= 16 and (size - 1) * lanes < 132
+        assert lanes * lane_bytes == 64 * 2048 * 2
 
 
 def test_tensors_of_another_device_are_refused() -> None:

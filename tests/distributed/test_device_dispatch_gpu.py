@@ -17,6 +17,7 @@ from torch import Tensor
 from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.mps import start_mps
+from moesaic.config.devices import cuda_missing
 from moesaic.core.step import Step
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
@@ -29,7 +30,8 @@ from tests.moe_oracle import random_topk, reference
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # Ranks import this too, and to ask torch would open CUDA before they know of the MPS daemon.
+    pytest.mark.skipif(bool(cuda_missing()), reason=f"needs a CUDA device: {cuda_missing()}"),
 ]
 
 ROWS = 16

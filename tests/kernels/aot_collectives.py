@@ -66,6 +66,8 @@ def check_flags(usage: Usage) -> None:
     """A flag is released to all of the system, and acquired from there: before and in the loop."""
     assert usage.count("atom.global.sys.release.exch.b64") == 1
     assert usage.count("ld.acquire.sys.global.b64") == 2
+    # Of a channel's two halves, how often they were raised: past the first-level cache.
+    assert usage.count("ld.global.cg.b64") == 2
 
 
 def main(everything: bool) -> None:

@@ -116,9 +116,12 @@ def one_after_the_other(ranks: list[Rank]) -> None:
 
 
 def at_once(ranks: list[Rank]) -> None:
+    """A GPU has few queues, and streams share them: nothing of this one's may come behind a kernel
+    that waits."""
     here = torch.cuda.current_stream()
     for rank in ranks:
         rank.stream.wait_stream(here)
+    for rank in ranks:
         with torch.cuda.stream(rank.stream):
             rank.dispatch()
             rank.compute()
@@ -132,12 +135,14 @@ def made(counts: tuple[int, ...]) -> list[Rank]:
     case = replace(QWEN, counts=counts, rows=max(counts))
     ranks = [Rank(case, window) for window in case.windows(DEVICE)]
     one_after_the_other(ranks)
-    for rank in ranks[:-1]:
-        kernels.signal(rank.window.call(RESULTS, "combine"))
-    ranks[-1].combine(signals=True)
-    for rank in ranks[:-1]:
-        rank.combine(signals=False)
+    for one in ranks:
+        for other in ranks:
+            if other is not one:
+                kernels.signal(other.window.call(RESULTS, "combine"))
+        one.combine(signals=True)
     torch.cuda.synchronize()
+    for rank in ranks:
+        rank.window.check()
     return ranks
 
 

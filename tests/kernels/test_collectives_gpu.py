@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_collective import LANE_BYTES, LANES, DeviceCollective
+from moesaic.comm.device_collective import DeviceCollective, lanes_of
 from moesaic.kernels.a2a import State
 from tests.kernels.test_triton_collectives import add, make_ranks, needs_gpu
 
@@ -86,7 +86,7 @@ def warm_up(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_operation(size: int) -> None:
-    ranks = make_ranks(size, LANES, LANE_BYTES, nbytes=1 << 20)
+    ranks = make_ranks(size, *lanes_of(size), nbytes=1 << 20)
     streams = [torch.cuda.Stream() for _ in ranks]
     every = list(cases(size))
     for case in every:
@@ -102,7 +102,7 @@ def test_every_operation(size: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_graph_takes_turns(size: int, tokens: int) -> None:
     """Two sums in a graph, replayed: what it wrote into one half it writes into the other next."""
-    ranks = make_ranks(size, LANES, LANE_BYTES, nbytes=1 << 20)
+    ranks = make_ranks(size, *lanes_of(size), nbytes=1 << 20)
     streams = [torch.cuda.Stream() for _ in ranks]
     inputs = [draw(tokens, H) for _ in ranks]
 
@@ -132,7 +132,7 @@ def test_a_graph_takes_turns(size: int, tokens: int) -> None:
 
 def test_replays_in_a_row() -> None:
     """Without the host between them: nothing is overwritten before it was read."""
-    ranks = make_ranks(4, LANES, LANE_BYTES, nbytes=1 << 20)
+    ranks = make_ranks(4, *lanes_of(4), nbytes=1 << 20)
     streams = [torch.cuda.Stream() for _ in ranks]
     inputs = [torch.ones(16, H, device="cuda") * (rank + 1) for rank in range(4)]
 

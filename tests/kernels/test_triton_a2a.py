@@ -160,6 +160,31 @@ def test_results_are_summed_as_by_the_twins(
     assert_same_memory(case, ours, theirs)
 
 
+@pytest.mark.parametrize("by", [kernels, None] if not GPU else [kernels])
+def test_a_count_of_more_than_32_bits(by: object) -> None:
+    """The next word is above the last one all the same: a peer is late, and not in another step."""
+    case = Case(counts=(1, 1), rows=1, hidden=16)
+    windows = case.windows(DEVICE if by else "cpu")
+    signal = kernels.signal if by else twins.signal.twin
+    wait = kernels.wait if by else twins.wait.twin
+    calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
+    for window in windows:
+        window.mail.state[State.GENERATION] = 1
+        window.mail.state[State.TIMEOUT_NS] = int(0.05e9)
+        window.mail.state[State.CHANNELS + 2 * RESULTS] = 2**32 - 2
+    for call in calls:
+        signal(call)
+    for call in calls:
+        wait(call)
+    signal(calls[0])
+    wait(calls[0])
+    if GPU:
+        torch.cuda.synchronize()
+    windows[1].check()
+    with pytest.raises(PeerTimeout, match=r"\b1\b"):
+        windows[0].check()
+
+
 FAILURES = [
     (Failure.TIMEOUT, PeerTimeout, r"\b2\b"),
     (Failure.OUT_OF_STEP, OutOfStep, "rank 2 is in layer 9, this rank in layer 1"),

@@ -1,6 +1,7 @@
 """The benchmark of ranks that share a GPU: which steps count, what is compared and kept."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ from torch.autograd import DeviceType
 
 from bench import ep
 from bench.ep import Recorded, Row, compare, engine_args, host_ms, joined, merge, parser, read_trace
-from bench.ep_rank import kernels_of, stage_of, stages_of
+from bench.ep_rank import FOLDER, TARGET, kernels_of, stage_of, stages_of
 from bench.one_batch import timing
+from moesaic.comm.arrange import mesh_of
+from moesaic.config import ServerArgs, resolve
+from moesaic.engine import remote
 from moesaic.observe.spans import Kind, Span
 from moesaic.observe.trace import Track, write_trace
 
@@ -99,7 +103,8 @@ def test_flags_of_the_engines():
     assert four["max_running_requests"] == 16
 
 
-def test_an_engine_of_one_rank(tmp_path: Path):
+def test_an_engine_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "Timeouts", remote.Timeouts)
     part = tmp_path / "rows.json"
     words = "--model-path tiny:qwen3_moe --device cpu --ep 1 --batch 3 --input-len 24".split()
     assert ep.main([*words, "--output-len", "5", "--part", str(part)]) == 0
@@ -108,6 +113,17 @@ def test_an_engine_of_one_rank(tmp_path: Path):
     assert row.decode_steps >= 2
     assert row.decode_tok_s == pytest.approx(3e3 / row.decode_ms)
     assert row.host_ms["attention"] > 0 and row.start_s > 0
+
+
+def test_ranks_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("TARGET", "Timeouts"):
+        monkeypatch.setattr(remote, name, getattr(remote, name))
+    monkeypatch.setenv(FOLDER, "")
+    ep.prepare_ranks(tmp_path)
+    args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", device="cpu", tp_size=2))
+    spec = remote.service_spec(args, mesh_of(args))
+    assert (spec.target, spec.timeouts.beat, spec.timeouts.hang) == (TARGET, 60.0, 300.0)
+    assert os.environ[FOLDER] == str(tmp_path)
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def test_ranks_on_one_gpu_have_equal_parts():
     args = ServerArgs(mem_fraction_static=0.8)
     assert tokens(args, room) == (28 - 10) * GIB // PER_TOKEN // 16 * 16
     assert tokens(replace(args, mem_fraction_static=0.99), room) == 22 * GIB // PER_TOKEN // 16 * 16
+    assert tokens(args, room.holding(GIB)) == (28 - 11) * GIB // PER_TOKEN // 16 * 16, "windows"
     assert str(room.after(GIB)).startswith("a rank's part of the GPU (1/4) has 35.0 GiB, of which")
 
 

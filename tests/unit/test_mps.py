@@ -3,6 +3,7 @@ files and processes."""
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -160,6 +161,16 @@ def test_no_torch():
     """The process that starts ranks stays small."""
     code = "import sys, moesaic.comm.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_that_ranks_import_open_no_cuda():
+    """Whoever has opened it before it knows of the daemon never comes to it."""
+    files = sorted((Path(__file__).parents[1] / "distributed").glob("*_gpu.py"))
+    assert len(files) >= 3
+    functions = (ast.FunctionDef, ast.ClassDef)
+    for path in files:
+        at_import = [n for n in ast.parse(path.read_text()).body if not isinstance(n, functions)]
+        assert "torch.cuda" not in "\n".join(map(ast.unparse, at_import)), path
 
 
 def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from moesaic.comm.control import ControlPage, Recalled, Seat
 from moesaic.comm.device_window import DeviceWindow, HostWindow
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.window import PlaneSpec
 from moesaic.engine.window_watch import WindowWatch
 from moesaic.kernels.a2a import signal, wait
 
@@ -76,6 +78,14 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     peer.join()
     watch.check()
     assert called_back(page, seat, mine) < 5.0, "it still watches"
+
+
+def test_memory_of_windows_is_counted():
+    plane = PlaneSpec("rows", (3, 512), torch.float16)
+    two = [Owner(HostWindow.between(2, [plane], 1.0, channels=1)[0]) for _ in range(2)]
+    # Flags take a piece of 512 bytes.
+    assert WindowWatch(two, None).nbytes == 2 * (3 * 1024 + 512)
+    assert WindowWatch([], None).nbytes == 0
 
 
 def test_a_rank_that_does_not_come_is_named(page: ControlPage):

@@ -34,6 +34,7 @@ from moesaic.kernels.triton.a2a_signals import (
     lanes,
     signal_once,
     taking_part,
+    times_raised,
 )
 from moesaic.kernels.triton.launch import (
     await_inputs,
@@ -102,7 +103,7 @@ def _wait_kernel(
     if SIGNALS:
         count = signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
     else:
-        count = tl.load(state_ptr + CHANNELS + 2 * channel)
+        count = times_raised(state_ptr + CHANNELS + 2 * channel)
     wanted = flag_word(state_ptr, count, tag)
     await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
     release_next(PDL)

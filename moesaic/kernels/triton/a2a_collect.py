@@ -21,6 +21,7 @@ from moesaic.kernels.triton.a2a_signals import (
     is_last,
     raise_flags,
     taking_part,
+    times_raised,
 )
 from moesaic.kernels.triton.launch import await_inputs, release_next
 
@@ -43,7 +44,7 @@ def _enter(
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
     count_ptr = state_ptr + CHANNELS + 2 * channel
-    count = tl.load(count_ptr)
+    count = times_raised(count_ptr)
     if SIGNALS:
         count += active != 0
         if tl.program_id(0) == 0:
@@ -116,7 +117,7 @@ def collect_rows_kernel(
         for by in tl.static_range(SIZE):
             at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
             mask = (inside < H) & bit(active, by) & bit(went, by // WIDTH)
-            parts = parts + (tl.load(at + inside, mask),)
+            parts = parts + (tl.load(at + inside, mask, cache_modifier=".cg"),)
         # All are asked for before the first is waited for: sums need what is only read here.
         tl.debug_barrier()
         members = tl.load(state_ptr + ACTIVE)
@@ -183,7 +184,7 @@ def collect_pairs_kernel(
                 by = first + member
                 at = byte_at(tl.load(bases_ptr + by), results + (row + k) * ROW_BYTES, TYPE, ALIGN)
                 mask = (inside < H) & (group * WIDTH == first) & bit(active, by)
-                parts = parts + (tl.load(at + inside, mask, 0.0),)
+                parts = parts + (tl.load(at + inside, mask, 0.0, cache_modifier=".cg"),)
         # All are asked for before the first is waited for: sums need what is only read here.
         tl.debug_barrier()
         total = tl.zeros((BLOCK,), tl.float32)

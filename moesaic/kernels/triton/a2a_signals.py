@@ -115,9 +115,16 @@ def taking_part(state_ptr, lane):
 
 
 @triton.jit
+def times_raised(at):
+    """What a rank has counted on a channel. Past the first-level cache: programs of the kernel in
+    front may have read its line there before one of them, elsewhere, wrote it."""
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
 def flag_word(state_ptr, count, tag):
     generation = tl.load(state_ptr + GENERATION)
-    return (generation << GENERATION_BITS) | (count << COUNT_BITS) | tag
+    return (generation << GENERATION_BITS) + (count << COUNT_BITS) + tag
 
 
 @triton.jit
@@ -144,7 +151,7 @@ def raise_flags(
 def signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr):
     """By one program of a kernel: counts, and raises the flags. The count."""
     at = state_ptr + CHANNELS + 2 * channel
-    count = tl.load(at) + (active != 0)
+    count = times_raised(at) + (active != 0)
     # All threads have read it before it is written.
     tl.debug_barrier()
     tl.store(at, count)

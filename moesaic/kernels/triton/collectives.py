@@ -35,6 +35,7 @@ from moesaic.kernels.triton.a2a_signals import (
     lanes,
     raise_flags,
     taking_part,
+    times_raised,
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
@@ -143,7 +144,7 @@ def _turn(state, channel, back: tl.constexpr):
     """(half of the next round (0) or of the last one that this rank has given its part of (1), how
     often its channel was raised then, where that is counted)"""
     counts = state + CHANNELS + 2 * channel
-    first, second = tl.load(counts), tl.load(counts + 2)
+    first, second = times_raised(counts), times_raised(counts + 2)
     half = ((first + second - back) & 1).to(tl.int32)
     return half, tl.where(half == 0, first, second) + (1 - back), counts + 2 * half
 
