@@ -22,11 +22,16 @@ _added_by: dict[str, set[str]] = {}
 
 
 @cache
-def load_builtin() -> None:
-    """Runners first: the fused dispatcher registers itself for each of them."""
+def load_runners() -> None:
     for name in RUNNER_BACKENDS:
         if name != "auto":
             import_module(f"moesaic.moe.runner.{name}")
+
+
+@cache
+def load_builtin() -> None:
+    """Runners first: the fused dispatcher registers itself for each of them."""
+    load_runners()
     for name in A2A_BACKENDS:
         import_module(f"moesaic.moe.dispatch.{name}")
 

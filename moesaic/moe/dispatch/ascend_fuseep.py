@@ -32,6 +32,7 @@ from moesaic.kernels.a2a import Tokens
 from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
 from moesaic.kernels.experts import Far
 from moesaic.kernels.payloads import PLAIN
+from moesaic.moe.backends import load_runners
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device_exchange import DeviceExchangeSpec
 from moesaic.moe.dispatch.device_rows import Route, device_buffers
@@ -267,6 +268,8 @@ ASCEND_FUSEEP = register_a2a(
 )
 
 
+# Also where somebody imports this module before anything else.
+load_runners()
 for runner in RUNNER_REGISTRY.values():
     if "fused" in runner.layouts:
         register_fused_func(ASCEND_FUSEEP.name, runner.name)(fused_moe)
