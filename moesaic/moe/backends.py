@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
 from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
@@ -30,10 +31,19 @@ def load_runners() -> None:
 
 @cache
 def load_builtin() -> None:
-    """Runners first: the fused dispatcher registers itself for each of them."""
+    """Runners first: the fused dispatcher registers itself for each of them. Some may have been
+    imported before; what is chosen, and told, goes by our order and not by theirs."""
     load_runners()
     for name in A2A_BACKENDS:
         import_module(f"moesaic.moe.dispatch.{name}")
+    _put_in_order(A2A_REGISTRY, A2A_BACKENDS)
+    _put_in_order(RUNNER_REGISTRY, RUNNER_BACKENDS)
+
+
+def _put_in_order(registry: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if name in registry:
+            registry[name] = registry.pop(name)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
 from moesaic.moe.backends import load_backends
 from moesaic.moe.matrix_docs import REFUSED, RESOLVED, flags, markdown
 from moesaic.moe.permute import POOL
@@ -298,3 +301,17 @@ def test_formats_of_a_device_are_checked(formats: dict[str, str]):
     with pytest.raises(ValueError, match=r"'strange': formats .* on cuda: give one of .*standard"):
         register_a2a(strange)
     assert "strange" not in A2A_REGISTRY
+
+
+def test_the_order_of_backends_is_ours_whoever_was_imported_first():
+    code = (
+        "import moesaic.moe.dispatch.ascend_fuseep, moesaic.moe.dispatch.mori\n"
+        "import moesaic.moe.runner.deep_gemm\n"
+        "from moesaic.moe.backends import load_backends\n"
+        "from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY\n"
+        "load_backends()\n"
+        "print(*A2A_REGISTRY, *RUNNER_REGISTRY)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    runners = [name for name in RUNNER_BACKENDS if name != "auto"]
+    assert done.stdout.split() == [*A2A_BACKENDS, *runners]
