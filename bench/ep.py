@@ -46,6 +46,7 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.devices import device_of
 from moesaic.config.parser import FlagParser
+from moesaic.config.resolve import resolve
 from moesaic.engine import remote
 from moesaic.engine.core import EngineCore
 from moesaic.models.tiny import materialise
@@ -349,7 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     options, rest = parser().parse_known_args(words)
     try:
-        args = engine_args(rest, options, options.ep[0])
+        for ep in options.ep:  # before any is started
+            args = engine_args(rest, options, ep)
+            resolve(ServerArgs(**args))
         materialise(args["model_path"])
         if options.part is not None:
             return 0 if measure_engine(options, rest, options.ep[0]) else 1

@@ -135,3 +135,11 @@ def test_engines_one_after_the_other(tmp_path: Path):
     assert (one.ep, two.ep, one.of_single) == (1, 2, 1.0)
     assert two.of_single == pytest.approx(two.decode_tok_s / one.decode_tok_s)
     assert two.host_ms["wait"] > 0 and two.stages_us["dense"] > 0 and one.stages_us["dense"] > 0
+
+
+def test_what_is_refused_is_refused_before_any_engine_starts():
+    with pytest.raises(SystemExit, match="--model-path is missing"):
+        ep.main([])
+    wrong = "--model-path tiny:qwen3_moe --device cpu --ep 1 2 --ep-num-redundant-experts -1"
+    with pytest.raises(SystemExit, match="--ep-num-redundant-experts"):
+        ep.main(wrong.split())
