@@ -36,7 +36,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.a2a_peers import Key, Peer, peers_of
-from bench.a2a_rank import FEW_TOKENS, Found, Job, Place, device_name, work
+from bench.a2a_rank import FEW_TOKENS, Found, Job, device_name, work
 from bench.common import RESULTS, positive, print_table
 from bench.gpu import named
 from moesaic.comm.errors import RankFailed
@@ -44,6 +44,7 @@ from moesaic.comm.local import LocalRanks, PerRank
 from moesaic.comm.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing, num_gpus
 from moesaic.config.gpus import is_shared, share_gpus
+from moesaic.kernels.timing_ranks import Place
 
 BACKENDS = {
     "deepep_normal": ("deepep", "normal"),

@@ -12,7 +12,6 @@ that the layers of an engine share.
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from moesaic.comm import device_window
 from moesaic.comm.group import RankGroup
 from moesaic.core.step import Step
-from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, Together
+from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, Place, Together
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
@@ -50,22 +49,6 @@ class Job:
     tokens: tuple[int, ...]
     graphs: tuple[bool, ...]
     rounds: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a rank. `environment` is set before CUDA is opened; `gpu` below 0: kernels' twins, on
-    CPU tensors."""
-
-    environment: dict[str, str]
-    gpu: int
-
-    def open(self) -> torch.device:
-        os.environ.update(self.environment)
-        if self.gpu < 0:
-            return torch.device("cpu")
-        torch.cuda.set_device(self.gpu)
-        return torch.device("cuda", self.gpu)
 
 
 @dataclass

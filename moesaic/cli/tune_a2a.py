@@ -7,7 +7,6 @@ found is written down case by case, and what is there already is skipped.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import Machine, Plan
 from moesaic.kernels.a2a_tuned import Kernel, trying
-from moesaic.kernels.timing_ranks import MEETINGS, Length, Together
+from moesaic.kernels.timing_ranks import MEETINGS, Length, Place, Together
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
@@ -80,21 +79,6 @@ class Case:
     @property
     def key(self) -> tuple[str, int]:
         return str(self.kernel), tuning.bucket(self.tokens)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a rank; the environment is set before CUDA is opened. `gpu` below 0: kernels' twins."""
-
-    environment: dict[str, str]
-    gpu: int
-
-    def open(self) -> torch.device:
-        os.environ.update(self.environment)
-        if self.gpu < 0:
-            return torch.device("cpu")
-        torch.cuda.set_device(self.gpu)
-        return torch.device("cuda", self.gpu)
 
 
 def cases_of(wanted: Wanted, ranks: int) -> Iterator[Case]:

@@ -7,6 +7,7 @@ Where kernels' twins compute on CPU tensors, the host's clock is read, and there
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,22 @@ MEETINGS = 3
 START = 2
 Link = Callable[[int], object]
 """One of a row of calls, given its number: it may take other buffers than the one before."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank. `environment` is set before CUDA is opened; `gpu` below 0: kernels' twins, on
+    CPU tensors."""
+
+    environment: dict[str, str]
+    gpu: int
+
+    def open(self) -> torch.device:
+        os.environ.update(self.environment)
+        if self.gpu < 0:
+            return torch.device("cpu")
+        torch.cuda.set_device(self.gpu)
+        return torch.device("cuda", self.gpu)
 
 
 @dataclass(frozen=True, slots=True)

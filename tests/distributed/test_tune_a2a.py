@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cli.tune_a2a import Place, Wanted, tune_ranks
+from moesaic.cli.tune_a2a import Wanted, tune_ranks
 from moesaic.comm.local import PerRank
 from moesaic.kernels import a2a_tuned
+from moesaic.kernels.timing_ranks import Place
 from tests.distributed.moe_ranks import Pools
 
 
