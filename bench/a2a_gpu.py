@@ -143,7 +143,7 @@ def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
         return PerRank([Place({}, -1)] * ranks)
     gpus = share_gpus(ranks, num_gpus())
     shared = mps is not None and is_shared(gpus)
-    return PerRank([Place(mps.environment_of(gpu) if shared and mps else {}, gpu) for gpu in gpus])
+    return PerRank([Place(mps.environment if shared and mps else {}, gpu) for gpu in gpus])
 
 
 @contextmanager

@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 DEFAULT_PIPES: Final = "/tmp/nvidia-mps"
-MEMORY_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES: Final = 8
+"""Clients of a daemon have their queues to the GPU out of one pool: with 32 each the third finds
+none left, and CUDA calls that "out of memory". 8 is CUDA's own default."""
 STOP_SECONDS: Final = 20.0
 ADVICE: Final = (
     "ranks that share a GPU need it (it comes with NVIDIA's driver; containers get it with "
@@ -44,12 +47,6 @@ class Mps:
     def is_own(self) -> bool:
         """Whether it ends with this process."""
         return self._watch is not None
-
-    def environment_of(self, device: int, memory_bytes: int | None = None) -> dict[str, str]:
-        """Of a rank on a GPU; `memory_bytes`: what it may take of the GPU's memory."""
-        if memory_bytes is None:
-            return dict(self.environment)
-        return {**self.environment, MEMORY_LIMIT: f"{device}={memory_bytes >> 20}M"}
 
     def stop(self) -> None:
         """When its ranks have ended. May be repeated."""
@@ -79,8 +76,16 @@ def start_mps() -> Mps:
     pipes = os.environ.get(PIPES, DEFAULT_PIPES)
     if Path(pipes, "control").exists() and mps_watch.answers(program):
         logger.info("MPS: using the daemon that runs already in %s", pipes)
-        return Mps({PIPES: pipes})
+        return Mps({PIPES: pipes, **_few_queues()})
     return _start_own(program)
+
+
+def _few_queues() -> dict[str, str]:
+    given = os.environ.get(QUEUES, "")
+    if not given.isdecimal() or int(given) <= MOST_QUEUES:
+        return {}
+    logger.warning("MPS: %s=%s leaves other ranks no queue: taken as %d", QUEUES, given, MOST_QUEUES)
+    return {QUEUES: str(MOST_QUEUES)}
 
 
 def _start_own(program: str) -> Mps:
@@ -106,4 +111,4 @@ def _start_own(program: str) -> Mps:
         Mps(environment, watch).stop()
         raise RuntimeError(f"no MPS daemon: {told or 'the process that starts it died'}; {ADVICE}")
     logger.info("MPS: daemon of our own in %s, stopped with this process", folder)
-    return Mps(environment, watch)
+    return Mps({**environment, **_few_queues()}, watch)

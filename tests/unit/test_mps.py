@@ -17,7 +17,7 @@ import pytest
 from moesaic.comm import mps_watch
 from moesaic.comm.launch import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import PROGRAM, start_mps
+from moesaic.comm.mps import PROGRAM, QUEUES, start_mps
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 
 PROGRAM_TEXT = """#!/bin/sh
@@ -90,10 +90,7 @@ def test_a_daemon_of_our_own(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert os.environ.get(PIPES) is None
     # The daemon sees all GPUs, whatever this process may.
     assert (fake / "starts").read_text() == f"{pipes} \n"
-    assert mps.environment_of(2, 5 << 30) == {
-        **mps.environment,
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "2=5120M",
-    }
+    assert set(mps.environment) == {PIPES, LOGS}
     mps.stop()
     assert list(mps_processes(pipes)) == []
     assert not Path(pipes).parent.exists()
@@ -134,6 +131,15 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
         assert not mps.is_own
     assert (fake / "control").exists()
     assert not (fake / "starts").exists()
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("1", None), ("8", None), ("32", "8")])
+def test_queues_are_left_for_other_ranks(
+    given: str, wanted: str | None, fake: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(QUEUES, given)
+    with start_mps() as mps:
+        assert mps.environment.get(QUEUES) == wanted
 
 
 def test_a_folder_without_a_daemon(fake: Path, monkeypatch: pytest.MonkeyPatch):
