@@ -32,6 +32,7 @@ from moesaic.kernels.triton.a2a_signals import (
     groups_of,
     is_last,
     lanes,
+    raise_counted,
     signal_once,
     taking_part,
     times_raised,
@@ -71,13 +72,14 @@ def _signal_kernel(
     tag,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_inputs(PDL)
     release_next(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
-    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "fill"])
@@ -93,20 +95,30 @@ def _wait_kernel(
     fill,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program. Then ids of -1, `fill` of them, for each rank that takes no part."""
+    """One program."""
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
     if SIGNALS:
-        count = signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+        wanted = signal_once(
+            bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
+        )
     else:
-        count = times_raised(state_ptr + CHANNELS + 2 * channel)
-    wanted = flag_word(state_ptr, count, tag)
-    await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
+        wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
+    await_flags(
+        bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
+    )
     release_next(PDL)
+    _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
+
+
+@triton.jit
+def _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE: tl.constexpr):
+    """Ids of -1, `fill` of them, for each rank that takes no part."""
     members = tl.load(state_ptr + ACTIVE)
     for peer in range(SIZE):
         if not bit(members, peer):
@@ -140,6 +152,7 @@ def _send_kernel(
     num_tokens_ptr,
     bases_ptr,
     state_ptr,
+    desk_ptr,
     stride,
     num_rows,
     rows,
@@ -169,31 +182,40 @@ def _send_kernel(
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
+    RECEIVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Item by item: BLOCK channels of a row to all ranks that need it, or to where their own rank
-    keeps them; ids to all ranks."""
+    keeps them; ids to all ranks. RECEIVES: the last program then waits for everybody's."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
     lane = tl.arange(0, LANES)
     k = tl.arange(0, K_BLOCK)
     await_inputs(PDL)
-    release_next(PDL)
+    if not RECEIVES:
+        release_next(PDL)
     active = taking_part(state_ptr, lane)
     bases = all_bases(bases_ptr, SIZE)
+    # Now, as it would be waited for behind the rows.
+    count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
+    word = flag_word(state_ptr, count, tag)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
     for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         part = item % PARTS
         token = tl.cast(item // PARTS, tl.int64)
         is_token = token < tokens
         row = rank.to(tl.int64) * rows + token
-        slots = tl.load(ids_ptr + token * K + k, (k < K) & is_token, -1)
+        # What is no token may hold anything: read, so that nothing waits for what says so.
+        is_row = token < num_rows
+        slots = tl.load(ids_ptr + token * K + k, (k < K) & is_row, -1)
+        slots = tl.where(is_token, slots, -1)
         groups = groups_of(slots, SLOTS)
         goes = tl.where(is_token, _destinations(groups, EVERYWHERE), 0)
         group = part * GROUPS + tl.arange(0, GROUPS)
         inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = tl.load(x_ptr + token * stride + inside, (inside < H) & (goes != 0), 0.0)
+        x = tl.load(x_ptr + token * stride + inside, (inside < H) & is_row, 0.0)
         encoded, scalings = encode_tile(x, scale, PAYLOAD, VALUE_TYPE)
         place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
         if weights_ptr is not None:
@@ -223,8 +245,17 @@ def _send_kernel(
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
                 tl.store(at + k, by, first & wants)
     # Each program releases what it wrote to everybody, ranks on other GPUs too.
-    if is_last(state_ptr + CHANNELS + 2 * channel + 1, "sys"):
-        signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+    if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
+        raise_counted(
+            bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
+        )
+        if RECEIVES:
+            await_flags(
+                bases_ptr, state_ptr, desk_ptr, word, active, lane, rank, flags, channel, SIZE,
+                SCOPE,
+            )  # fmt: skip
+            release_next(PDL)
+            _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +269,11 @@ class _Flags:
     @classmethod
     def of(cls, call: Call, warps: int = 1) -> _Flags:
         mail, pdl = call.mail, dependent_launch(call.mail.state)
-        fixed = {"SIZE": mail.size, "LANES": lanes(mail.size, warps)}
+        fixed = {
+            "SIZE": mail.size,
+            "LANES": lanes(mail.size, warps),
+            "SCOPE": mail.scope,
+        }
         given = {
             "bases_ptr": mail.bases_P,
             "state_ptr": mail.state,
@@ -271,7 +306,9 @@ def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> Non
     )  # fmt: skip
 
 
-def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
+def send(
+    tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
+) -> None:
     (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
     ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
     machine, name = _machine(call), "gather" if spread.everywhere else "send"
@@ -285,6 +322,7 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
         tokens.ids_TK.contiguous(),
         tokens.weights_TK.contiguous() if inbox.weights >= 0 else None,
         tokens.num_tokens_1,
+        desk_ptr=call.mail.desk,
         stride=x_TH.stride(0),
         num_rows=num_rows,
         rows=rows,
@@ -293,6 +331,7 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
         ids=inbox.ids,
         weights=max(0, inbox.weights),
         scale=float(inbox.scale),
+        RECEIVES=receives,
         **send_constants(inbox, hidden, top_k, plan),
         **_spread_constants(spread),
         **flags.given,

@@ -63,7 +63,7 @@ def push(
         **_places(target, out_M), **_kind(target),
         PUT=x_N is not None, TAKE=out_M is not None, P=mail.size,
         BLOCK=BLOCK_BYTES // given.element_size(), THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
-        PDL=pdl.on, **pdl.options,
+        SCOPE=mail.scope, PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -90,7 +90,8 @@ def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, su
         mail.flags, board.posted, HEAD_BYTES + board.post_bytes, call.channel, call.tag, mail.rank,
         cut.begin, len(cut), 0 if kind["EVEN"] else target.width,
         SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block,
-        THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
+        THREADS=lanes(mail.size, WARPS), num_warps=WARPS, SCOPE=mail.scope,
+        PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -114,7 +115,8 @@ def _wait(call: Call) -> None:
     mail, pdl = call.mail, dependent_launch(call.mail.state)
     _wait_kernel[(1,)](
         mail.bases_P, mail.state, mail.desk, mail.flags, call.channel, call.tag, mail.rank,
-        P=mail.size, THREADS=lanes(mail.size, WARPS), num_warps=WARPS, PDL=pdl.on, **pdl.options,
+        P=mail.size, THREADS=lanes(mail.size, WARPS), num_warps=WARPS, SCOPE=mail.scope,
+        PDL=pdl.on, **pdl.options,
     )  # fmt: skip
 
 
@@ -258,7 +260,7 @@ def _push_kernel(
     first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, PUT: tl.constexpr,
     TAKE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i is lane i: elements begin + i * size and the next, `size` of them."""
     await_inputs(PDL)
@@ -270,6 +272,7 @@ def _push_kernel(
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
+    word = flag_word(state, number, tag)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
@@ -277,12 +280,13 @@ def _push_kernel(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
-            raise_flags(bases, state, number, active, thread, rank, flags, channel, tag, P)
+            raise_flags(bases, word, active, thread, rank, flags, channel, P, SCOPE)
             tl.store(counter, number)
     if TAKE:
         if ok:
-            word = flag_word(state, number, tag)
-            ok = await_flags(bases, state, desk, word, active, thread, rank, flags, channel, P)
+            ok = await_flags(
+                bases, state, desk, word, active, thread, rank, flags, channel, P, SCOPE
+            )
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
             _take(
@@ -296,7 +300,7 @@ def _push_kernel(
 def _post_kernel(
     x, bases, state, flags, plane, slot, channel, tag, rank, begin, count, width,
     SUMS: tl.constexpr, EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`count` elements from `begin` on: of x, or of the sum of what was posted before. The last
     program to end signals."""
@@ -323,14 +327,15 @@ def _post_kernel(
         if not EVEN:
             tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
         if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
-            raise_flags(bases, state, number, active, thread, rank, flags, channel + half, tag, P)
+            word = flag_word(state, number, tag)
+            raise_flags(bases, word, active, thread, rank, flags, channel + half, P, SCOPE)
             tl.store(counter, number)
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
 def _wait_kernel(
     bases, state, desk, flags, channel, tag, rank,
-    P: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Until all have posted what this rank has."""
     await_inputs(PDL)
@@ -339,7 +344,7 @@ def _wait_kernel(
     active = taking_part(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
-        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P)
+        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P, SCOPE)
     release_next(PDL)
 
 
