@@ -62,7 +62,8 @@ def _serve(link: RankLink) -> None:
     with IdleSteps() as idle:
         rank = ranks.Rank(link)
     assert isinstance(rank.runner, GpuRunner)
-    warm = step_sizes(rank.runner.chunk_tokens) if rank.mesh.dp > 1 else []
+    sizes = step_sizes(rank.runner.chunk_tokens, rank.mesh.attention_tp)
+    warm = sizes if rank.mesh.dp > 1 else []
     assert idle.rows == warm, f"idle steps at start: {idle.rows}"
     StepPoison(rank.runner)
     rank.serve()

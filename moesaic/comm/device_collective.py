@@ -64,13 +64,15 @@ def device_collective(
     *,
     shares_gpu: bool,
     deterministic: bool,
+    neighbours: int = 0,
 ) -> Collective:
     """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
-    the group do, which NCCL refuses. Called by all ranks with the same."""
+    the group do, which NCCL refuses. `neighbours`: ranks that may wait on one GPU, if those of
+    other groups are among them. Called by all ranks with the same."""
     if group.size == 1:
         return Alone()
     if shares_gpu:
-        return DeviceCollective.create(group, nbytes, timeout, device)
+        return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
     return NcclCollective(group.collectives(), timeout, device, deterministic)
 
 
@@ -97,12 +99,12 @@ class DeviceCollective(Collective):
 
     @classmethod
     def create(
-        cls, group: Peers, nbytes: int, timeout: float, device: torch.device
+        cls, group: Peers, nbytes: int, timeout: float, device: torch.device, neighbours: int = 0
     ) -> DeviceCollective:
         """Called by all ranks of a group with the same."""
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
-        lanes, lane_bytes = lanes_of(group.size)
+        lanes, lane_bytes = lanes_of(max(group.size, neighbours))
         specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
         window = create(group, specs, timeout, cls.channels(lanes), device)
         return cls(window, nbytes, lanes, lane_bytes)
@@ -120,11 +122,11 @@ class DeviceCollective(Collective):
         return HALVES * (lanes + 1)
 
     @classmethod
-    def window_bytes(cls, size: int, nbytes: int, device: torch.device) -> int:
+    def window_bytes(cls, size: int, nbytes: int, device: torch.device, neighbours: int = 0) -> int:
         """Memory of its device that a rank's collective takes."""
         if size == 1:
             return 0
-        lanes, lane_bytes = lanes_of(size)
+        lanes, lane_bytes = lanes_of(max(size, neighbours))
         specs = cls.planes(size, nbytes, lanes, lane_bytes)
         return window_bytes(specs, size, cls.channels(lanes), device)
 
@@ -334,7 +336,7 @@ class NcclCollective(Collective):
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for up to 4, then 16."""
+    """How many lanes, and bytes of each, where so many ranks may wait: 32 of 8 KiB up to 4."""
     lanes = MOST_LANES if (size - 1) * MOST_LANES <= MOST_WAITING else LEAST_LANES
     return lanes, PUSH_BYTES // lanes
 

@@ -74,11 +74,6 @@ def beyond_cuda(args: ServerArgs) -> str:
         return f"--pp-size {args.pp_size}: pipeline stages are built for cpu only"
     if args.nnodes > 1:
         return f"--nnodes {args.nnodes}: several nodes are built for cpu only"
-    if dp not in (1, tp):
-        return (
-            f"--dp-size {dp} of --tp-size {tp} with --enable-dp-attention cuts the attention of a "
-            f"group over {tp // dp} ranks, which is built for cpu only (--dp-size {tp} is for both)"
-        )
     if dp > 1 and args.moe_dense_tp_size not in (None, 1):
         return (
             f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention cuts dense "
@@ -89,11 +84,6 @@ def beyond_cuda(args: ServerArgs) -> str:
         return (
             f"--dp-size {copies} means {copies} copies of the model, and these cannot share a GPU, "
             "as nobody settles how much of its memory each takes"
-        )
-    if tp > 1 and dp == 1 and args.moe_a2a_backend != "none":
-        return (
-            f"--moe-a2a-backend {args.moe_a2a_backend} without --enable-dp-attention is built for "
-            f"cpu only (give --enable-dp-attention --dp-size {tp}, or --moe-a2a-backend none)"
         )
     return ""
 

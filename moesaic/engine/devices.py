@@ -146,7 +146,11 @@ class StepBytes:
         return cls(
             logits=limits.decode_tokens * config.vocab_size * LOGIT_BYTES,
             experts=max(
-                (_expert_bytes(m, limits.tokens) for m in modules if isinstance(m, FusedMoE)),
+                (
+                    _expert_bytes(m, limits.tokens, config.parallel.most_rows(limits.tokens))
+                    for m in modules
+                    if isinstance(m, FusedMoE)
+                ),
                 default=0,
             ),
             # The residual, its norm, the widest product and what comes of it.
@@ -167,11 +171,12 @@ def _dense(model: CausalLM) -> list[torch.Tensor]:
     return [p for layer in model.model.layers for p in layer.parameters() if p.dim() == 2]
 
 
-def _expert_bytes(layer: FusedMoE, tokens: int) -> int:
+def _expert_bytes(layer: FusedMoE, tokens: int, part: int) -> int:
     """Rows of the sorted order within an expert, and results of all pairs; inputs quantised. Where
-    tokens come from other ranks nobody knows how many of their pairs are this rank's."""
+    tokens come from other ranks, a `part` from each, nobody knows how many of their pairs are this
+    rank's."""
     config, size = layer.config, layer.context.dtype.itemsize
-    tokens *= 1 if layer.context.replicated else layer.layout.size
+    tokens = tokens if layer.context.replicated else part * layer.layout.size
     pairs = tokens * config.top_k
     return (
         pairs * (layer.inner + config.hidden_size) * size + 2 * tokens * config.hidden_size * size

@@ -55,8 +55,8 @@ from moesaic.layers.torch_attention import Span
 logger = logging.getLogger(__name__)
 
 # Rows of what is packed for a decode step: token ids (below 0: that of the seat), positions, seats,
-# and how many rows are somebody's.
-IDS, POSITIONS, SEAT, COUNT, PACKED = range(5)
+# how many rows are somebody's, and how many of those that this rank takes to the experts are.
+IDS, POSITIONS, SEAT, COUNT, OWN, PACKED = range(6)
 DRAW, HOST = Way.DRAW, Way.HOST
 
 
@@ -70,8 +70,9 @@ class DecodeRows:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.packed = torch.zeros(PACKED, size, dtype=torch.int64, device=device)
-        # The lower half of the number, which is all of it.
+        # The lower halves of the numbers, which are all of them.
         self.count_1 = self.packed[COUNT].view(torch.int32)[:1]
+        self.own_1 = self.packed[OWN].view(torch.int32)[:1]
 
 
 @dataclass(slots=True)
@@ -156,7 +157,7 @@ class GpuRunner(ModelRunner):
 
     def _warm_idle(self) -> None:
         """Compiles what a rank runs that has no tokens: the others would wait for it."""
-        for rows in step_sizes(self.chunk_tokens):
+        for rows in step_sizes(self.chunk_tokens, self.parallel.attention.size):
             self._idle(StepPlan([], []), Turn(0, (rows,) * self.ranks.mesh.dp, prefill=True))
 
     def _decode_attention(self, args: ServerArgs, sizes: Collection[int]) -> dict[int, Any]:
@@ -276,7 +277,7 @@ class GpuRunner(ModelRunner):
         table[POSITIONS, :count] = [item.first for item in plan.items]
         table[SEAT, :count] = [seat.number for seat in seats]
         table[IDS : SEAT + 1, count:bucket] = [[0], [0], [self._seats.nobody.number]]
-        table[COUNT, 0] = count
+        table[COUNT, 0], table[OWN, 0] = count, self.parallel.own_tokens(count, bucket)
         rows.packed.copy_(host.view(PACKED, rows.size), non_blocking=True)
         mark.record()
         spans = [Span(n, 1, item.first + 1, item.pages) for n, item in enumerate(plan.items)]
@@ -297,7 +298,12 @@ class GpuRunner(ModelRunner):
             self._tokens(packed[IDS], packed[SEAT]),
             packed[POSITIONS],
             self._attention[size].attention,
-            Step(prefill=False, rows=size, num_tokens_1=self._rows.count_1),
+            Step(
+                prefill=False,
+                rows=size,
+                num_tokens_1=self._rows.count_1,
+                own_tokens_1=self._rows.own_1,
+            ),
         )
         logits_BV = self.model.logits(hidden_BH)
         if not self.samples:
@@ -313,7 +319,8 @@ class GpuRunner(ModelRunner):
         buffers = self._attention[1]
         buffers.fill([])
         nothing_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
-        step = replace(self._step(turn), num_tokens_1=nothing_1.int())
+        none_1 = nothing_1.int()
+        step = replace(self._step(turn), num_tokens_1=none_1, own_tokens_1=none_1)
         self.model(nothing_1, nothing_1, buffers.attention, step)
         return self._sampled(plan, [], [], self._logits_BV[:0], self._found_2B[:, :0])
 

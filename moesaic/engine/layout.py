@@ -250,7 +250,7 @@ def collective_bytes(
     """Of a rank: for its stage, for the attention group where it is another, and for the pipe. On
     a GPU what is there."""
     if gpu is not None:
-        return DeviceCollective.window_bytes(mesh.attention_tp, DEVICE_BYTES, gpu)
+        return DeviceCollective.window_bytes(mesh.attention_tp, DEVICE_BYTES, gpu, mesh.tp)
     windows = [
         (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
         for size in {mesh.tp, mesh.attention_tp}

@@ -79,7 +79,9 @@ class ModelRunner:
         self.device, self.kind = compute_device(args, number), kind_of(args)
         self.sharers = gpu_sharers(args, number) if self.device.type == "cuda" else 1
         if self.kind == "cuda":
-            self.ranks = ranks = ranks.computing_on(self.device, self.sharers > 1)
+            # The same on all ranks, also on one that has a GPU to itself.
+            shares = self.device.type == "cuda" and gpu_sharers(args) > 1
+            self.ranks = ranks = ranks.computing_on(self.device, shares)
         folder = Path(args.model_path)
         raw = RawConfig.read(folder)
         self.max_running = max_running(args, ranks.mesh)

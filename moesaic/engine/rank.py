@@ -390,9 +390,11 @@ def join(link: RankLink) -> RankContext:
     stage_peers = link.group(f"stage {stage_name}", mesh.stage_ranks(place))
     timeout = link.timeout
     stage = attention = _collective(stage_peers, timeout)
+    attention_peers = stage_peers
     if mesh.dp > 1:
         name = f"attention {stage_name} {place.dp_rank}"
-        attention = _collective(link.group(name, mesh.attention_ranks(place)), timeout)
+        attention_peers = link.group(name, mesh.attention_ranks(place))
+        attention = _collective(attention_peers, timeout)
     return RankContext(
         mesh=mesh,
         place=place,
@@ -400,6 +402,7 @@ def join(link: RankLink) -> RankContext:
         stage_peers=stage_peers,
         stage=stage,
         attention=attention,
+        attention_peers=attention_peers,
         seat=link.seat,
         timeout=timeout,
     )

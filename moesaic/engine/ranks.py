@@ -29,6 +29,7 @@ class RankContext:
     stage_peers: Peers = field(default_factory=RankGroup.alone)
     stage: Collective = field(default_factory=Alone)
     attention: Collective = field(default_factory=Alone)
+    attention_peers: Peers = field(default_factory=RankGroup.alone)
     seat: Seat | None = None
     timeout: float = 60.0
     on_device: Collective | None = None
@@ -57,14 +58,14 @@ class RankContext:
         groups of one rank put nothing together."""
         if self.mesh.attention_tp == 1:
             return self
-        assert self.mesh.attention_tp == self.mesh.tp, "beyond_cuda refuses others"
         collective = device_collective(
-            self.stage_peers,
+            self.attention_peers,
             DEVICE_BYTES,
             self.timeout,
             device,
             shares_gpu=shares_gpu or device.type == "cpu",
             deterministic=False,
+            neighbours=self.mesh.tp,
         )
         return replace(self, on_device=collective)
 
@@ -75,10 +76,11 @@ class RankContext:
                 f"--pp-size {self.mesh.pp} is more than the model's {num_layers} layers: give at "
                 f"most {num_layers}"
             )
-        dense = self.on_device
+        group = self.on_device or self.attention
         return Parallel(
-            attention=self.attention if dense is None else dense,
-            stage=self.stage if dense is None else dense,
+            attention=group,
+            # With several groups nothing is cut over all of them on a GPU.
+            stage=group if self.mesh.dp == 1 else self.stage,
             dp=self.mesh.dp,
             dense_tp=self.mesh.dense_tp,
             vocab_tp=self.mesh.vocab_tp,

@@ -32,11 +32,12 @@ SOME_TOKENS = 2048
 DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1)
 
 
-def step_sizes(most: int) -> list[int]:
+def step_sizes(most: int, parts: int = 1) -> list[int]:
     """Tokens of the steps: up to 6, these are 1, 2, 3, 4, 5, 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16,
-    19, 20."""
+    19, 20. Where ranks take parts of them to the experts, such that the parts are odd, too: in two
+    up to 20 also 6, 14 and 18."""
     marks = {most, *(1 << n for n in range(most.bit_length()))}
-    return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
+    return sorted({size for mark in marks for size in (mark - parts, mark - 1, mark) if size > 0})
 
 
 def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
@@ -69,7 +70,8 @@ def warm_up(
 ) -> None:
     """Before the cache is made: then it is known what compiled kernels and libraries take. Until
     then the runner has a cache of one page, that of all tokens."""
-    began, sizes = time.monotonic(), step_sizes(runner.chunk_tokens)
+    began = time.monotonic()
+    sizes = step_sizes(runner.chunk_tokens, runner.parallel.attention.size)
     dtype = cache_dtype(args, runner.dtype)
     runner.cache = PagedCache(runner.model.cache, 1, args.page_size, dtype, runner.device)
     for part in (runner.cache.keys, runner.cache.values):

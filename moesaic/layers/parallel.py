@@ -55,6 +55,15 @@ class Parallel:
         rows = share(count, self.attention.rank, self.attention.size)
         return slice(rows.start, rows.stop)
 
+    def own_tokens(self, tokens: int, count: int) -> int:
+        """How many rows of its part are among the group's first `tokens`."""
+        own = self.own_rows(count)
+        return max(0, min(tokens, own.stop) - own.start)
+
+    def most_rows(self, count: int) -> int:
+        """In the largest part of so many rows of a group."""
+        return -(-count // self.attention.size)
+
     def row_counts(self, counts: Sequence[int]) -> list[int]:
         """How many rows each rank of the groups brings then; `counts`: the rows of each group."""
         size = self.attention.size

@@ -6,6 +6,7 @@ T tokens · H hidden · E experts · V vocabulary · R rows whose logits are wan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -151,12 +152,26 @@ class SparseBlock(Module):
         if self._takes_all_rows:
             chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
             return self.experts(x_TH, chosen, step)
-        assert step.num_tokens_1 is None, "rows that are cut over ranks are all tokens"
-        mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
-        y_TH = self.experts(mine_TH, self.route(mine_TH), step)
+        mine_TH, mine = self._own_part(x_TH, step)
+        y_TH = self.experts(mine_TH, self.route(mine_TH, mine.num_tokens_1), mine)
         layer = self.experts.dispatcher.config.layer
         counts = self.parallel.row_counts([len(x_TH)])
-        return group.gather_rows(y_TH, counts, f"experts of layer {layer}")
+        return group.gather_rows(y_TH[: counts[group.rank]], counts, f"experts of layer {layer}")
+
+    def _own_part(self, x_TH: Tensor, step: Step) -> tuple[Tensor, Step]:
+        """This rank's part of the rows, and the step as it is for parts. Where it is settled how
+        many rows ranks have, kernels compute, which cannot be launched for none: an empty part is a
+        row of padding there."""
+        mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
+        if not step.rows:
+            return mine_TH, step
+        tokens_1 = step.own_tokens_1
+        if not len(mine_TH):
+            mine_TH = x_TH[:1]
+            if tokens_1 is None:
+                tokens_1 = torch.zeros(1, dtype=torch.int32, device=x_TH.device)
+        rows = self.parallel.most_rows(step.rows)
+        return mine_TH, replace(step, rows=rows, num_tokens_1=tokens_1)
 
 
 def dense_mlp(

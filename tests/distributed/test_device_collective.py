@@ -173,6 +173,10 @@ def chosen_kind(group: RankGroup) -> str:
     comm = device_collective(group, LARGE, SECONDS, CPU, shares_gpu=True, deterministic=False)
     assert isinstance(comm, DeviceCollective)
     assert comm.window.region_bytes == DeviceCollective.window_bytes(group.size, LARGE, CPU)
+    crowded = DeviceCollective.create(group, LARGE, SECONDS, CPU, neighbours=8)
+    told = DeviceCollective.window_bytes(group.size, LARGE, CPU, 8)
+    assert crowded.window.region_bytes == told
+    assert (crowded._board.lanes, comm._board.lanes) == (16, 32)
     return type(comm).__name__
 
 

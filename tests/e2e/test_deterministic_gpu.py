@@ -38,11 +38,13 @@ LINES = {
         f"--tp 4 --ep 2 {DPA} 4 --moe-a2a-backend mori",
         "--tp 2 --ep 2",
         "--tp 4",
+        f"--tp 4 --ep 4 {DPA} 2 --moe-a2a-backend deepep",
     ),
     "deepseek_v3": (
         "--disable-cuda-graph --chunked-prefill-size 16 --page-size 8",
         f"--tp 2 --ep 2 {DPA} 2 --moe-a2a-backend deepep",
         "--tp 2 --ep 2",
+        "--tp 4 --ep 4 --moe-a2a-backend deepep",
     ),
     "gpt_oss": (f"--tp 2 --ep 2 {DPA} 2 --moe-a2a-backend ascend_fuseep", "--tp 4 --ep 4"),
     "qwen2_moe": (f"--tp 4 --ep 4 {DPA} 4 --moe-a2a-backend deepep", "--tp 2"),

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 
 WHOLE = {"enable_dp_lm_head": True, "moe_dense_tp_size": 1}
 TENSORS = {"tp_size": 2, "ep_size": 2}
+DETERMINISTIC = {"enable_deterministic_inference": True}
+LAUNCHES = {"disable_cuda_graph": True}
 BACKENDS = ("none", "mooncake", "mori", "flashinfer", "ascend_fuseep")
 SMALL = {"page_size": 4, "chunked_prefill_size": 32, "max_running_requests": 6}
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -49,6 +51,31 @@ def groups(ranks: int, backend: str) -> dict[str, Any]:
         "enable_dp_attention": True,
         "moe_a2a_backend": backend,
     }
+
+
+def parts(backend: str, **more: Any) -> dict[str, Any]:
+    """Tensors are cut, and ranks that have the same tokens take a part each to the experts."""
+    return {**TENSORS, "moe_a2a_backend": backend, **more}
+
+
+def pairs_of_ranks(backend: str) -> dict[str, Any]:
+    """The same in each of two attention groups."""
+    return {**groups(4, backend), "dp_size": 2}
+
+
+SLOW = {
+    "tensors": TENSORS,
+    **{backend: groups(2, backend) | WHOLE for backend in BACKENDS},
+    "launches": groups(2, "deepep") | WHOLE | LAUNCHES,
+    "deterministic": groups(2, "deepep") | WHOLE | DETERMINISTIC,
+    "four": groups(4, "deepep") | WHOLE | {"deepep_mode": "low_latency"},
+    "parts, low latency": parts("deepep", deepep_mode="low_latency"),
+    "parts, normal": parts("deepep", deepep_mode="normal", moe_dense_tp_size=1, **LAUNCHES),
+    "parts, deterministic": parts("deepep", tp_size=4, **DETERMINISTIC),
+    **{f"parts, {backend}": parts(backend) for backend in BACKENDS if backend != "none"},
+    **{f"pairs, {name}": pairs_of_ranks(name) | WHOLE for name in ("deepep", "none")},
+    "pairs, launches": pairs_of_ranks("flashinfer") | WHOLE | LAUNCHES,
+}
 
 
 @contextmanager
@@ -73,26 +100,8 @@ def answers(engine: Engine, params: list[dict[str, Any]], logprobs: bool = False
     "flags",
     [
         pytest.param(groups(2, "deepep") | WHOLE, id="deepep"),
-        pytest.param(TENSORS, id="tensors", marks=pytest.mark.slow),
-        *(
-            pytest.param(groups(2, backend) | WHOLE, id=backend, marks=pytest.mark.slow)
-            for backend in BACKENDS
-        ),
-        pytest.param(
-            groups(2, "deepep") | WHOLE | {"disable_cuda_graph": True},
-            id="launches",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            groups(2, "deepep") | WHOLE | {"enable_deterministic_inference": True},
-            id="deterministic",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            groups(4, "deepep") | WHOLE | {"deepep_mode": "low_latency"},
-            id="four",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(parts("deepep"), id="parts"),
+        *(pytest.param(flags, id=name, marks=pytest.mark.slow) for name, flags in SLOW.items()),
     ],
 )
 def test_ranks_give_the_tokens_of_one(flags: dict[str, Any]) -> None:
@@ -203,9 +212,20 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backen
     check_on_gpu(family, groups(ranks, backend))
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=GPU) for name in FAMILIES])
-def test_a_model_cut_over_ranks_on_one_gpu(family: str) -> None:
-    check_on_gpu(family, TENSORS)
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    of_gpu(
+        *((family, TENSORS) for family in FAMILIES),
+        *((family, parts("deepep")) for family in FAMILIES),
+        *(("qwen3_moe", parts(backend, tp_size=4)) for backend in BACKENDS if backend != "none"),
+        ("qwen3_moe", parts("deepep", tp_size=4, ep_size=4, deepep_mode="low_latency")),
+        ("deepseek_v3", parts("deepep", moe_dense_tp_size=1, **LAUNCHES)),
+        ("qwen3_moe", pairs_of_ranks("deepep")),
+        ("deepseek_v3", pairs_of_ranks("none")),
+    ),
+)
+def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -> None:
+    check_on_gpu(family, flags)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=GPU) for count in (2, 4)])

@@ -53,6 +53,10 @@ def test_sizes_reach_each_power_of_two_odd_and_even():
     assert step_sizes(6) == [1, 2, 3, 4, 5, 6]
     assert step_sizes(20) == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20]
     assert step_sizes(16384)[-4:] == [8191, 8192, 16383, 16384]
+    assert step_sizes(20, parts=2) == [1, 2, 3, 4, 6, 7, 8, 14, 15, 16, 18, 19, 20]
+    for parts in (2, 4, 8):
+        most = {-(-size // parts) for size in step_sizes(8192, parts)}
+        assert set(step_sizes(8192 // parts)) <= most
 
 
 def test_spans_are_tokens_with_context_and_a_prompt():

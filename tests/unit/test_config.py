@@ -659,19 +659,14 @@ GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
             "--nnodes 2: several nodes are built for cpu only",
         ),
         (
-            {**GROUPS, "dp_size": 2},
-            "--dp-size 2 of --tp-size 4 with --enable-dp-attention cuts the attention of a group "
-            "over 2 ranks, which is built for cpu only (--dp-size 4 is for both)",
-        ),
-        (
             {**GROUPS, "moe_dense_tp_size": 4},
             "--moe-dense-tp-size 4 with --enable-dp-attention cuts dense layers over attention "
             "groups, which is built for cpu only (1 is for both)",
         ),
         (
-            {"tp_size": 2, "moe_a2a_backend": "deepep"},
-            "--moe-a2a-backend deepep without --enable-dp-attention is built for cpu only (give "
-            "--enable-dp-attention --dp-size 2, or --moe-a2a-backend none)",
+            {**GROUPS, "dp_size": 2, "moe_dense_tp_size": 4},
+            "--moe-dense-tp-size 4 with --enable-dp-attention cuts dense layers over attention "
+            "groups, which is built for cpu only (1 is for both)",
         ),
         (
             {"dp_size": 2},
@@ -713,6 +708,10 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert resolve(make(**GROUPS, base_gpu_id=2)).device == "cpu"
     tensors = resolve(make(tp_size=2))
     assert (tensors.device, tensors.moe_dense_tp_size) == ("cuda", None)
+    rows = resolve(make(tp_size=4, moe_a2a_backend="deepep", moe_dense_tp_size=4))
+    assert (rows.device, rows.ep_size, rows.moe_dense_tp_size) == ("cuda", 4, 4)
+    pairs = resolve(make(**{**GROUPS, "dp_size": 2}))
+    assert (pairs.device, pairs.moe_dense_tp_size, pairs.enable_dp_lm_head) == ("cuda", 1, True)
     monkeypatch.setenv(devices.VISIBLE, "3,1")
     assert devices.num_gpus() == 2
     with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs"):

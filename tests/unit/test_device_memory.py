@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moesaic.comm.collective import Outline
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.engine.devices import (
@@ -29,6 +30,9 @@ from moesaic.layers.parallel import Parallel
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_config
+from moesaic.moe.context import MoeContext
+from moesaic.moe.outline import OutlineGroup
+from moesaic.moe.registry import Problem
 
 H200 = Room(total=140 * GIB, free=82 * GIB, held=57 * GIB)
 SPEC = CacheSpec(num_layers=48, num_heads=4, key_dim=128, value_dim=128)
@@ -127,6 +131,22 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
     assert step.logits == 256 * raw.integer("vocab_size") * 14
     assert step.attention == 256 * 32 * 130 * 4 * 32
     assert GIB < step.total < 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("a2a", "dp", "rows"), [("none", 1, 8447), ("deepep", 1, 8448), ("deepep", 2, 4 * 4224)]
+)
+def test_experts_are_estimated_for_the_parts_that_ranks_bring(a2a: str, dp: int, rows: int):
+    """Without attention groups those of all ranks are the step's tokens, rounded up."""
+    raw = RawConfig(shape_config("qwen3-30b-a3b"), "q")
+    problem = Problem(a2a=a2a, weights="bf16", dtype="bf16", ep=4, tp=4, device="cuda")
+    replicated = a2a == "none"
+    moe = MoeContext.make(problem, torch.bfloat16, OutlineGroup(0, 4), replicated=replicated)
+    parallel = Parallel(Outline(0, 4 // dp), Outline(0, 4), dp)
+    with torch.device("meta"):
+        model = build_model(raw, BuildContext(1, moe, parallel))
+    step = StepBytes.of(model, StepLimits(8447, 256), 32768)
+    assert step.experts == rows * (8 * (768 + 2048) + 2 * 2048) * 2
 
 
 def test_latents_are_expanded_in_the_estimate():

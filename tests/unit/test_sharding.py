@@ -297,6 +297,11 @@ def test_rows_of_a_group() -> None:
     parallel = part(3, 4, dp=2)
     assert parallel.dp_rank == 1 and parallel.spans_groups(4) and not parallel.spans_groups(2)
     assert parallel.own_rows(5) == slice(2, 5)
+    assert [parallel.own_tokens(tokens, 5) for tokens in range(6)] == [0, 0, 0, 1, 2, 3]
+    first = part(2, 4, dp=2)
+    assert [first.own_tokens(tokens, 5) for tokens in range(6)] == [0, 1, 2, 2, 2, 2]
+    assert (first.own_tokens(1, 1), parallel.own_tokens(1, 1)) == (0, 1)
+    assert [parallel.most_rows(count) for count in (0, 1, 5, 8)] == [0, 1, 3, 4]
     assert parallel.row_counts([5, 0]) == [2, 3, 0, 0]
     assert parallel.group_rows([5, 7]) == slice(5, 12)
     with pytest.raises(AssertionError, match="counts of 0 groups, and there are 2"):
