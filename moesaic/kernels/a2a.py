@@ -36,9 +36,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class Mail:
     flags: int
     state: Tensor
     desk: Tensor
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What kernels keep for their next launch on this window."""
 
     @property
     def values(self) -> Tensor:
