@@ -85,10 +85,10 @@ class Relaunch:
     fixed, which must stay as it is, and of what varies on no more than
         a tensor    whether it is None, its type, whether its address is a multiple of 16
         a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
-    which is looked up every time. Numbers fit into 32 bits: beyond, they are of another type.
-    Tensors that vary are on the GPU, like those of the first launch, of which Triton makes sure:
-    they go by their address. Those that are fixed are held, and must not be moved. In the
-    interpreter, and while somebody listens to launches (a profiler), all go Triton's way.
+    which is looked up every time. Tensors that vary are on the GPU, like those of the first launch,
+    of which Triton makes sure: they go by their address. Those that are fixed are held, and must
+    not be moved. Launches with a number of more than 32 bits, which is of another type, go Triton's
+    way; so do all in the interpreter, and while somebody listens to launches (a profiler).
     """
 
     def __init__(
@@ -127,7 +127,9 @@ class Relaunch:
                 low |= address
                 key.append(tensor.dtype)
         for place, number in zip(self._numbers, numbers, strict=True):
-            assert -MOST <= number <= MOST, number
+            if not -MOST <= number <= MOST:
+                self._by_triton(programs, tensors, numbers)
+                return
             arguments[place] = number
         for place in self._specialised:
             number = numbers[place]
