@@ -79,7 +79,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Same:
         lane = step.lane
-        self.rows_of(len(x_TH), step)
+        self.rows_of(x_TH.shape[0], step)
         self.exchange.begin(lane, self._name)
         meets = not self.exchange.follows(lane, self._place)
         if meets:
@@ -96,7 +96,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
             self._encoded(tokens.x_TH),
             self.layout.local(tokens.ids_TK),
             tokens.weights_TK,
-            **self._room(route, len(tokens.x_TH)),
+            **self._room(route, tokens.x_TH.shape[0]),
         )
 
     def _encoded(self, x_TH: Tensor) -> Payload:

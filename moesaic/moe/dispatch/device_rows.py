@@ -154,7 +154,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return max(1, rows)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Route:
-        rows = self.rows_of(len(x_TH), step)
+        rows = self.rows_of(x_TH.shape[0], step)
         self.exchange.begin(step.lane, self._name)
         route = Route(self, step.lane, rows, self._tokens(x_TH, topk, step))
         with self.exchange.aside():
@@ -210,7 +210,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def _put(self, y_RH: Tensor, route: Route) -> None:
         """Where it is not yet: a hook may have given something else."""
-        target_RH = self._target(route, len(y_RH))
+        target_RH = self._target(route, y_RH.shape[0])
         if y_RH.data_ptr() != target_RH.data_ptr():
             target_RH.copy_(y_RH)
 
