@@ -20,7 +20,7 @@ import msgspec
 from tqdm import tqdm
 
 import moesaic
-from bench.common import RESULTS, machine, print_table
+from bench.common import RESULTS, machine
 from moesaic import Engine
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
@@ -254,14 +254,6 @@ def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
 def in_order(sheet: Sheet, cases: Sequence[Case]) -> list[Row]:
     rows = [sheet.row(case.name) for case in cases]
     return [row for row in rows if row is not None]
-
-
-def show(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:
-    if not markdown:
-        print_table(header, rows)
-        return
-    for row in [header, ["---"] * len(header), *rows]:
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
 
 
 def house_parser(doc: str | None, name: str, num: int) -> argparse.ArgumentParser:

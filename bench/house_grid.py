@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from bench.common import show_table
 from bench.house import (
     Case,
     Measured,
@@ -31,7 +32,6 @@ from bench.house import (
     open_sheet,
     question_of,
     read,
-    show,
     show_errors,
     start,
 )
@@ -112,7 +112,7 @@ def report(sheet: Sheet, markdown: bool) -> None:
             + [f"{score:.3f}" for score in scores]
             + [str(len(row.differing)), f"{row.seconds:.0f}"]
         )
-    show(header, lines, markdown)
+    show_table(header, lines, markdown)
     show_errors(in_order(sheet, CASES))
 
 

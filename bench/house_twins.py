@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+from bench.common import show_table
 from bench.house import (
     Case,
     Measured,
@@ -44,7 +45,6 @@ from bench.house import (
     open_sheet,
     question_of,
     read,
-    show,
     show_errors,
     start,
 )
@@ -196,13 +196,13 @@ def report(sheet: Sheet, markdown: bool) -> None:
         line_of(first, row, sheet, f"{row.figures.get('bytes', 0) / 1e6:.2f}")
         for row in in_order(sheet, WEIGHTS)
     ]
-    show(["weights", "MB", *tail], rows, markdown)
+    show_table(["weights", "MB", *tail], rows, markdown)
     rows = [
         line_of(first, row, sheet, f"{row.figures.get('bytes_a_row', 0):.0f}")
         for row in in_order(sheet, CASES[len(WEIGHTS) :])
     ]
     print()
-    show(["payload", "bytes a row", *tail], rows, markdown)
+    show_table(["payload", "bytes a row", *tail], rows, markdown)
     print()
     show_errors(in_order(sheet, CASES))
 

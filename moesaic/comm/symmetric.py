@@ -66,13 +66,14 @@ class SymmetricWindow(DeviceWindow):
         specs: Sequence[PlaneSpec],
         timeout: float,
         channels: int,
+        near: bool = False,
     ) -> None:
         size, device = len(regions), regions[0].device
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
-        self.mail = Mail(group_rank, size, tuple(regions), bases, 0, state, desk)
+        self.mail = Mail(group_rank, size, tuple(regions), bases, 0, state, desk, near)
         self._device = device
         self._owners: tuple[Any, ...] = ()
 
@@ -98,10 +99,13 @@ class SymmetricWindow(DeviceWindow):
             meeting.agree(layout_of(specs, channels))
             owner = meeting.part(lambda: _allocate(group, nbytes, device))
             # All have memory of zeros before anybody sees another's.
-            meeting.exchange(b"")
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            near = len(set(meeting.exchange(gpu.encode()))) == 1
             handle = meeting.part(lambda: _rendezvous(owner, group, meeting))
             window = meeting.part(
-                lambda: cls(group.rank, _regions(handle, owner, group), specs, timeout, channels)
+                lambda: cls(
+                    group.rank, _regions(handle, owner, group), specs, timeout, channels, near
+                )
             )
             window._owners = (owner, handle)
             meeting.exchange(b"")

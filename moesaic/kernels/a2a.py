@@ -86,7 +86,8 @@ class Failure(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Mail:
     """What kernels know of a window. `regions`: of all ranks, as bytes; `bases_P`: where they begin
-    (int64, on the device). `flags`: byte offset of [channels, P] flags. `state`, `desk`: int64."""
+    (int64, on the device). `flags`: byte offset of [channels, P] flags. `state`, `desk`: int64.
+    `near`: all of them are memory of one GPU, whose own order of writes is all that counts."""
 
     rank: int
     size: int
@@ -95,8 +96,14 @@ class Mail:
     flags: int
     state: Tensor
     desk: Tensor
+    near: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What kernels keep for their next launch on this window."""
+
+    @property
+    def scope(self) -> str:
+        """Of who must see in what order a rank has written, as kernels call it."""
+        return "gpu" if self.near else "sys"
 
     @property
     def values(self) -> Tensor:
@@ -228,19 +235,21 @@ def _fail(call: Call, wanted: int) -> None:
 
 
 @native(A2A)
-def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
+def send(
+    tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
+) -> None:
     """Tokens to the ranks that hold a slot of theirs, each once, and the signal. `rows`: C. Ids
     become those within a group, -1 for slots of other groups, and of rows that are no tokens.
+    `receives`: and then what `receive` does.
 
     Two ranks of two slots each, C 2, rank 1 with one token of ids [3, 0]: row 2 of rank 0 is that
     token with ids [-1, 0], row 2 of rank 1 the same with ids [1, -1]; rows 3 have ids [-1, -1].
     """
     from moesaic.kernels.payloads import encode_rows
 
-    mail, count = call.mail, tokens.count
+    mail, count, top_k = call.mail, tokens.count, tokens.ids_TK.shape[1]
     if mail.state[State.BROKEN]:
         return
-    top_k = tokens.ids_TK.shape[1]
     ids_TK = tokens.ids_TK[:count]
     values, scales = encode_rows(tokens.x_TH[:count], inbox.payload, inbox.scale)
     first = mail.rank * rows
@@ -260,6 +269,8 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
         goes_T = (ids_TK >= 0).any(1) | spread.everywhere
         _put_rows(mail, mail.rank, inbox, 0, (values, scales), goes_T)
     signal.twin(call)
+    if receives:
+        receive.twin(call, rows, top_k, inbox.ids)
 
 
 def _put_rows(

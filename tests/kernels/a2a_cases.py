@@ -40,6 +40,7 @@ class Case:
     padded: bool = False
     scale: float = 1.0
     at_home: bool = False
+    near: bool = False
 
     @property
     def size(self) -> int:
@@ -79,7 +80,7 @@ class Case:
         for window in made:
             window.mail.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
             window.plane("ids").fill_(0x55)
-        return made if device == "cpu" else _moved(made, device)
+        return made if device == "cpu" else _moved(made, device, self.near)
 
     def tokens(self, rank: int, seed: int = 0) -> Tokens:
         """Some ids are -1, and one token has nothing else."""
@@ -96,13 +97,13 @@ class Case:
         return Tokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
 
 
-def _moved(windows: list[HostWindow], device: str) -> list[HostWindow]:
+def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindow]:
     regions = tuple(region.to(device) for region in windows[0].mail.regions)
     bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
     for window in windows:
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
         state = window.mail.state.to(device)
-        window.mail = Mail(window.rank, window.size, regions, bases_P, 0, state, desk)
+        window.mail = Mail(window.rank, window.size, regions, bases_P, 0, state, desk, near)
     return windows
 
 

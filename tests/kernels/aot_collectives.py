@@ -22,6 +22,8 @@ BYTES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 def compiled(kernel: Any, ranks: int, kind: str, **constants: Any) -> Usage:
     """Numbers are multiples of 16, as they are with any model, except which rank and channel."""
     blocks = {"P": ranks, "THREADS": 32 * WARPS, "PDL": True}
+    if "SCOPE" in kernel.arg_names:
+        blocks["SCOPE"] = "sys"
     if "BLOCK" in kernel.arg_names:
         blocks["BLOCK"] = BLOCK_BYTES // BYTES[kind]
     constants |= blocks

@@ -64,7 +64,7 @@ def check_home(payload: str, hidden: int, size: int) -> None:
     inbox = Inbox(payload, 0, 0, 0, -1, value_bytes, scale_bytes, at_home=True)
     plan = send_plan(16, hidden, payload, 1, Machine())
     fixed = a2a.send_constants(inbox, hidden, aot_a2a.TOP_K, plan) | aot_a2a.SPREAD
-    absent = {"num_tokens_ptr": None, "weights_ptr": None}
+    absent = {"num_tokens_ptr": None, "weights_ptr": None, "RECEIVES": True}
     usage = aot_a2a.use(a2a._send_kernel, plan.warps, size, **fixed, **absent)
     each = plan.block * (1 if payload == "fp8" else 2) // (plan.warps * 32 * 16)
     assert usage.count("st.global.v4") == each, usage.count("st.global.v4")

@@ -78,13 +78,14 @@ class Rank:
         for name in ("x_TH", "ids_TK"):
             getattr(self.tokens, name).copy_(getattr(tokens, name))
 
-    def dispatch(self) -> None:
+    def dispatch(self, receives: bool = False) -> None:
         call = self.window.call(ROWS, "dispatch")
-        kernels.send(self.tokens, self.case.rows, self.inbox, self.case.spread, call)
+        kernels.send(self.tokens, self.case.rows, self.inbox, self.case.spread, call, receives)
 
-    def compute(self) -> None:
-        call = self.window.call(ROWS, "dispatch")
-        kernels.receive(call, self.case.rows, self.case.top_k, self.inbox.ids)
+    def compute(self, received: bool = False) -> None:
+        if not received:
+            call = self.window.call(ROWS, "dispatch")
+            kernels.receive(call, self.case.rows, self.case.top_k, self.inbox.ids)
         values = self.window.plane("values").view(self.case.dtype)
         self.window.plane("results").copy_(values)
 
@@ -106,7 +107,7 @@ class Rank:
 
 def one_after_the_other(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.dispatch()
+        rank.dispatch(receives=rank is ranks[-1])
     for rank in ranks:
         rank.compute()
     for rank in ranks:
@@ -123,16 +124,16 @@ def at_once(ranks: list[Rank]) -> None:
         rank.stream.wait_stream(here)
     for rank in ranks:
         with torch.cuda.stream(rank.stream):
-            rank.dispatch()
-            rank.compute()
+            rank.dispatch(receives=True)
+            rank.compute(received=True)
             rank.combine(signals=True)
     for rank in ranks:
         here.wait_stream(rank.stream)
 
 
-def made(counts: tuple[int, ...]) -> list[Rank]:
+def made(counts: tuple[int, ...], near: bool) -> list[Rank]:
     """All kernels have run once: a GPU that waits may not load another one."""
-    case = replace(QWEN, counts=counts, rows=max(counts))
+    case = replace(QWEN, counts=counts, rows=max(counts), near=near)
     ranks = [Rank(case, window) for window in case.windows(DEVICE)]
     one_after_the_other(ranks)
     for one in ranks:
@@ -146,10 +147,11 @@ def made(counts: tuple[int, ...]) -> list[Rank]:
     return ranks
 
 
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("counts", [(1, 1), (16, 0, 5, 16), (300, 1, 129, 200), (16,) * 8])
-def test_ranks_at_once(counts: tuple[int, ...]) -> None:
+def test_ranks_at_once(counts: tuple[int, ...], near: bool) -> None:
     """On streams of their own, which wait for each other."""
-    ranks = made(counts)
+    ranks = made(counts, near)
     for seed in range(ROUNDS):
         for rank in ranks:
             rank.renew(seed)
@@ -162,7 +164,7 @@ def test_ranks_at_once(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("steps", [one_after_the_other, at_once])
 @pytest.mark.parametrize("counts", [(1, 1), (16, 0, 5, 16), (300, 1, 129, 200)])
 def test_under_a_graph(counts: tuple[int, ...], steps: object) -> None:
-    ranks = made(counts)
+    ranks = made(counts, near=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):

@@ -63,11 +63,12 @@ def both(case: Case) -> tuple[Windows, Windows]:
 
 
 def send_all(case: Case, windows: Windows, send: Callable[..., None], seed: int = 0) -> None:
+    """The last one receives, too, as all others have sent."""
     for window in windows:
         tokens = case.tokens(window.rank, seed)
         tokens = tokens if send is twins.send.twin else on_device(tokens)
-        call = window.call(ROWS, "dispatch", tag=seed)
-        send(tokens, case.rows, case.inbox(window), case.spread, call)
+        call, receives = window.call(ROWS, "dispatch", tag=seed), window is windows[-1]
+        send(tokens, case.rows, case.inbox(window), case.spread, call, receives)
 
 
 @pytest.mark.parametrize("case", [*SMALL, *PAYLOADS, *LARGE], ids=str)
@@ -246,6 +247,7 @@ def test_a_new_generation_without_one_of_them() -> None:
             window.restart(5, active=(1, 2))
         send = twins.send.twin if twin else kernels.send
         send_all(case, windows[1:], send)
+        assert (windows[2].plane("ids")[: case.rows] == -1).all()
         for window in windows[1:]:
             place = (case.rows, case.top_k, window.offset("ids"))
             receive = twins.receive.twin if twin else kernels.receive

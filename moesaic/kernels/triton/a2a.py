@@ -32,6 +32,7 @@ from moesaic.kernels.triton.a2a_signals import (
     groups_of,
     is_last,
     lanes,
+    raise_counted,
     signal_once,
     taking_part,
     times_raised,
@@ -75,13 +76,14 @@ def _signal_kernel(
     tag,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_inputs(PDL)
     release_next(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
-    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+    signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "fill"])
@@ -97,20 +99,30 @@ def _wait_kernel(
     fill,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program. Then ids of -1, `fill` of them, for each rank that takes no part."""
+    """One program."""
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
     if SIGNALS:
-        count = signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+        wanted = signal_once(
+            bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
+        )
     else:
-        count = times_raised(state_ptr + CHANNELS + 2 * channel)
-    wanted = flag_word(state_ptr, count, tag)
-    await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
+        wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
+    await_flags(
+        bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
+    )
     release_next(PDL)
+    _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
+
+
+@triton.jit
+def _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE: tl.constexpr):
+    """Ids of -1, `fill` of them, for each rank that takes no part."""
     members = tl.load(state_ptr + ACTIVE)
     for peer in range(SIZE):
         if not bit(members, peer):
@@ -144,6 +156,7 @@ def _send_kernel(
     num_tokens_ptr,
     bases_ptr,
     state_ptr,
+    desk_ptr,
     stride,
     num_rows,
     rows,
@@ -173,31 +186,40 @@ def _send_kernel(
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
+    RECEIVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Item by item: BLOCK channels of a row to all ranks that need it, or to where their own rank
-    keeps them; ids to all ranks."""
+    keeps them; ids to all ranks. RECEIVES: the last program then waits for everybody's."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
     lane = tl.arange(0, LANES)
     k = tl.arange(0, K_BLOCK)
     await_inputs(PDL)
-    release_next(PDL)
+    if not RECEIVES:
+        release_next(PDL)
     active = taking_part(state_ptr, lane)
     bases = all_bases(bases_ptr, SIZE)
+    # Now, as it would be waited for behind the rows.
+    count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
+    word = flag_word(state_ptr, count, tag)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
     for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         part = item % PARTS
         token = tl.cast(item // PARTS, tl.int64)
         is_token = token < tokens
         row = rank.to(tl.int64) * rows + token
-        slots = tl.load(ids_ptr + token * K + k, (k < K) & is_token, -1)
+        # What is no token may hold anything: read, so that nothing waits for what says so.
+        is_row = token < num_rows
+        slots = tl.load(ids_ptr + token * K + k, (k < K) & is_row, -1)
+        slots = tl.where(is_token, slots, -1)
         groups = groups_of(slots, SLOTS)
         goes = tl.where(is_token, _destinations(groups, EVERYWHERE), 0)
         group = part * GROUPS + tl.arange(0, GROUPS)
         inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = tl.load(x_ptr + token * stride + inside, (inside < H) & (goes != 0), 0.0)
+        x = tl.load(x_ptr + token * stride + inside, (inside < H) & is_row, 0.0)
         encoded, scalings = encode_tile(x, scale, PAYLOAD, VALUE_TYPE)
         place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
         if weights_ptr is not None:
@@ -227,8 +249,17 @@ def _send_kernel(
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
                 tl.store(at + k, by, first & wants)
     # Each program releases what it wrote to everybody, ranks on other GPUs too.
-    if is_last(state_ptr + CHANNELS + 2 * channel + 1, "sys"):
-        signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE)
+    if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
+        raise_counted(
+            bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
+        )
+        if RECEIVES:
+            await_flags(
+                bases_ptr, state_ptr, desk_ptr, word, active, lane, rank, flags, channel, SIZE,
+                SCOPE,
+            )  # fmt: skip
+            release_next(PDL)
+            _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
 def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
@@ -241,6 +272,7 @@ def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
         "flags": mail.flags,
         "SIZE": mail.size,
         "LANES": lanes(mail.size, warps),
+        "SCOPE": mail.scope,
         "num_warps": warps,
         "PDL": pdl.on,
         **pdl.options,
@@ -289,10 +321,12 @@ class _Prepared:
         return plan_of(self.kernel, rows, self.machine, self.ranks)
 
 
-def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) -> None:
+def send(
+    tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
+) -> None:
     mail, x_TH = call.mail, tokens.x_TH
     (num_rows, hidden), top_k = x_TH.shape, tokens.ids_TK.shape[1]
-    key = (inbox, spread, hidden, top_k, call.programs)
+    key = (inbox, spread, hidden, top_k, receives, call.programs)
     found = mail.prepared.get(key)
     if found is None:
         found = mail.prepared[key] = _sender(inbox, spread, hidden, top_k, call)
@@ -300,7 +334,7 @@ def send(tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call) ->
     launch = found.launches.get((plan.block, plan.warps, False))
     if launch is None:
         launch = found.launches[plan.block, plan.warps, False] = Relaunch(
-            _send_kernel, ("x_ptr", *TENSORS), NUMBERS,
+            _send_kernel, ("x_ptr", *TENSORS), NUMBERS, desk_ptr=mail.desk, RECEIVES=receives,
             values=inbox.values, scales=inbox.scales, ids=inbox.ids, weights=max(0, inbox.weights),
             scale=float(inbox.scale), **send_constants(inbox, hidden, top_k, plan),
             **_spread_constants(spread), **_fixed(mail, plan.warps),

@@ -37,6 +37,7 @@ def _enter(
     tag,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
     """By all programs of a kernel: until the flags are raised, this rank's by the first of them.
@@ -47,10 +48,13 @@ def _enter(
     count = times_raised(count_ptr)
     if SIGNALS:
         count += active != 0
-        if tl.program_id(0) == 0:
-            raise_flags(bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE)
     wanted = flag_word(state_ptr, count, tag)
-    await_flags(bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE)
+    if SIGNALS:  # noqa: SIM102  known when it is compiled, the other is not
+        if tl.program_id(0) == 0:
+            raise_flags(bases_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE)
+    await_flags(
+        bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
+    )
     return count
 
 
@@ -88,6 +92,7 @@ def collect_rows_kernel(
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     WAITS: tl.constexpr,
     SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
@@ -100,7 +105,7 @@ def collect_rows_kernel(
     bases = all_bases(bases_ptr, SIZE)
     if WAITS:
         count = _enter(
-            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
+            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SCOPE, SIGNALS
         )
     release_next(PDL)
     active = tl.load(state_ptr + ACTIVE)
@@ -156,6 +161,7 @@ def collect_pairs_kernel(
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    SCOPE: tl.constexpr,
     WAITS: tl.constexpr,
     SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,7 +173,7 @@ def collect_pairs_kernel(
     await_inputs(PDL)
     if WAITS:
         count = _enter(
-            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SIGNALS
+            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SCOPE, SIGNALS
         )
     release_next(PDL)
     active = tl.load(state_ptr + ACTIVE)

@@ -66,13 +66,15 @@ def byte_at(base, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _load_flags(at):
+def _load_flags(at, SCOPE: tl.constexpr):
     """What their ranks have written before them is seen after them."""
     if INTERPRETED:
         return tl.load(at)
     else:
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];",
+            "ld.acquire.gpu.global.b64 $0, [$1];"
+            if SCOPE == "gpu"
+            else "ld.acquire.sys.global.b64 $0, [$1];",
             "=l,l",
             [at],
             dtype=tl.int64,
@@ -129,34 +131,72 @@ def flag_word(state_ptr, count, tag):
 
 @triton.jit
 def raise_flags(
-    bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr
+    bases_ptr,
+    word,
+    active,
+    lane,
+    rank,
+    flags,
+    channel,
+    SIZE: tl.constexpr,
+    SCOPE: tl.constexpr,
 ):
     """This rank's, everywhere. All that its threads, and whoever they have waited for, have written
     is there for who sees it."""
     offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
     at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
-    word = tl.zeros_like(lane).to(tl.int64) + flag_word(state_ptr, count, tag)
     # One thread's writes are released by another.
     tl.debug_barrier()
     tl.atomic_xchg(
         at.to(tl.pointer_type(tl.int64)),
-        word,
+        tl.zeros_like(lane).to(tl.int64) + word,
         mask=(lane < SIZE) & bit(active, lane),
         sem="release",
-        scope="sys",
+        scope=SCOPE,
     )
 
 
 @triton.jit
-def signal_once(bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE: tl.constexpr):
-    """By one program of a kernel: counts, and raises the flags. The count."""
-    at = state_ptr + CHANNELS + 2 * channel
-    count = times_raised(at) + (active != 0)
+def signal_once(
+    bases_ptr,
+    state_ptr,
+    active,
+    lane,
+    rank,
+    flags,
+    channel,
+    tag,
+    SIZE: tl.constexpr,
+    SCOPE: tl.constexpr,
+):
+    """By one program of a kernel: counts, and raises the flags. The word."""
+    count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
+    word = flag_word(state_ptr, count, tag)
+    raise_counted(
+        bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
+    )
+    return word
+
+
+@triton.jit
+def raise_counted(
+    bases_ptr,
+    state_ptr,
+    count,
+    word,
+    active,
+    lane,
+    rank,
+    flags,
+    channel,
+    SIZE: tl.constexpr,
+    SCOPE: tl.constexpr,
+):
+    """Writes down how often, and raises the flags."""
     # All threads have read it before it is written.
     tl.debug_barrier()
-    tl.store(at, count)
-    raise_flags(bases_ptr, state_ptr, count, active, lane, rank, flags, channel, tag, SIZE)
-    return count
+    tl.store(state_ptr + CHANNELS + 2 * channel, count)
+    raise_flags(bases_ptr, word, active, lane, rank, flags, channel, SIZE, SCOPE)
 
 
 @triton.jit
@@ -185,6 +225,7 @@ def await_flags(
     flags,
     channel,
     SIZE: tl.constexpr,
+    SCOPE: tl.constexpr,
 ):
     """Until all have written what is wanted, or one something else, or time is over, or the host
     says so. Whether they have."""
@@ -192,12 +233,12 @@ def await_flags(
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
     deadline = _now(lane) + tl.load(state_ptr + TIMEOUT_NS)
-    seen = _load_flags(at)
+    seen = _load_flags(at, SCOPE)
     level = _worst(seen, wanted, counts)
     looks = 0
     aborted = 0
     while level == BEHIND:
-        seen = _load_flags(at)
+        seen = _load_flags(at, SCOPE)
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):

@@ -71,7 +71,7 @@ def push(
             _push_kernel, ("x", "out"), ("tag", "count", "begin", "stop", "size", *PLACES),
             desk=mail.desk, flags=mail.flags, plane=board.pushed,
             slot=HEAD_BYTES + board.lane_bytes, PUT=x_N is not None, TAKE=out_M is not None,
-            BLOCK=BLOCK_BYTES // itemsize, **_kinds(kind), **_fixed(mail),
+            BLOCK=BLOCK_BYTES // itemsize, SCOPE=mail.scope, **_kinds(kind), **_fixed(mail),
         )  # fmt: skip
     count = 0 if x_N is None else min(x_N.numel(), cut.stop)
     numbers = (call.tag, count, cut.begin, cut.stop, size, *_places(target, out_M))
@@ -101,7 +101,7 @@ def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, su
         launch = mail.prepared[key] = Relaunch(
             _post_kernel, ("x",), ("channel", "tag", "begin", "count", "width"),
             flags=mail.flags, plane=board.posted, slot=HEAD_BYTES + board.post_bytes,
-            SUMS=sums, EVEN=even, BLOCK=block, **_fixed(mail),
+            SUMS=sums, EVEN=even, BLOCK=block, SCOPE=mail.scope, **_fixed(mail),
         )  # fmt: skip
     width = 0 if isinstance(target, Sum) or even else target.width
     programs = max(1, min(MOST_PROGRAMS, triton.cdiv(len(cut), block)))
@@ -131,8 +131,9 @@ def _wait(call: Call) -> None:
     launch = mail.prepared.get("wait for posts")
     if launch is None:
         launch = mail.prepared["wait for posts"] = Relaunch(
-            _wait_kernel, (), ("channel", "tag"), desk=mail.desk, flags=mail.flags, **_fixed(mail)
-        )
+            _wait_kernel, (), ("channel", "tag"),
+            desk=mail.desk, flags=mail.flags, SCOPE=mail.scope, **_fixed(mail),
+        )  # fmt: skip
     launch(1, (), (call.channel, call.tag))
 
 
@@ -290,7 +291,7 @@ def _push_kernel(
     first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, PUT: tl.constexpr,
     TAKE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i is lane i: elements begin + i * size and the next, `size` of them."""
     await_inputs(PDL)
@@ -302,6 +303,7 @@ def _push_kernel(
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
     regions, own = all_bases(bases, P), tl.load(bases + rank)
+    word = flag_word(state, number, tag)
     ok = active != 0
     if PUT:  # noqa: SIM102  known when it is compiled, the other is not
         if ok:
@@ -309,12 +311,13 @@ def _push_kernel(
                 x, regions, plane, slot, half, rank, lane, start, length, count, width,
                 EVEN, P, BLOCK,
             )  # fmt: skip
-            raise_flags(bases, state, number, active, thread, rank, flags, channel, tag, P)
+            raise_flags(bases, word, active, thread, rank, flags, channel, P, SCOPE)
             tl.store(counter, number)
     if TAKE:
         if ok:
-            word = flag_word(state, number, tag)
-            ok = await_flags(bases, state, desk, word, active, thread, rank, flags, channel, P)
+            ok = await_flags(
+                bases, state, desk, word, active, thread, rank, flags, channel, P, SCOPE
+            )
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
             _take(
@@ -328,7 +331,7 @@ def _push_kernel(
 def _post_kernel(
     x, bases, state, flags, plane, slot, channel, tag, rank, begin, count, width,
     SUMS: tl.constexpr, EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`count` elements from `begin` on: of x, or of the sum of what was posted before. The last
     program to end signals."""
@@ -355,14 +358,15 @@ def _post_kernel(
         if not EVEN:
             tl.store(byte_at(own, offset - _HEAD, tl.int64, 16), width)
         if is_last(state + CHANNELS + 2 * channel + 1, "gpu"):
-            raise_flags(bases, state, number, active, thread, rank, flags, channel + half, tag, P)
+            word = flag_word(state, number, tag)
+            raise_flags(bases, word, active, thread, rank, flags, channel + half, P, SCOPE)
             tl.store(counter, number)
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
 def _wait_kernel(
     bases, state, desk, flags, channel, tag, rank,
-    P: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Until all have posted what this rank has."""
     await_inputs(PDL)
@@ -371,7 +375,7 @@ def _wait_kernel(
     active = taking_part(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
-        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P)
+        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P, SCOPE)
     release_next(PDL)
 
 

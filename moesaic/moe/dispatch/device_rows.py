@@ -97,7 +97,8 @@ class DeviceRowsDispatcher(BaseDispatcher):
             for lane in range(config.lanes)
         ]
         self._name = self.operation("dispatch")
-        # With one lane combine's halves follow each other: the kernel that waits signals, too.
+        # With one lane halves follow each other: the kernel that sends waits, too, and the one that
+        # waits for results signals.
         self._early = config.lanes > 1
         self._prepare()
 
@@ -167,13 +168,15 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def _send(self, route: Route) -> None:
         call = self._calls[route.lane][ROWS]
-        send(route.tokens, route.rows, self._inboxes[route.lane], self._sent, call)
+        inbox, receives = self._inboxes[route.lane], not self._early
+        send(route.tokens, route.rows, inbox, self._sent, call, receives)
 
     def _dispatch_b(self, route: Route) -> DispatchOutput:
         exchange, lane = self.exchange, route.lane
         exchange.join()
-        call, ids = self._calls[lane][ROWS], self._inboxes[lane].ids
-        receive(call, route.rows, self.config.top_k, ids)
+        if self._early:
+            call, ids = self._calls[lane][ROWS], self._inboxes[lane].ids
+            receive(call, route.rows, self.config.top_k, ids)
         rows = self.layout.size * route.rows
         arrived = exchange.arrived(lane, rows, self.config.global_scale)
         return self.output(route, *arrived, **self._room(route, rows))
