@@ -84,7 +84,9 @@ def _few_queues() -> dict[str, str]:
     given = os.environ.get(QUEUES, "")
     if not given.isdecimal() or int(given) <= MOST_QUEUES:
         return {}
-    logger.warning("MPS: %s=%s leaves other ranks no queue: taken as %d", QUEUES, given, MOST_QUEUES)
+    logger.warning(
+        "MPS: %s=%s leaves other ranks no queue: taken as %d", QUEUES, given, MOST_QUEUES
+    )
     return {QUEUES: str(MOST_QUEUES)}
 
 
