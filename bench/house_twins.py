@@ -29,6 +29,7 @@ from statistics import fmean
 
 from bench.common import show_table
 from bench.house import (
+    PAYLOADS,
     Case,
     Measured,
     Row,
@@ -66,7 +67,6 @@ CARRIERS = {
     "none": "--moe-a2a-backend none",
 }
 SHOWN_PROMPTS = 120
-PAYLOADS = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
 BF16, FP32 = "--dtype bfloat16", "--dtype float32"
 
 
@@ -146,7 +146,7 @@ def mean_gap(ones: Sequence[float], others: Sequence[float]) -> float:
 
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
-    sheet = open_sheet(args.out, question_of(args, problems))
+    sheet = open_sheet(args.out, question_of(args, problems), Sheet)
     some = problems[:: max(1, len(problems) // SHOWN_PROMPTS)]
 
     @cache

@@ -155,7 +155,7 @@ def step(case: Case, window: Any, seed: int) -> None:
 
 
 def check_cost(gpu: NoGpu) -> None:
-    """Of the host, with nothing behind the launcher: printed, and Triton's way is gone once only."""
+    """Of the host, with nothing behind the launcher: printed; Triton's way is gone once."""
     case = Case(counts=(2, 3), rows=3, top_k=2, hidden=64, weights=True)
     window, tokens = case.windows("cpu")[0], case.tokens(0)
     inbox, call = case.inbox(window), window.call(ROWS, "test")
