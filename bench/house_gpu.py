@@ -30,7 +30,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from bench.common import positive
+from bench.common import positive, show_table
 from bench.house import (
     BACKENDS,
     DETERMINISTIC,
@@ -51,7 +51,6 @@ from bench.house import (
     question_of,
     read,
     reply_digest,
-    show,
     show_errors,
     start,
     write,
@@ -253,7 +252,7 @@ def report(sheet: GpuSheet, every: Sequence[GpuCase], markdown: bool) -> None:
     for name in dict.fromkeys(name.removesuffix(", deterministic") for name in rows):
         plain, bits = rows.get(name), rows.get(f"{name}, deterministic")
         lines.append([name, *_plain(sheet, plain), *_bits(bits)])
-    show(header, lines, markdown)
+    show_table(header, lines, markdown)
     show_errors(list(rows.values()))
 
 
