@@ -3,6 +3,7 @@
     python -m bench.a2a --device cuda                    # the whole grid, below 4 minutes
     python -m bench.a2a --device cuda --quick            # 4 ranks, H 2048, below a minute
     python -m bench.a2a --device cuda --ranks 8 --tokens 1 128 --hidden 7168 --payload fp8
+    python -m bench.a2a --device cuda --markdown         # no run: tables of what was measured
     python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins
 
 Ranks are processes, on a GPU each or, where there are fewer, sharing them under MPS. Top-8 of 128
@@ -35,6 +36,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench import a2a_tables
 from bench.a2a_peers import Key, Peer, peers_of
 from bench.a2a_rank import FEW_TOKENS, Found, Job, device_name, work
 from bench.common import RESULTS, positive, print_table
@@ -259,6 +261,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="4 ranks, H 2048, bf16, fewer rounds")
     parser.add_argument("--out", type=Path, help="JSON list; rows of other points stay")
+    parser.add_argument(
+        "--markdown", action="store_true", help="no run: what --out has, as tables for the docs"
+    )
     args = parser.parse_args(words)
     if args.quick:
         args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 45.0)
@@ -267,6 +272,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if words is None else words)
+    if args.markdown:
+        a2a_tables.report(args.out or RESULTS / "h200_a2a.json")
+        return 0
     if args.device == "cuda" and (missing := cuda_missing()):
         raise SystemExit(f"this benchmark needs a CUDA device: {missing}; or give --device cpu")
     jobs = jobs_of(args)

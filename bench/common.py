@@ -190,6 +190,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells))
 
 
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:
+    """`markdown`: as docs have it."""
+    if not markdown:
+        print_table(header, rows)
+        return
+    for row in [header, ["---"] * len(header), *rows]:
+        print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+
+
 def write_json(name: str, payload: dict[str, Any] | list[Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -4,15 +4,21 @@
     python -m bench.ep --model-path shape:qwen3-30b-a3b --load-format dummy --ep 1 4 \
         --batch 256 --layers 24 --profile
     python -m bench.ep --model-path tiny:qwen3_moe --device cpu --ep 1 2 --batch 4 --input-len 24
+    python -m bench.ep --markdown             # no run: tables of what was measured
 
 With P ranks: --tp P --ep P --dp P --enable-dp-attention --moe-a2a-backend deepep, whose low latency
 serves decoding. So each rank holds its part of the experts and all of the rest, and has its part of
-the batch. Engines come one after the other, each in a process of its own. Requests, and which steps
-count, are those of bench/one_batch.py; a step of several ranks lasts until all have ended it, and
-has the tokens of all. `of single`: of the tokens a second of one rank in the same run.
+the batch. Engines come one after the other, each in a process of its own. They warm up as a server
+does, and each batch is run twice before it counts: a rank that compiled a kernel would hold up all.
+Requests, and which steps count, are those of bench/one_batch.py; a step of several ranks lasts
+until all have ended it, and has the tokens of all. `of single`: of the tokens a second of one rank
+in the same run.
 
 Stages: from the host's record of all ranks, and with --profile by kernels, a few steps of one more
-run; waiting for other ranks is a stage of its own. Flags of the server are taken, too.
+run; waiting for other ranks is a stage of its own. `idle`: of the step, when no kernel of the rank
+was on the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
+
+Flags of the server are taken, too.
 """
 
 from __future__ import annotations
@@ -27,17 +33,19 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.common import RESULTS, cpu_name, positive, print_table
-from bench.ep_rank import FOLDER, TARGET, WANTED, stages_of
+from bench.common import RESULTS, cpu_name, positive, show_table
+from bench.ep_rank import FOLDER, TARGET, WANTED
 from bench.one_batch import Timing, draw_prompts, generate, say, timing
+from bench.stages import ORDER, StepKernels, stages_of
 from bench.step_profile import profile_steps
 from moesaic import Engine
 from moesaic.cli.common import add_model, read_args
@@ -53,6 +61,7 @@ from moesaic.models.tiny import materialise
 from moesaic.observe.spans import Kind, Span
 
 WARM_TOKENS = 8
+WARM_RUNS = 2
 ENGINE_SECONDS = 420.0
 SILENT_SECONDS = 60.0
 
@@ -148,6 +157,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=positive, help="of the model; unset: as many as it has")
     made.add_argument("--profile", action="store_true", help="stages by kernels, in one more run")
     made.add_argument("--out", type=Path, help="JSON list; rows of other models and sizes stay")
+    made.add_argument(
+        "--markdown", action="store_true", help="no run: what --out has, as tables for the docs"
+    )
     made.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     return made
 
@@ -163,7 +175,7 @@ def engine_args(rest: Sequence[str], options: argparse.Namespace, ep: int) -> di
     # The first steps of several ranks compile kernels.
     read = read_args(defaults | {"watchdog_timeout": "300"} | given)
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
-    made |= {"skip_server_warmup": True, "device": device_of(read)}
+    made["device"] = device_of(read)
     if options.layers is not None:
         made["model_path"] = f"{read.model_path},num_hidden_layers={options.layers}"
     if ep > 1:
@@ -222,7 +234,8 @@ def prompts_of(
 
 def measure(engine: Engine, options: argparse.Namespace, ep: int, batch: int, folder: Path) -> Row:
     warm = min(WARM_TOKENS, options.output_len)
-    generate(engine, prompts_of(engine, options, batch, 0), warm)
+    for seed in range(WARM_RUNS):  # which prompts share a step differs from run to run
+        generate(engine, prompts_of(engine, options, batch, seed), warm)
     engine.start_profile(folder)
     generate(engine, prompts_of(engine, options, batch, 1000), options.output_len)
     ranks = read_trace(Path(engine.stop_profile()))
@@ -234,17 +247,20 @@ def measure(engine: Engine, options: argparse.Namespace, ep: int, batch: int, fo
 
 def kernels(
     engine: Engine, prompts: list[list[int]], options: argparse.Namespace, ep: int, folder: Path
-) -> list[dict[str, float]]:
-    """Microseconds a decode step of each kernel, by rank."""
+) -> list[StepKernels]:
+    """Of a decode step, by rank."""
     if ep == 1:
         assert isinstance(engine._core, EngineCore)
         table = profile_steps(engine, engine._core, prompts, options.output_len)["decode"]
-        return [{row["kernel"]: row["us"] for row in table["kernels"]}]
+        us = {row["kernel"]: row["us"] for row in table["kernels"]}
+        on_gpu = engine.args.device == "cuda"
+        return [StepKernels(us, *((table["idle_us"], table["step_us"]) if on_gpu else ()))]
     wanted, each = folder / WANTED, len(prompts) // ep
     wanted.write_text(str(each))
     generate(engine, prompts, options.output_len)
     wanted.unlink()
-    return [json.loads(path.read_text()) for path in folder.glob(f"{each}-rank*.json")]
+    found = [json.loads(path.read_text()) for path in folder.glob(f"{each}-rank*.json")]
+    return [StepKernels(**one) for one in found]
 
 
 def row_of(found: Timing, options: argparse.Namespace, ep: int, batch: int) -> Row:
@@ -295,41 +311,62 @@ def compare(rows: Iterable[Row]) -> list[Row]:
     return rows
 
 
-def report(rows: Sequence[Row]) -> None:
-    first = rows[0]
-    print(f"\n{first.model}, {first.layers} layers, {first.dtype}, {first.device}")
+def report(rows: Sequence[Row], markdown: bool = False) -> None:
+    """A model after the other."""
+    for facts, same in groupby(rows, lambda row: (row.model, row.layers, row.dtype, row.device)):
+        model, layers, dtype, device = facts
+        print(f"\n{model}, {layers} layers, {dtype}, {device}")
+        for title, header, cells in tables(list(same)):
+            print(f"\n{title}\n")
+            show_table(header, cells, markdown)
+
+
+def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and cells of each."""
     header = ["ranks", "batch", "decode ms", "tok/s", "of single", "prefill tok/s", "start s"]
-    table = [
-        [str(row.ep), str(row.batch), f"{row.decode_ms:.3f}", f"{row.decode_tok_s:,.0f}"]
+    cells = [
+        [str(row.ep), str(row.batch), f"{row.decode_ms:.2f}", f"{row.decode_tok_s:,.0f}"]
         + ["" if row.of_single is None else f"{row.of_single:.2f}"]
         + [f"{row.prefill_tok_s:,.0f}", f"{row.start_s:.1f}"]
         for row in rows
     ]
-    print_table(header, table)
-    report_stages("host, ms a step", {(row.ep, row.batch): row.host_ms for row in rows})
-    report_stages("kernels, us a step", {(row.ep, row.batch): row.stages_us for row in rows})
+    yield "a step in which all requests decode", header, cells
+    hosts = [(row, row.host_ms) for row in rows if row.host_ms]
+    yield from stage_table("host, ms a step", hosts, 2)
+    kernels = [(row, row.stages_us) for row in rows if row.stages_us]
+    yield from stage_table("kernels of a rank, us a step", kernels, 0)
 
 
-def report_stages(title: str, found: dict[tuple[int, int], dict[str, float]]) -> None:
-    """By ranks and batch."""
-    names = sorted({name for stages in found.values() for name in stages})
+def stage_table(
+    title: str, found: Sequence[tuple[Row, dict[str, float]]], digits: int
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """None where nothing was recorded. Stages that are not a step's are in the order of names."""
+    names = sorted({name for _, stages in found for name in stages}, key=_place)
     if names:
-        print(f"\n{title}")
-        header = ["ranks", "batch", *names]
-        cells = [[f"{stages.get(name, 0.0):.2f}" for name in names] for stages in found.values()]
-        rows = [[*map(str, key), *row] for key, row in zip(found, cells, strict=True)]
-        print_table(header, rows)
+        cells = [
+            [str(row.ep), str(row.batch)]
+            + [f"{stages[name]:,.{digits}f}" if name in stages else "" for name in names]
+            for row, stages in found
+        ]
+        yield title, ["ranks", "batch", *names], cells
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (ORDER.index(name) if name in ORDER else -1), name
 
 
 def merge(path: Path, rows: Sequence[Row]) -> None:
     """Rows of the same model, device and size are replaced."""
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     new = {row.key for row in rows}
-    kept = [row for row in (Row(**one) for one in old) if row.key not in new]
+    kept = [row for row in read_rows(path) if row.key not in new] if path.exists() else []
     made = [asdict(row) for row in sorted([*kept, *rows], key=lambda row: row.key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [Row(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def run_apart(words: Sequence[str], ep: int, folder: Path) -> tuple[list[Row], bool]:
@@ -349,6 +386,9 @@ def run_apart(words: Sequence[str], ep: int, folder: Path) -> tuple[list[Row], b
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     options, rest = parser().parse_known_args(words)
+    if options.markdown:
+        report(read_rows(options.out or RESULTS / "h200_ep.json"), markdown=True)
+        return 0
     try:
         for ep in options.ep:  # before any is started
             args = engine_args(rest, options, ep)

@@ -2,7 +2,7 @@
 
 A rank looks for a file that says of how many decoding requests to record a few steps, and leaves
 what it found beside it. Recording holds a rank up, and the others wait for it in a kernel: so of
-each kernel the median counts, times how often it ran.
+several steps one of median length counts (bench/stages.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,25 +19,14 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench.stages import Ran, StepKernels, step_kernels
 from moesaic.comm.rank_link import RankLink
 from moesaic.engine.rank import Rank
 
 TARGET: Final = "bench.ep_rank:run"
 FOLDER: Final = "MOESAIC_BENCH_EP"
 WANTED: Final = "wanted.json"
-STEPS: Final = 4
-# By names of kernels, the first that fits.
-STAGES: Final = {
-    "dispatch": "_send_kernel",
-    "wait": "_wait_kernel|_signal_kernel",
-    "combine": "collect_(rows|pairs)_kernel",
-    "attention": "decode_kernel|prefill_kernel|attention|enter_",
-    "routing": "_route|_sort|_list_kernel|_range|topk",
-    "experts": "gate_up|down|experts|silu_mul|_sums_kernel|pair",
-    "dense": "linear|gemm|gemv|nvjet|cutlass|_mm",
-    "norms": "norm",
-    "sampling": "greedy|draw|peaks|sampl|argmax|softmax",
-}
+STEPS: Final = 8
 
 
 def run(link: RankLink) -> None:
@@ -89,36 +76,25 @@ class Recorder:
             pass  # the first one takes seconds
         going_on, steps = True, 0
         with self._profiler() as recorded:
-            while going_on and steps < STEPS:
+            while going_on and steps < STEPS and self._decoding() == batch:
                 going_on, steps = self._step(), steps + 1
             if self._on_gpu:
                 torch.cuda.synchronize()
         table = kernels_of(recorded.events() or (), steps, self._on_gpu)
         path = self._folder / f"{batch}-rank{self._rank.link.rank}.json"
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(table))
+        part.write_text(json.dumps(asdict(table)))
         part.replace(path)
         return going_on
 
 
-def kernels_of(events: Iterable[Any], steps: int, on_gpu: bool) -> dict[str, float]:
-    """Microseconds a step of each kernel; on a CPU of torch's operators."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if (event.device_type != DeviceType.CPU) == on_gpu:
-            times[event.name].append(event.time_range.elapsed_us())
-    return {name: statistics.median(us) * len(us) / steps for name, us in times.items()}
-
-
-def stages_of(tables: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Microseconds a step of each stage, the mean over ranks."""
-    found, ranks = dict.fromkeys([*STAGES, "other"], 0.0), 0
-    for table in tables:
-        ranks += 1
-        for name, us in table.items():
-            found[stage_of(name)] += us
-    return {stage: us / max(1, ranks) for stage, us in found.items()}
-
-
-def stage_of(kernel: str) -> str:
-    return next((stage for stage, names in STAGES.items() if re.search(names, kernel)), "other")
+def kernels_of(events: Iterable[Any], steps: int, on_gpu: bool) -> StepKernels:
+    """Of a step; on a CPU torch's operators."""
+    return step_kernels(
+        (
+            Ran(event.name, event.time_range.start, event.time_range.end)
+            for event in events
+            if (event.device_type != DeviceType.CPU) == on_gpu
+        ),
+        steps,
+    )

@@ -20,7 +20,7 @@ import msgspec
 from tqdm import tqdm
 
 import moesaic
-from bench.common import RESULTS, machine, print_table
+from bench.common import RESULTS, machine
 from moesaic import Engine
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
@@ -33,6 +33,18 @@ from moesaic.tasks.problem import Problem
 
 MODEL = Path(__file__).parents[1] / "models" / "house-moe"
 MOST_EXAMPLES = 3
+DETERMINISTIC = "--enable-deterministic-inference"
+BACKENDS = {
+    "none": "--moe-a2a-backend none",
+    "deepep normal": "--moe-a2a-backend deepep --deepep-mode normal",
+    "deepep low_latency": "--moe-a2a-backend deepep --deepep-mode low_latency",
+    "deepep auto": "--moe-a2a-backend deepep --deepep-mode auto",
+    "mooncake": "--moe-a2a-backend mooncake",
+    "mori": "--moe-a2a-backend mori",
+    "flashinfer": "--moe-a2a-backend flashinfer",
+    "ascend_fuseep": "--moe-a2a-backend ascend_fuseep",
+}
+PAYLOADS = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
 T = TypeVar("T")
 # A machine with fewer cores than ranks may keep one of them waiting for long.
 COMMON = "--log-level warning --dist-timeout 600"
@@ -93,6 +105,9 @@ class Sheet(msgspec.Struct):
 
     def put(self, row: Row) -> None:
         self.rows = [other for other in self.rows if other.name != row.name] + [row]
+
+
+S = TypeVar("S", bound=Sheet)
 
 
 @dataclass(frozen=True)
@@ -232,14 +247,14 @@ def write(path: Path, content: msgspec.Struct) -> None:
     write_whole(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
-def open_sheet(path: Path, question: Question) -> Sheet:
+def open_sheet(path: Path, question: Question, kind: type[S]) -> S:
     """The one on disk if it is of this question, else a new one."""
     if path.exists():
-        sheet = read(path, Sheet)
+        sheet = read(path, kind)
         if sheet.question == question:
             return sheet
         print(f"{path} is of another model, data or way to ask: starting anew")
-    return Sheet(question, machine(len(os.sched_getaffinity(0))))
+    return kind(question, machine(len(os.sched_getaffinity(0))))
 
 
 def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
@@ -254,14 +269,6 @@ def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
 def in_order(sheet: Sheet, cases: Sequence[Case]) -> list[Row]:
     rows = [sheet.row(case.name) for case in cases]
     return [row for row in rows if row is not None]
-
-
-def show(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:
-    if not markdown:
-        print_table(header, rows)
-        return
-    for row in [header, ["---"] * len(header), *rows]:
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
 
 
 def house_parser(doc: str | None, name: str, num: int) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
     python -m bench.house_grid                       # 50 problems of each task
     python -m bench.house_grid --only 'ep 4' --again
     python -m bench.house_grid --markdown            # what was measured, as a table for the docs
+    python -m bench.house_grid --device cuda --help  # ranks that share a GPU: bench/house_gpu.py
 
 All engines run in deterministic mode, greedily, which promises the bits of one rank on every mesh.
 The exit status is 1 if any text differs or any arrangement failed.
@@ -14,7 +15,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from bench import house_gpu
+from bench.common import show_table
 from bench.house import (
+    BACKENDS,
+    DETERMINISTIC,
     Case,
     Measured,
     Row,
@@ -31,23 +36,11 @@ from bench.house import (
     open_sheet,
     question_of,
     read,
-    show,
     show_errors,
     start,
 )
 
-DETERMINISTIC = "--enable-deterministic-inference"
 DPA = "--enable-dp-attention --dp"
-BACKENDS = {
-    "none": "--moe-a2a-backend none",
-    "deepep normal": "--moe-a2a-backend deepep --deepep-mode normal",
-    "deepep low_latency": "--moe-a2a-backend deepep --deepep-mode low_latency",
-    "deepep auto": "--moe-a2a-backend deepep --deepep-mode auto",
-    "mooncake": "--moe-a2a-backend mooncake",
-    "mori": "--moe-a2a-backend mori",
-    "flashinfer": "--moe-a2a-backend flashinfer",
-    "ascend_fuseep": "--moe-a2a-backend ascend_fuseep",
-}
 DEEPEP = "--moe-a2a-backend deepep"
 
 
@@ -112,13 +105,13 @@ def report(sheet: Sheet, markdown: bool) -> None:
             + [f"{score:.3f}" for score in scores]
             + [str(len(row.differing)), f"{row.seconds:.0f}"]
         )
-    show(header, lines, markdown)
+    show_table(header, lines, markdown)
     show_errors(in_order(sheet, CASES))
 
 
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
-    sheet = open_sheet(args.out, question_of(args, problems))
+    sheet = open_sheet(args.out, question_of(args, problems), Sheet)
 
     def measure(case: Case) -> Measured:
         with start(args.model_path, f"{case.flags} {DETERMINISTIC} {args.flags}") as engine:
@@ -128,10 +121,17 @@ def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     return sheet
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    device = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    where, rest = device.parse_known_args(words)
+    return house_gpu.main(rest) if where.device == "cuda" else on_cpu(rest)
+
+
+def on_cpu(words: Sequence[str]) -> int:
     parser = house_parser(__doc__, "house_grid", num=50)
     add_choice(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.markdown:
         report(read(args.out, Sheet), markdown=True)
         return 0

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from bench.common import RESULTS
-from bench.house import MODEL, ask, show, start
+from bench.common import RESULTS, show_table
+from bench.house import MODEL, ask, start
 from moesaic.evals.data import write_whole
 from moesaic.tasks.draw import TASKS, distinct
 from moesaic.tasks.problem import Problem, is_kept
@@ -85,7 +85,7 @@ def report(rows: list[Overlap], markdown: bool) -> None:
         ]
         for row in rows
     ]
-    show(head, lines, markdown)
+    show_table(head, lines, markdown)
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from bench.common import machine, spare_larger
-from bench.house import Question, ask, draw, house_parser, question_of, read, show, start, write
+from bench.common import machine, show_table, spare_larger
+from bench.house import Question, ask, draw, house_parser, question_of, read, start, write
 from moesaic import Engine
 from moesaic.evals.result import by_task
 from moesaic.observe.experts import balancedness, expert_loads
@@ -139,20 +139,22 @@ def report(routing: Routing, markdown: bool) -> None:
         for name, counts in domains.items()
         for words, found in balances(counts).items()
     ]
-    show(["tokens of", "balancedness of", "mean", *(f"layer {n}" for n in layers)], rows, markdown)
+    show_table(
+        ["tokens of", "balancedness of", "mean", *(f"layer {n}" for n in layers)], rows, markdown
+    )
     print()
     names = list(routing.domains)
     rows = [
         [name, *(f"{distance(domains[name], domains[other]):.3f}" for other in names)]
         for name in names
     ]
-    show(["distance", *names], rows, markdown)
+    show_table(["distance", *names], rows, markdown)
     print()
     rows = [
         [name, str(domain.n), str(domain.tokens), f"{domain.accuracy:.3f}", _hottest(domain.counts)]
         for name, domain in routing.domains.items()
     ]
-    show(["task", "problems", "tokens", "accuracy", "hottest experts"], rows, markdown)
+    show_table(["task", "problems", "tokens", "accuracy", "hottest experts"], rows, markdown)
 
 
 def _hottest(counts: Counts) -> str:

@@ -27,7 +27,9 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+from bench.common import show_table
 from bench.house import (
+    PAYLOADS,
     Case,
     Measured,
     Row,
@@ -44,7 +46,6 @@ from bench.house import (
     open_sheet,
     question_of,
     read,
-    show,
     show_errors,
     start,
 )
@@ -66,7 +67,6 @@ CARRIERS = {
     "none": "--moe-a2a-backend none",
 }
 SHOWN_PROMPTS = 120
-PAYLOADS = ("bf16", "fp8", "int8", "nvfp4", "mxfp4")
 BF16, FP32 = "--dtype bfloat16", "--dtype float32"
 
 
@@ -146,7 +146,7 @@ def mean_gap(ones: Sequence[float], others: Sequence[float]) -> float:
 
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
-    sheet = open_sheet(args.out, question_of(args, problems))
+    sheet = open_sheet(args.out, question_of(args, problems), Sheet)
     some = problems[:: max(1, len(problems) // SHOWN_PROMPTS)]
 
     @cache
@@ -196,13 +196,13 @@ def report(sheet: Sheet, markdown: bool) -> None:
         line_of(first, row, sheet, f"{row.figures.get('bytes', 0) / 1e6:.2f}")
         for row in in_order(sheet, WEIGHTS)
     ]
-    show(["weights", "MB", *tail], rows, markdown)
+    show_table(["weights", "MB", *tail], rows, markdown)
     rows = [
         line_of(first, row, sheet, f"{row.figures.get('bytes_a_row', 0):.0f}")
         for row in in_order(sheet, CASES[len(WEIGHTS) :])
     ]
     print()
-    show(["payload", "bytes a row", *tail], rows, markdown)
+    show_table(["payload", "bytes a row", *tail], rows, markdown)
     print()
     show_errors(in_order(sheet, CASES))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.common import print_table
+from bench.stages import Ran, covered_us
 from moesaic import Engine
 from moesaic.engine.core import EngineCore
 from moesaic.engine.plan import StepPlan
@@ -73,20 +74,29 @@ class StepProfile:
             torch.cuda.synchronize()
 
     def _table(self, recorded: profile, steps: int, seconds: float) -> Table:
-        """Microseconds a step. `wall_us` has the profiler's own cost in it."""
+        """Microseconds a step. `wall_us` has the profiler's own cost in it; `step_us` is from the
+        first kernel's begin to the last one's end, `idle_us` the part of it in which none ran."""
         spent: Counter[str] = Counter()
         calls: Counter[str] = Counter()
+        ran: list[Ran] = []
         for event in recorded.events() or ():
-            on_device = event.device_type != DeviceType.CPU
+            on_device, time_range = event.device_type != DeviceType.CPU, event.time_range
             if on_device == self._cuda:
-                spent[event.name] += event.time_range.elapsed_us() - _inner(event, on_device)
+                spent[event.name] += time_range.elapsed_us() - _inner(event, on_device)
                 calls[event.name] += 1
+                ran.append(Ran(event.name, time_range.start, time_range.end))
         rows = [
             {"kernel": name, "calls": calls[name] / steps, "us": spent[name] / steps}
             for name in sorted(spent, key=lambda name: -spent[name])
         ]
-        busy = sum(row["us"] for row in rows)
-        return {"steps": steps, "busy_us": busy, "wall_us": seconds * 1e6 / steps, "kernels": rows}
+        busy, wall = sum(row["us"] for row in rows), seconds * 1e6 / steps
+        times = {"busy_us": busy, "wall_us": wall, **_idle(ran, steps)}
+        return {"steps": steps, **times, "kernels": rows}
+
+
+def _idle(ran: Sequence[Ran], steps: int) -> dict[str, float]:
+    span = max((one.end for one in ran), default=0.0) - min((one.begin for one in ran), default=0.0)
+    return {"step_us": span / steps, "idle_us": (span - covered_us(ran)) / steps}
 
 
 def _activities() -> list[ProfilerActivity]:

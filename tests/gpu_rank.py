@@ -11,7 +11,7 @@ from moesaic.engine import model_runner
 from moesaic.engine import rank as ranks
 from moesaic.engine.gpu_runner import DeviceStep, GpuRunner
 from moesaic.engine.plan import StepPlan, Turn
-from moesaic.engine.warm_up import step_sizes
+from moesaic.engine.warm_up import sorted_parts, warm_steps
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
@@ -39,16 +39,16 @@ class StepPoison(Poison):
 
 
 class IdleSteps:
-    """Rows of the steps without tokens that runners take meanwhile."""
+    """Steps without tokens that runners take meanwhile: rows, and whether somebody prefills."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self.steps: list[tuple[int, bool]] = []
 
     def __enter__(self) -> IdleSteps:
         self._idle = idle = GpuRunner._idle
 
         def noted(runner: GpuRunner, plan: StepPlan, turn: Turn) -> DeviceStep:
-            self.rows.append(max(turn.counts))
+            self.steps.append((max(turn.counts), turn.prefill))
             return idle(runner, plan, turn)
 
         GpuRunner._idle = noted  # type: ignore[method-assign]
@@ -62,8 +62,9 @@ def _serve(link: RankLink) -> None:
     with IdleSteps() as idle:
         rank = ranks.Rank(link)
     assert isinstance(rank.runner, GpuRunner)
-    sizes = step_sizes(rank.runner.chunk_tokens, rank.mesh.attention_tp)
-    warm = sizes if rank.mesh.dp > 1 else []
-    assert idle.rows == warm, f"idle steps at start: {idle.rows}"
+    runner, mesh = rank.runner, rank.mesh
+    parts = sorted_parts(mesh.tp, runner.moe_layers[0].config.top_k)
+    steps = warm_steps(runner.limits, runner.graphs.sizes, True, parts, mesh.attention_tp)
+    assert idle.steps == (steps if mesh.dp > 1 else []), f"idle at start: {idle.steps}"
     StepPoison(rank.runner)
     rank.serve()

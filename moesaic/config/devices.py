@@ -39,7 +39,7 @@ def _chosen(args: ServerArgs) -> tuple[str, str]:
         raise ValueError(f"{VARIABLE} is {told!r}: give {', '.join(KINDS)}")
     if told != "auto":
         return told, f"{VARIABLE} says so"
-    missing = cuda_missing() or beyond_cuda(args) or _too_few(args) or _unproven(args)
+    missing = cuda_missing() or beyond_cuda(args) or _too_few(args)
     if missing:
         return "cpu", missing
     return "cuda", "there is a GPU" if num_ranks(args) == 1 else "there is a GPU for each rank"
@@ -55,16 +55,6 @@ def _too_few(args: ServerArgs) -> str:
     if ranks == 1 or ranks <= gpus:
         return ""
     return f"{ranks} ranks would have to share {gpus} GPU{'s'[: gpus != 1]}: --device cuda does so"
-
-
-def _unproven(args: ServerArgs) -> str:
-    """Until tests/e2e/test_deterministic_gpu.py has passed on a GPU."""
-    if not args.enable_deterministic_inference:
-        return ""
-    return (
-        "--enable-deterministic-inference has not been shown to keep its bits on a GPU yet: "
-        "--device cuda tries it"
-    )
 
 
 def beyond_cuda(args: ServerArgs) -> str:

@@ -47,7 +47,7 @@ from moesaic.engine.ranks import RankContext
 from moesaic.engine.row_samplers import samplers
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.seats import Seat, Seats, Way
-from moesaic.engine.warm_up import forget_steps, step_sizes, warm_up
+from moesaic.engine.warm_up import forget_steps, sorted_parts, warm_steps, warm_up
 from moesaic.engine.window_watch import WindowWatch
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.torch_attention import Span
@@ -111,11 +111,13 @@ class GpuRunner(ModelRunner):
 
     def _make_cache(self, args: ServerArgs, weight_bytes: int) -> None:
         self._windows = WindowWatch.of(self.moe, self.ranks)
+        self._sizes = graph_sizes(args, self.max_running)
+        self._warm = self._warm_steps()
         if self.device.type == "cuda":
             if not args.skip_server_warmup:
                 # Kernels of a rank that came first would wait for the others, and not for ever.
                 self.ranks.least(0, "load the weights")
-                warm_up(self, args, *samplers(self.kind, self.device))
+                warm_up(self, args, self._warm, *samplers(self.kind, self.device))
                 self._windows.check()
             give_back()  # before a rank on the same GPU looks at what is free
         super()._make_cache(args, weight_bytes)
@@ -125,7 +127,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _prepare(self, args: ServerArgs) -> None:
-        device, sizes = self.device, graph_sizes(args, self.max_running)
+        device, sizes = self.device, self._sizes
         self._timeout, self._number = args.watchdog_timeout, 0
         if self._has_peers:  # a kernel that waits for one gives up before, and knows for whom
             self._timeout += self.ranks.timeout
@@ -155,10 +157,17 @@ class GpuRunner(ModelRunner):
         if device.type == "cuda":
             self._report()
 
+    def _warm_steps(self) -> list[tuple[int, bool]]:
+        mesh, same = self.ranks.mesh, self.moe.replicated
+        top_k = next((layer.config.top_k for layer in self.moe_layers), 1)
+        exchange, sharers = mesh.tp > 1 and not same, 1 if same else mesh.attention_tp
+        parts = sorted_parts(mesh.tp, top_k)
+        return warm_steps(self.limits, self._sizes, exchange, parts, sharers)
+
     def _warm_idle(self) -> None:
         """Compiles what a rank runs that has no tokens: the others would wait for it."""
-        for rows in step_sizes(self.chunk_tokens, self.parallel.attention.size):
-            self._idle(StepPlan([], []), Turn(0, (rows,) * self.ranks.mesh.dp, prefill=True))
+        for rows, prefill in self._warm:
+            self._idle(StepPlan([], []), Turn(0, (rows,) * self.ranks.mesh.dp, prefill=prefill))
 
     def _decode_attention(self, args: ServerArgs, sizes: Collection[int]) -> dict[int, Any]:
         """For each bucket what `fill` tells where its rows attend, and does so."""

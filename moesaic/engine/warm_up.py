@@ -2,8 +2,9 @@
 
 Kernels differ by the power of two that the tokens of a step reach, and by whether these are odd;
 those of logits by the rows that sample; attention of single tokens by their number and the length
-of their context. What decodes alone is run when its graphs are captured. Several ranks run the same
-steps in the same order, as their kernels wait for each other.
+of their context. What decodes alone is run when its graphs are captured; between ranks that may be
+another mode of dispatch, so steps for which there is no graph are run here. Several ranks run the
+same steps in the same order, as their kernels wait for each other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.core.step import Step
 from moesaic.engine.devices import cache_dtype
 from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.moe_setup import StepLimits
 from moesaic.engine.sampler import SampleRow
 from moesaic.layers.torch_attention import PagedCache, Span
 
@@ -32,12 +34,43 @@ SOME_TOKENS = 2048
 DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1)
 
 
-def step_sizes(most: int, parts: int = 1) -> list[int]:
+def step_sizes(most: int, parts: Sequence[int] = (1,)) -> list[int]:
     """Tokens of the steps: up to 6, these are 1, 2, 3, 4, 5, 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16,
-    19, 20. Where ranks take parts of them to the experts, such that the parts are odd, too: in two
-    up to 20 also 6, 14 and 18."""
-    marks = {most, *(1 << n for n in range(most.bit_length()))}
-    return sorted({size for mark in marks for size in (mark - parts, mark - 1, mark) if size > 0})
+    19, 20. `parts` of a token: the last token with which these reach a power of two counts, too."""
+    powers = ((1 << n, part) for part in parts for n in range((most * part).bit_length()))
+    marks = {most, *(power // part for power, part in powers)}
+    return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
+
+
+def sorted_parts(ranks: int, top_k: int) -> tuple[int, ...]:
+    """Of a token. Products go by the pairs of as many tokens as a rank has, sorting by those of all
+    ranks; where these are a power of two both pass one at once, and with the tokens."""
+    return (1,) if ranks & (ranks - 1) == 0 else (1, top_k, ranks * top_k)
+
+
+def shared_sizes(most: int, parts: Sequence[int], sharers: int) -> list[int]:
+    """The same where so many ranks have the same tokens and take a share each to the experts:
+    kernels before and behind go by the tokens of all, those between by the largest share."""
+    shares = step_sizes(-(-most // sharers), parts)
+    return sorted({*step_sizes(most), *(min(most, sharers * size) for size in shares)})
+
+
+def warm_steps(
+    limits: StepLimits,
+    captured: Sequence[int],
+    exchange: bool,
+    parts: Sequence[int] = (1,),
+    sharers: int = 1,
+) -> list[tuple[int, bool]]:
+    """Tokens of each step, and whether any rank prefills in it. The largest has all of a chunk and
+    of the requests that decode. Ranks that `exchange` rows may do so otherwise when none of them
+    prefills: so what no graph holds of `captured` rows is run that way, too."""
+    steps = [(size, True) for size in shared_sizes(limits.tokens, parts, sharers)]
+    if exchange:
+        held, most = max(captured, default=0), limits.decode_tokens
+        sizes = shared_sizes(most, parts, sharers)
+        steps += [(size, False) for size in sizes if size > held]
+    return steps
 
 
 def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
@@ -65,25 +98,26 @@ def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[Sp
 def warm_up(
     runner: ModelRunner,
     args: ServerArgs,
+    steps: Sequence[tuple[int, bool]],
     greedy: Callable[[Tensor], Tensor],
     draw: Callable[[Tensor, Sequence[SampleRow]], Tensor],
 ) -> None:
     """Before the cache is made: then it is known what compiled kernels and libraries take. Until
-    then the runner has a cache of one page, that of all tokens."""
+    then the runner has a cache of one page, that of all tokens. `steps`: see `warm_steps`."""
     began = time.monotonic()
-    sizes = step_sizes(runner.chunk_tokens, runner.parallel.attention.size)
     dtype = cache_dtype(args, runner.dtype)
     runner.cache = PagedCache(runner.model.cache, 1, args.page_size, dtype, runner.device)
     for part in (runner.cache.keys, runner.cache.values):
         part.view(torch.uint8).zero_()
     kinds = single_tokens(runner.max_running, runner.context_length)
-    order = tqdm(sizes, desc="Compiling kernels", unit="step", disable=None, leave=False)
-    for number, size in enumerate(order):
+    most = sum(prefill for _, prefill in steps)
+    order = tqdm(steps, desc="Compiling kernels", unit="step", disable=None, leave=False)
+    for number, (size, prefill) in enumerate(order):
         order.set_postfix(tokens=size, refresh=False)
-        kind = kinds[(len(sizes) - 1 - number) % len(kinds)]
+        kind = kinds[(most - 1 - number) % len(kinds)]
         spans = warm_spans(size, *kind, args.page_size)
         try:
-            logits_RV = _logits(runner, spans, size)
+            logits_RV = _logits(runner, spans, size, prefill)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a step of {size} tokens does not fit beside the weights: lower "
@@ -97,19 +131,19 @@ def warm_up(
     forget_steps(runner)
     logger.info(
         "ran %d steps of 1 to %d tokens in %.1f s, so that their kernels are compiled",
-        len(sizes),
-        sizes[-1],
+        len(steps),
+        max(size for size, _ in steps),
         time.monotonic() - began,
     )
 
 
-def _logits(runner: ModelRunner, spans: Sequence[Span], size: int) -> Tensor:
+def _logits(runner: ModelRunner, spans: Sequence[Span], size: int, prefill: bool) -> Tensor:
     number_T, groups = torch.arange(size, device=runner.device), runner.ranks.mesh.dp
     hidden_TH = runner.model(
         number_T % runner.vocab_size,
         number_T % runner.context_length,
         runner.attention(spans),
-        Step(prefill=True, counts=(size,) * groups if groups > 1 else (), rows=size),
+        Step(prefill=prefill, counts=(size,) * groups if groups > 1 else (), rows=size),
     )
     return runner.model.logits(hidden_TH[: runner.max_running])
 

@@ -36,9 +36,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,8 @@ class Mail:
     state: Tensor
     desk: Tensor
     near: bool = False
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What kernels keep for their next launch on this window."""
 
     @property
     def scope(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ SENDERS = ("send", "gather")
 COLLECTORS = ("collect_rows", "collect_pairs")
 # Programs that are worth being measured, of a processor's.
 PARTS = (0.125, 0.25, 0.5)
+# Numbers of rows whose plans are kept: steps differ, the layers of one do not.
+KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,22 @@ _tried: dict[Kernel, Plan] = {}
 def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
     """That kernel goes by this plan meanwhile, whatever its rows; for the tuner."""
     _tried[kernel] = plan
+    plan_of.cache_clear()
     try:
         yield
     finally:
         del _tried[kernel]
+        plan_of.cache_clear()
+
+
+@lru_cache(maxsize=KEPT)
+def plan_of(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
+    """What a kernel goes by; `ranks`: that a token may be sent to. Kept, as every launch asks."""
+    if kernel.name in COLLECTORS:
+        guess = collect_plan(rows, kernel.hidden, kernel.ranks, machine)
+    else:
+        guess = send_plan(rows, kernel.hidden, kernel.payload, ranks, machine)
+    return planned(kernel, rows, machine, guess)
 
 
 def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
@@ -159,3 +173,4 @@ def save(
     entries.setdefault(str(kernel), {})[str(tuning.bucket(rows))] = entry
     tuning.write(path, entries)
     _measured.cache_clear()
+    plan_of.cache_clear()

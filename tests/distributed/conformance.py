@@ -16,23 +16,31 @@ from moesaic.comm.group import RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import A2A_REGISTRY, combinations_of, supports
-from tests.distributed.moe_ranks import DTYPES, Combination, cases_for, experts_for, poison_all
+from tests.distributed.moe_ranks import (
+    DTYPES,
+    Combination,
+    cases_for,
+    experts_for,
+    num_experts,
+    poison_all,
+)
 from tests.moe_bounds import Noisy, Numerics, expected, held
 from tests.moe_oracle import Experts
 
-SPLITS = ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 4), (4, 2), (4, 1))
+Split = tuple[int, int]  # tp, ep
+SPLITS: tuple[Split, ...] = ((1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 4), (4, 2), (4, 1))
 MANY = 32
 Value = tuple[str, object]
 Pair = tuple[Value, Value]
 
 
 @cache
-def everything(device: str = "cpu") -> tuple[Combination, ...]:
+def everything(device: str = "cpu", splits: tuple[Split, ...] = SPLITS) -> tuple[Combination, ...]:
     """The product, as far as the matrix allows it. A mode that has the same format as another one
     of its backend is the same thing; `auto` and `replicated` are modes of their own."""
     load_backends()
     found = []
-    for dtype, (tp, ep) in product(DTYPES, SPLITS):
+    for dtype, (tp, ep) in product(DTYPES, splits):
         fixed = {"phases": ("decode",), "dtype": dtype, "tp": tp, "ep": ep, "device": device}
         for problem, support in combinations_of(**fixed):
             if not support.ok or problem.mode not in distinct_modes(problem.a2a):
@@ -106,7 +114,7 @@ class Verdict:
 
 @lru_cache(maxsize=64)
 def shards_of(numerics: Numerics) -> list[Experts]:
-    return held(experts_for(numerics.moe_tp), numerics)
+    return held(experts_for(numerics.moe_tp, num_experts(numerics.ep)), numerics)
 
 
 @dataclass(frozen=True)

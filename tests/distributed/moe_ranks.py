@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 from typing import Any
 
 import torch
@@ -111,17 +112,26 @@ class Combination:
         """The device that computes."""
         return "cuda" if self.device == "cuda" and torch.cuda.is_available() else "cpu"
 
+    @property
+    def experts(self) -> Experts:
+        return experts_for(self.tp // self.ep, num_experts(self.ep))
+
     def layer(self, group: RankGroup, **options: Any) -> FusedMoE:
-        experts = experts_for(self.tp // self.ep)
+        experts = self.experts
         with torch.device(self.where):
             layer = FusedMoE(config_of(experts, TOP_K), self.context(group, **options))
         experts.fill(layer)
         return layer
 
 
+def num_experts(ep: int) -> int:
+    """12 where they can be laid evenly on so many groups, else as many more."""
+    return lcm(EXPERTS, ep)
+
+
 @lru_cache
-def experts_for(moe_tp: int) -> Experts:
-    return Experts.random(EXPERTS, HIDDEN, INNER * moe_tp, seed=moe_tp)
+def experts_for(moe_tp: int, number: int = EXPERTS) -> Experts:
+    return Experts.random(number, HIDDEN, INNER * moe_tp, seed=moe_tp)
 
 
 @dataclass(frozen=True)
@@ -159,25 +169,22 @@ def cases_for(tp: int, ep: int, replicated: bool = False) -> list[Case]:
     """Both lanes and both kinds of steps; every one of 0, 1, 63 and 257 tokens on some rank."""
     turns = [(257, 0, 63, 1), (1, 63, 0, 5), (63,), (0,)]
     chosen = turns if tp == 1 else turns[:2]
-    block = EXPERTS // ep
-    others = range(EXPERTS - block) if ep > 1 else range(EXPERTS - 1)
-    cases = [
-        Case(
-            f"uneven {turn[:tp]}", turn[:tp], step(i % 2 == 0, i % 2, turn[:tp]), masked=i % 2 == 1
-        )
-        for i, turn in enumerate(chosen)
-    ]
+    number = num_experts(ep)
+    every, others = range(number), range(number - (number // ep if ep > 1 else 1))
+    cases = []
+    for i, turn in enumerate(chosen):
+        counts = (turn * tp)[:tp]
+        now = step(i % 2 == 0, i % 2, counts)
+        cases.append(Case(f"uneven {counts}", counts, now, every, masked=i % 2 == 1))
     cases += [
-        Case("one expert takes all", (40,) * tp, step(False, 0, (40,)), first=EXPERTS - 1),
-        Case("the last rank takes none", (9,) * tp, step(True, 1, (9,)), experts=others),
-        Case("nobody has tokens", (0,) * tp, step(False, 1, (0,))),
-        Case("masked", (33,) * tp, step(True, 0, (33,)), masked=True),
+        Case("one expert takes all", (40,) * tp, step(False, 0, (40,)), every, first=number - 1),
+        Case("the last rank takes none", (9,) * tp, step(True, 1, (9,)), others),
+        Case("nobody has tokens", (0,) * tp, step(False, 1, (0,)), every),
+        Case("masked", (33,) * tp, step(True, 0, (33,)), every, masked=True),
     ]
     if not replicated:
         return cases
-    return [
-        Case(c.name, (max(c.counts),) * tp, c.step, c.experts, c.first, c.masked) for c in cases
-    ]
+    return [replace(case, counts=(max(case.counts),) * tp) for case in cases]
 
 
 def poison(context: MoeContext) -> None:
@@ -210,11 +217,17 @@ def _buffers(context: MoeContext) -> Iterator[tuple[str, Tensor]]:
 
 def poison_all(group: RankGroup, context: MoeContext) -> None:
     """Nobody may still read, and nobody may write before all are done."""
+    settle(context)
     group.barrier("before poison")
     poison(context)
+    settle(context)
+    group.barrier("after poison")
+
+
+def settle(context: MoeContext) -> None:
+    """What this rank has begun is done."""
     if context.workspace.device.type == "cuda":
         torch.cuda.synchronize()
-    group.barrier("after poison")
 
 
 Pools = Callable[[int], LocalRanks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing
-from tests.distributed.test_collective import part, total
+from moesaic.kernels.a2a import State
+from tests.distributed.test_collective import total
 from tests.distributed.test_symmetric_gpu import open_gpu
 
 pytestmark = [
@@ -24,7 +26,7 @@ pytestmark = [
 ]
 
 HIDDEN, REPLAYS = 2048, 200
-# A kernel is compiled by each rank when it first needs it, while others wait.
+TOKENS = (1, 16, 63, 300, 2048)
 SECONDS = 60.0
 
 
@@ -48,31 +50,51 @@ def make(group: RankGroup, environment: dict[str, str], seconds: float) -> Devic
     return comm
 
 
-def draw(comm: DeviceCollective, seed: int, rows: list[int], width: int) -> list[Tensor]:
-    """What each rank brings."""
-    return [
-        part(seed, rank, (count, width), torch.bfloat16).cuda() for rank, count in enumerate(rows)
-    ]
+def draw(seed: int, rows: list[int], width: int) -> list[Tensor]:
+    """What each rank brings, drawn on the GPU, where all ranks draw the same."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    make_rows = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return [make_rows(count, width) for count in rows]
+
+
+def pairs(comm: DeviceCollective, tokens: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What every operation gives for so many tokens, and what it should."""
+    size, rows = comm.size, slice(comm.rank, tokens - comm.rank)
+    parts = draw(seed, [tokens] * size, HIDDEN)
+    yield comm.all_reduce(parts[comm.rank], "sum"), total(parts)
+    yield comm.sum_rows(parts[comm.rank], rows, "rows of a sum"), total(parts)[rows]
+    counts = [tokens * (rank % 3) for rank in range(size)]
+    parts = draw(seed, counts, HIDDEN)
+    yield comm.gather_rows(parts[comm.rank], counts, "rows"), torch.cat(parts)
+    widths = [30 + 10 * rank for rank in range(size)]
+    parts = draw(seed, [tokens] * size, max(widths))
+    parts = [whole[:, :width] for whole, width in zip(parts, widths, strict=True)]
+    found = comm.gather_columns(parts[comm.rank], widths, rows, "columns")
+    yield found, torch.cat(parts, 1)[rows]
+
+
+def compile_in_turn(group: RankGroup, comm: DeviceCollective) -> None:
+    """Ranks that are broken wait for nobody: the first compiles all kernels, which the others then
+    find on disk, instead of each by itself while others wait."""
+    for first in (True, False):
+        if (group.rank == 0) == first:
+            comm.window.mail.state[State.BROKEN] = 1
+            for tokens in TOKENS:
+                list(pairs(comm, tokens, 0))
+            torch.cuda.synchronize()
+        group.barrier(f"compiled, {first}")
+    comm.restart(1)
+    group.barrier("all begin")
 
 
 def operations(group: RankGroup, environment: dict[str, str]) -> int:
-    comm, size, count = make(group, environment, SECONDS), group.size, 0
+    comm, count = make(group, environment, SECONDS), 0
+    compile_in_turn(group, comm)
     for turn in range(3):
-        for tokens in (1, 16, 63, 300, 2048):
-            parts = draw(comm, tokens + turn, [tokens] * size, HIDDEN)
-            own, rows = parts[comm.rank], slice(comm.rank, tokens - comm.rank)
-            assert torch.equal(comm.all_reduce(own, "sum"), total(parts)), tokens
-            assert torch.equal(comm.sum_rows(own, rows, "rows of a sum"), total(parts)[rows])
-            counts = [tokens * (rank % 3) for rank in range(size)]
-            parts = draw(comm, tokens + turn, counts, HIDDEN)
-            found = comm.gather_rows(parts[comm.rank], counts, "rows")
-            assert torch.equal(found, torch.cat(parts)), counts
-            parts = draw(comm, tokens + turn, [tokens] * size, 100)
-            widths = [50 + 10 * rank for rank in range(size)]
-            parts = [whole[:, :width] for whole, width in zip(parts, widths, strict=True)]
-            found = comm.gather_columns(parts[comm.rank], widths, rows, "columns")
-            assert torch.equal(found, torch.cat(parts, 1)[rows]), widths
-            count += 4
+        for tokens in TOKENS:
+            for number, (found, wanted) in enumerate(pairs(comm, tokens, 10 * tokens + turn)):
+                assert torch.equal(found, wanted), (turn, tokens, number)
+                count += 1
     torch.cuda.synchronize()
     comm.check()
     comm.close()

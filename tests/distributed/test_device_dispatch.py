@@ -25,6 +25,7 @@ from moesaic.moe.dispatch.mooncake import DeviceMooncake
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.registry import A2A_REGISTRY
+from tests.distributed import moe_rounds
 from tests.distributed import test_deterministic as deterministic
 from tests.distributed import test_in_flight as flights
 from tests.distributed.conformance import (
@@ -109,12 +110,32 @@ def product_of(tp: int, ep: int, dtype: str) -> list[Combination]:
     """By one runner of each kind of weights, as all are one core; deterministic or not in turn."""
     runners: dict[tuple[str, str], str] = {}
     found = []
-    for number, c in enumerate(everything("cuda")):
+    for number, c in enumerate(everything("cuda", ((tp, ep),))):
         runner = runners.setdefault((c.weights, c.payload), c.runner)
-        wanted = (tp, ep, dtype, runner, number // 2 % 2 == 0)
-        if (c.tp, c.ep, c.dtype, c.runner, c.deterministic) == wanted:
+        wanted = (dtype, runner, number // 2 % 2 == 0)
+        if (c.dtype, c.runner, c.deterministic) == wanted:
             found.append(c)
     return sorted(found, key=lambda c: (c.weights, c.payload, c.replicated))
+
+
+def payloads_of(tp: int, ep: int) -> list[Combination]:
+    """Every backend and mode with every payload it takes, by weights in turn: a part of the
+    product that a GPU is through with in seconds."""
+    by_payload: dict[tuple[str, str, str], list[Combination]] = {}
+    for c in sorted(product_of(tp, ep, "bf16"), key=lambda c: c.payload):
+        by_payload.setdefault((c.payload, c.a2a, c.mode), []).append(c)
+    chosen = [some[number % len(some)] for number, some in enumerate(by_payload.values())]
+    return sorted(chosen, key=lambda c: (c.weights, c.payload, c.replicated))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(4, 4), (8, 4)])
+def test_a_part_of_the_product_has_every_payload(tp: int, ep: int):
+    part = payloads_of(tp, ep)
+    whole = [c for c in everything("cuda", ((tp, ep),)) if c.dtype == "bf16"]
+    assert len(part) < len(product_of(tp, ep, "bf16")) / 5
+    for names in (("a2a", "mode", "payload"), ("weights",), ("deterministic",)):
+        wanted = {tuple(getattr(c, name) for name in names) for c in whole}
+        assert {tuple(getattr(c, name) for name in names) for c in part} == wanted
 
 
 @pytest.mark.slow
@@ -315,3 +336,25 @@ def test_one_rank_sends_nothing(a2a: str, mode: str):
     x_TH, topk = batch(5, 0)
     y_TH = layer(x_TH, topk, Step(False))
     assert float((y_TH - reference(experts_for(1), x_TH, topk)).abs().max()) < 1e-5
+
+
+@each_a2a
+def test_random_rounds(a2a: str, mode: str, pools: Pools):
+    assert pools(2).run(moe_rounds.rounds, a2a, mode, {"eager": 12}) == [[], []]
+    assert pools(2).run(moe_rounds.flights, a2a, mode, 6) == [[], []]
+
+
+def noticed(group: RankGroup) -> list[str]:
+    """Of rows that changed places, of one that is not a number, and of what is right."""
+    seat = moe_rounds.seats_of(group, "deepep", "normal")[0]
+    tally, case = moe_rounds.Tally([seat]), 2
+    y_TH = seat.layer(*seat.tokens(case), seat.step(case, False))
+    spoiled_TH = y_TH.index_fill(0, torch.tensor([3]), torch.nan)
+    for name, result in (("good", y_TH), ("swapped", y_TH.roll(1, 0)), ("spoiled", spoiled_TH)):
+        tally.compare(name, result, seat, case)
+    tally.look()
+    return [text.split(",")[0] for text in tally.wrong]
+
+
+def test_rounds_notice_what_is_wrong(pools: Pools):
+    assert pools(2).run(noticed) == [["swapped", "spoiled"]] * 2

@@ -6,9 +6,11 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from bench import house, house_grid, house_routing, house_twins
+from bench import house, house_gpu, house_grid, house_routing, house_twins
 from bench.house import Case, Row
+from bench.house_gpu import Answers, GpuCase, GpuSheet
 from moesaic.config.args import ServerArgs
+from moesaic.config.devices import beyond_cuda
 
 TINY = "tiny:deepseek_v3"
 TOPK, MOE_LAYERS = 2, [1]
@@ -106,7 +108,7 @@ def test_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert lines[3].startswith("| ep 2 deepep, dp 2 | 1 |") and lines[3].split(" | ")[-2] == "0"
     # Another question: nothing of the old sheet is taken over.
     other = house.question_of(asked(tmp_path, "--seed", "5"), house.draw(args))
-    assert house.open_sheet(args.out, other).rows == []
+    assert house.open_sheet(args.out, other, house.Sheet).rows == []
 
 
 def test_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -160,3 +162,73 @@ def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     house_routing.paint(path, house_routing.with_mix(routing.domains), "a model")
     height, width, _ = matplotlib.image.imread(path).shape
     assert height > 300 and width > 1000
+
+
+def test_cases_on_a_gpu():
+    every = house_gpu.cases()
+    by_name = {case.name: case for case in every}
+    assert len(by_name) == len(every) == 78
+    flags = {case.flags for case in every}
+    for backend, words in house.BACKENDS.items():
+        takes = 1 if backend == "ascend_fuseep" else 5 - (backend == "mori")
+        assert sum(f" {words} " in f"{one} " for one in flags) == 2 * takes, backend
+    for case in every:
+        args = house.arguments(TINY, f"{house_gpu.ON_DEVICE['cuda']} {case.flags}")
+        assert beyond_cuda(args) == ""
+        assert by_name[case.against].is_reference
+        assert args.enable_deterministic_inference == case.against.endswith("deterministic")
+    wanted = house_gpu.wanted_of(every, "mori, fp8, deterministic")
+    assert [case.name for case in wanted] == [
+        "1 rank, fp8, deterministic",
+        "ep 4 mori, fp8, deterministic",
+    ]
+
+
+def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What must be the same and is not is told, row by row; what failed is tried again."""
+    said = {
+        "1 rank, bf16": ("abcdefghij", "1111111111"),
+        "1 rank, bf16, deterministic": ("abcdefghij", "1111111111"),
+        "ep 4 none, bf16, deterministic": ("abcdefghiX", "1111111111"),
+        "ep 4 none, bf16": ("abcdefghXY", "1111111110"),
+        "ep 4 mori, bf16": ("XXXXXXXXXj", "0000000001"),
+        "ep 4 mori, bf16, deterministic": ("abcdefghij", "1111111111"),
+    }
+    every = house_gpu.cases()
+    wanted = [case for case in every if case.name in {*said, "ep 4 mooncake, bf16"}]
+
+    def serve(case: GpuCase) -> Answers:
+        if case.name not in said:
+            raise RuntimeError("it died")
+        replies, right = said[case.name]
+        return Answers(list(replies), right, 1.0)
+
+    question = house.Question("", "", "", "", {"lists": 10}, 0, 8, "")
+    sheet, path = GpuSheet(question, {}), tmp_path / "sheet.json"
+    house_gpu.measure(sheet, path, wanted, serve, jobs=3)
+    assert sorted(house_gpu.faults(sheet)) == [
+        "ep 4 mooncake, bf16 failed: it died",
+        "ep 4 mori, bf16: scores otherwise than one rank, p = 0.0039",
+        "ep 4 none, bf16, deterministic: 1 texts differ from those of one rank",
+    ]
+    written = house.read(path, GpuSheet)
+    assert [case.name for case in house_gpu.left(written, wanted, False)] == ["ep 4 mooncake, bf16"]
+    assert house_gpu.left(written, wanted, True) == wanted
+    house_gpu.report(written, every, markdown=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| ep 4 none, bf16 | 0.900 | 1 | 0 | 1 | 80.0% | 1.0 | 1.000 | 1 | 1.0 |" in lines
+
+
+@pytest.mark.timeout(240)
+def test_engines_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "sheet.json"
+    words = ["--device", "cpu", "--model-path", TINY, "--tasks", "lists", "--num", "2", "--jobs"]
+    words += ["2", "--max-new-tokens", "8", "--ranks", "2", "--backends", "none", "--out", str(out)]
+    assert house_gpu.main([*words, "--only", "none, int8, deterministic"]) == 0
+    names = [row.name for row in house.read(out, GpuSheet).rows]
+    assert names == ["1 rank, int8, deterministic", "ep 2 none, int8, deterministic"]
+    # What an engine says last is kept.
+    words += ["--flags=--page-size 0", "--only", "1 rank, int8"]
+    assert house_gpu.main(words) == 1
+    (row,) = house.read(out, GpuSheet).rows
+    assert "--page-size is 0" in row.error and "page-size" in capsys.readouterr().err

@@ -7,18 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from triton import next_power_of_2
 
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.gpu_runner import GpuRunner
 from moesaic.engine.gpu_sampler import _packed
+from moesaic.engine.moe_setup import StepLimits
 from moesaic.engine.plan import PlanItem, StepPlan
 from moesaic.engine.row_samplers import samplers
 from moesaic.engine.sampler import SampleRow
 from moesaic.engine.seats import Way
-from moesaic.engine.warm_up import DRAWN, single_tokens, step_sizes, warm_spans, warm_up
+from moesaic.engine.warm_up import (
+    DRAWN,
+    single_tokens,
+    sorted_parts,
+    step_sizes,
+    warm_spans,
+    warm_steps,
+    warm_up,
+)
 from moesaic.kernels.attention import choose_splits
 from moesaic.kernels.triton.attention_decode import choose_config
+from moesaic.kernels.triton.sort import FEW_PAIRS
+from moesaic.kernels.tuning import Shape, plan_for
 from moesaic.layers.torch_attention import Span
 from moesaic.models.tiny import materialise
 
@@ -53,10 +65,43 @@ def test_sizes_reach_each_power_of_two_odd_and_even():
     assert step_sizes(6) == [1, 2, 3, 4, 5, 6]
     assert step_sizes(20) == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20]
     assert step_sizes(16384)[-4:] == [8191, 8192, 16383, 16384]
-    assert step_sizes(20, parts=2) == [1, 2, 3, 4, 6, 7, 8, 14, 15, 16, 18, 19, 20]
-    for parts in (2, 4, 8):
-        most = {-(-size // parts) for size in step_sizes(8192, parts)}
-        assert set(step_sizes(8192 // parts)) <= most
+    # Three pairs each: 2, 5 and 10 tokens are the last with which these are within 8, 16 and 32.
+    assert step_sizes(11, [1, 3]) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+
+
+def test_steps_reach_all_that_the_scheduler_plans_and_both_ways_between_ranks():
+    limits = StepLimits(tokens=16 + 4, decode_tokens=4)
+    sizes = [1, 2, 3, 4, 7, 8, 15, 16, 19, 20]
+    prefills = [(size, True) for size in sizes]
+    assert warm_steps(limits, (), False) == prefills
+    assert warm_steps(limits, (1, 2, 4), True) == prefills
+    assert warm_steps(limits, (1, 2), True) == [*prefills, (3, False), (4, False)]
+    assert warm_steps(limits, (), True) == [*prefills, *((n, False) for n in (1, 2, 3, 4))]
+    # Two ranks take up to 10 each: with 6, 14 and 18 tokens an odd number.
+    shared = [(size, True) for size in sorted([*sizes, 6, 14, 18])]
+    assert warm_steps(limits, (4,), True, sharers=2) == shared
+
+
+E72 = Shape("bf16", 72, 2048, 768)
+
+
+@pytest.mark.parametrize("sharers", [1, 2, 3])
+@pytest.mark.parametrize("ranks, top_k", [(2, 8), (3, 8), (4, 8), (6, 6), (8, 4), (3, 3)])
+def test_steps_take_every_kernel_of_experts_between_ranks(ranks: int, top_k: int, sharers: int):
+    """Whatever a rank's share of the pairs: sorting knows the width of all of them and the block of
+    a plan, products know the plan."""
+    shape = replace(E72, experts=72 // ranks)
+
+    def kernels(tokens: int) -> set[Any]:
+        rows = -(-tokens // sharers)
+        pairs, plan = ranks * rows * top_k, plan_for(torch.device("cpu"), shape, rows * top_k)
+        width = next_power_of_2(pairs) if pairs <= FEW_PAIRS else 0
+        return {plan, (plan.block, width)}
+
+    limits = StepLimits(tokens=2048 + 64, decode_tokens=64)
+    steps = warm_steps(limits, (64,), True, sorted_parts(ranks, top_k), sharers)
+    warm = set().union(*(kernels(rows) for rows, _ in steps))
+    assert not [rows for rows in range(1, limits.tokens + 1) if not kernels(rows) <= warm]
 
 
 def test_spans_are_tokens_with_context_and_a_prompt():
@@ -93,7 +138,7 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runner.model, "logits", logits)
     with pytest.raises(ValueError, match=r"a step of 1 tokens .* --chunked-prefill-size"):
-        warm_up(runner, args, *samplers(runner.kind, runner.device))
+        warm_up(runner, args, [(1, True)], *samplers(runner.kind, runner.device))
 
 
 def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
@@ -106,8 +151,9 @@ def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
     forward = runner.model.logits
     monkeypatch.setattr(runner.model, "logits", lambda x: (seen.append(len(x)), forward(x))[1])
     cache = runner.cache
-    warm_up(runner, args, *samplers(runner.kind, runner.device))
-    assert seen == [1, 2, 3, 3, 3, 3, 3, 3]  # at most as many rows as requests
+    steps = warm_steps(runner.limits, runner.graphs.sizes, False)
+    warm_up(runner, args, steps, *samplers(runner.kind, runner.device))
+    assert seen == [1, 2, *[3] * 8]  # at most as many rows as requests
     assert all(sum(layer.load.tokens) == 0 for layer in runner.moe_layers)
     assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
     runner.cache = cache

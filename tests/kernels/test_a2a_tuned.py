@@ -11,7 +11,7 @@ from moesaic.cli.main import main
 from moesaic.cli.tune_a2a import Case, Wanted, cases_of, slowest
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import Machine, Plan, collect_plan, most_waiting, send_plan
-from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, planned, trying
+from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, plan_of, planned, trying
 from moesaic.kernels.a2a_tuned import load as read_plans
 
 H200 = Machine(132, name="NVIDIA H200")
@@ -74,10 +74,14 @@ def test_entries_that_cannot_be(folder: Path):
 
 
 def test_what_is_tried():
+    guess = plan_of(SEND, 4096, Machine(132), 4)
+    assert guess == send_plan(4096, 2048, "bf16", 4, Machine(132)) != FOUND
     with trying(SEND, FOUND):
         assert planned(SEND, 4096, H200, GUESS) == FOUND
+        assert plan_of(SEND, 4096, Machine(132), 4) == FOUND
         assert planned(PAIRS, 64, H200, GUESS) == GUESS
     assert planned(SEND, 4096, Machine(132), GUESS) == GUESS
+    assert plan_of(SEND, 4096, Machine(132), 4) == guess
 
 
 @pytest.mark.parametrize("rows", [1, 128, 4096])

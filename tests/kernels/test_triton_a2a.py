@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.kernels import a2a as twins
 from moesaic.kernels import a2a_plan
 from moesaic.kernels.a2a import Failure, State, Tokens
+from moesaic.kernels.a2a_tuned import plan_of
 from moesaic.kernels.triton import a2a as kernels
 from tests.kernels.a2a_cases import (
     RESULTS,
@@ -133,15 +134,21 @@ def place_ids(case: Case, windows: Windows) -> None:
         window.plane("ids").copy_(sent[window.rank].plane("ids"))
 
 
+@pytest.fixture
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whether programs that collect may wait themselves; plans are kept otherwise."""
+    plan_of.cache_clear()
+    if not request.param:
+        monkeypatch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
+    yield
+    plan_of.cache_clear()
+
+
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
-@pytest.mark.parametrize("few", [True, False])
-def test_results_are_summed_as_by_the_twins(
-    case: Case, few: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("few", [True, False], indirect=True)
+def test_results_are_summed_as_by_the_twins(case: Case, few: None) -> None:
     """By programs that wait and by those behind one that does; the last rank signals as it
     collects."""
-    if not few:
-        monkeypatch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
     ours, theirs = both(case)
     for windows in (ours, theirs):
         place_ids(case, windows)

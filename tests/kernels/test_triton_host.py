@@ -1,5 +1,5 @@
-"""What launches cost the host: nothing is compiled for another number of rows, and descriptors that
-are made quickly are those that Triton would make."""
+"""What launches cost the host: nothing is compiled for another number of rows; launches and
+descriptors that are made quickly are those that Triton would make."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moesaic.kernels.triton import a2a, a2a_collect, experts_hopper, norm, routing, sampling, sort
 from moesaic.kernels.triton.experts_large import LargeConfig
+from tests.kernels.triton_cases import compile_apart
 
 A_CALL = {"rank", "channel", "tag"}
 # Of steps of any size the same kernel, and of all layers.
@@ -37,6 +38,10 @@ def test_no_kernel_is_compiled_for_a_number_of_rows(kernel: Any, names: set[str]
     given = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, of a GPU
     assert set(given["do_not_specialize"]) >= names
     assert names <= set(kernel.arg_names)
+
+
+def test_launches_without_triton_are_those_of_triton() -> None:
+    compile_apart("aot_launch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

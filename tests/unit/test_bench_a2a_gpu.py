@@ -71,6 +71,27 @@ def test_rows_of_other_points_stay(tmp_path: Path):
     assert Row(**read[0]).ranks == 2
 
 
+def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, row = tmp_path / "rows.json", summarise(JOB, RANKS, True, "NVIDIA H200")
+    peers = [Peer("DeepEP", 52, 30, 22), Peer("FlashInfer", 13)]
+    four = replace(row, ranks=4, peers=peers)
+    single = replace(four, graph=False, pair_us=520.0, peers=peers[:1])
+    fp8 = replace(four, payload="fp8", pair_us=13.0, of_limit=0.5, peers=[])
+    write(path, [four, single, fp8, row, replace(row, ranks=8, tokens=7, pair_us=200.0)])
+    assert a2a.main(["--device", "cuda", "--markdown", "--out", str(path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    point = "| deepep normal | 32 | 3 |"
+    titles = [line for line in told if line.startswith("NVIDIA H200: ")]
+    assert [title.count("4 ranks") for title in titles] == [1, 0, 1]
+    assert f"{point} 11.0 | 10.0 | 26.0 | 42% | 520 | 52.0 (2.0×, 0.1×) | 13.0 (0.5×) |" in told
+    assert told[told.index("| mode | hidden | tokens | 2 ranks | 8 ranks |") + 2 :][:2] == [
+        f"{point} 26.0 (42%) |  |",
+        "| deepep normal | 32 | 7 |  | 200 (42%) |",
+    ]
+    assert "| mode | hidden | tokens | bf16 | fp8 |" in told
+    assert f"{point} 26.0 (42%), DeepEP 2.0×, FlashInfer 0.5× | 13.0 (50%) |" in told
+
+
 def test_the_grid():
     def points(words: str) -> set[tuple[int, int, str, str, int]]:
         return {

@@ -1,18 +1,22 @@
 """The benchmark of ranks that share a GPU: which steps count, what is compared and kept."""
 
+import ast
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.autograd import DeviceType
 
 from bench import ep
 from bench.ep import Recorded, Row, compare, engine_args, host_ms, joined, merge, parser, read_trace
-from bench.ep_rank import FOLDER, TARGET, kernels_of, stage_of, stages_of
+from bench.ep_rank import FOLDER, TARGET, kernels_of
 from bench.one_batch import timing
+from bench.stages import KERNELS, STAGE_OF, StepKernels, stage_of, stages_of
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.engine import remote
@@ -20,6 +24,7 @@ from moesaic.observe.spans import Kind, Span
 from moesaic.observe.trace import Track, write_trace
 
 MS = 1_000_000
+TRITON = Path(__file__).parents[2] / "moesaic" / "kernels" / "triton"
 ROW = Row("m", 2, "bf16", 1, 32, 64, 8, 10.0, 3200.0, 7, 1e4, 5.0, "NVIDIA H200")
 
 
@@ -57,24 +62,76 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path):
     assert joined(read) == joined(ranks) and host_ms(read, 4) == host_ms(ranks, 4)
 
 
-def test_kernels_by_stage():
-    def event(name: str, us: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
-        return SimpleNamespace(
-            name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: us)
-        )
+def event(name: str, begin: float, end: float, device: DeviceType = DeviceType.CUDA) -> Any:
+    return SimpleNamespace(
+        name=name, device_type=device, time_range=SimpleNamespace(start=begin, end=end)
+    )
 
-    # The first wait was for a rank that was held up: the median counts.
-    waits = [event("_wait_kernel", us) for us in (900.0, 4.0, 6.0)]
-    events = [*waits, event("_send_kernel", 5.0), event("aten::mm", 7.0, DeviceType.CPU)]
-    table = kernels_of(events, 2, True)
-    assert table == {"_wait_kernel": 9.0, "_send_kernel": 2.5}
-    stages = stages_of([table, {"_wait_kernel": 1.0, "copy": 3.0}])
-    assert (stages["wait"], stages["dispatch"], stages["other"]) == (5.0, 1.25, 1.5)
-    names = ["collect_pairs_kernel", "_gate_up_down_kernel", "decode_kernel", "_router_kernel"]
-    names += ["nvjet_tst_64x8", "_norm_kernel", "_greedy_kernel"]
-    assert [stage_of(name) for name in names] == [
-        *("combine", "experts", "attention", "routing", "dense", "norms", "sampling")
+
+def test_the_step_of_median_length_counts():
+    """Steps end at 10, 30, 1030 and 55 more: in the second a rank was waited for. In the last one a
+    product begins while the wait before it still runs, and nothing runs for 55 - 28 us."""
+    events = [event("_greedy_kernel", end - 1, end) for end in (10, 30, 1030, 1085)]
+    events += [event("_wait_kernel", *when) for when in ((12, 20), (31, 1020), (1032, 1050))]
+    events += [event("_few_rows", 1040, 1059), event("_few_rows", 5, 9)]
+    events += [event("aten::mm", 0, 2000, DeviceType.CPU)]
+    table = kernels_of(events, 4, True)
+    assert table.us == {"_wait_kernel": 18, "_few_rows": 19, "_greedy_kernel": 1}
+    assert (table.step_us, table.idle_us) == (55, 55 - 28)
+    # Operators of a CPU do not tell steps apart: their mean.
+    assert kernels_of(events, 4, False) == StepKernels({"aten::mm": 500})
+
+
+def test_kernels_by_stage():
+    ranks = [StepKernels({"_wait_kernel": 9.0, "_send_kernel": 2.5}, 4.0, 20.0)]
+    ranks.append(StepKernels({"_wait_kernel": 1.0, "vectorized_copy": 3.0}, 6.0, 20.0))
+    assert stages_of(ranks) == {
+        "dispatch": 1.25,
+        "wait": 5.0,
+        "other": 1.5,
+        "idle": 5.0,
+        "step": 20.0,
+    }
+    assert stages_of([StepKernels({"aten::mm": 7.0})]) == {"dense": 7.0}
+    foreign = ["nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "cutlass::GroupProblemShape", "aten::addmm"]
+    foreign += ["ncclDevKernel_AllReduce", "at::native::vectorized_elementwise_kernel"]
+    assert [stage_of(name) for name in foreign] == [
+        *("dense", "experts", "dense", "collectives", "other")
     ]
+
+
+def launched() -> set[str]:
+    """Functions under `jit` that no other such function calls or hands on."""
+    modules = {path.stem: ast.parse(path.read_text()) for path in TRITON.glob("*.py")}
+    made, used = set(), set()
+    for module, tree in modules.items():
+        places = {
+            name.asname or name.name: ((found.module or "").rpartition(".")[2], name.name)
+            for found in ast.walk(tree)
+            if isinstance(found, ast.ImportFrom)
+            for name in found.names
+        }
+        inner = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and jitted(one)]
+        places |= {one.name: (module, one.name) for one in inner}
+        made |= {(module, one.name) for one in inner}
+        used |= {
+            places[word.id]
+            for one in inner
+            for word in ast.walk(one)
+            if isinstance(word, ast.Name) and places.get(word.id, (module, one.name))[1] != one.name
+        }
+    return {name for _, name in made - used}
+
+
+def jitted(function: ast.FunctionDef) -> bool:
+    return any(re.search(r"\bjit\b", ast.unparse(one)) for one in function.decorator_list)
+
+
+def test_every_kernel_has_one_stage():
+    found = launched()
+    assert len(found) > 40 and "_few_rows" in found and "add_splits" not in found
+    assert found == set(STAGE_OF)
+    assert len(STAGE_OF) == sum(map(len, KERNELS.values()))
 
 
 def test_rows_are_compared_with_one_rank_and_kept(tmp_path: Path):
@@ -92,6 +149,21 @@ def test_rows_are_compared_with_one_rank_and_kept(tmp_path: Path):
     ]
 
 
+def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = replace(ROW, stages_us={"step": 9876.4, "dense": 10.0, "idle": 3.0}, host_ms={"plan": 1})
+    path = tmp_path / "rows.json"
+    merge(path, compare([one, replace(ROW, ep=4, decode_tok_s=2400.0)]))
+    capsys.readouterr()
+    assert ep.main(["--markdown", "--out", str(path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "m, 2 layers, bf16, NVIDIA H200"
+    assert "| 1 | 32 | 10.00 | 3,200 | 1.00 | 10,000 | 5.0 |" in told
+    assert "| 4 | 32 | 10.00 | 2,400 | 0.75 | 10,000 | 5.0 |" in told
+    place = told.index("| ranks | batch | dense | idle | step |")
+    assert told[place + 2 : place + 4] == ["| 1 | 32 | 10 | 3 | 9,876 |"]
+    assert "| 1 | 32 | 1.00 |" in told
+
+
 def test_flags_of_the_engines():
     words = "--model-path tiny:qwen3_moe --device cpu --layers 3 --batch 8 16".split()
     options, rest = parser().parse_known_args(words)
@@ -100,7 +172,7 @@ def test_flags_of_the_engines():
     assert (one["tp_size"], one["enable_dp_attention"]) == (1, False)
     assert (four["tp_size"], four["ep_size"], four["dp_size"]) == (4, 4, 4)
     assert four["enable_dp_attention"] and four["moe_a2a_backend"] == "deepep"
-    assert four["max_running_requests"] == 16
+    assert four["max_running_requests"] == 16 and not four["skip_server_warmup"]
 
 
 def test_an_engine_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ begin only then: what sits on the GPU before could keep a peer out that is waite
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call, Inbox, Spread, Tokens
-from moesaic.kernels.a2a_plan import GROUPS, Machine, Plan, collect_plan, send_plan
-from moesaic.kernels.a2a_tuned import Kernel, planned
+from moesaic.kernels.a2a import Call, Inbox, Mail, Spread, Tokens
+from moesaic.kernels.a2a_plan import GROUPS, Machine, Plan
+from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
 from moesaic.kernels.triton.a2a_collect import collect_pairs_kernel, collect_rows_kernel
 from moesaic.kernels.triton.a2a_signals import (
@@ -38,6 +38,7 @@ from moesaic.kernels.triton.a2a_signals import (
     times_raised,
 )
 from moesaic.kernels.triton.launch import (
+    Relaunch,
     await_inputs,
     dependent_launch,
     num_processors,
@@ -59,6 +60,9 @@ VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
     "mxfp4": tl.uint8,
 }
 COLLECTORS = {"collect_rows": collect_rows_kernel, "collect_pairs": collect_pairs_kernel}
+# Arguments of kernels that send and collect which differ from launch to launch.
+TENSORS = ("ids_ptr", "weights_ptr", "num_tokens_ptr")
+NUMBERS = ("stride", "num_rows", "rows", "channel", "tag")
 SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
 
 
@@ -258,36 +262,30 @@ def _send_kernel(
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flags:
-    """What all kernels take of a call."""
-
-    fixed: dict[str, Any]
-    given: dict[str, Any]
-    launch: dict[str, Any]
-
-    @classmethod
-    def of(cls, call: Call, warps: int = 1) -> _Flags:
-        mail, pdl = call.mail, dependent_launch(call.mail.state)
-        fixed = {
-            "SIZE": mail.size,
-            "LANES": lanes(mail.size, warps),
-            "SCOPE": mail.scope,
-        }
-        given = {
-            "bases_ptr": mail.bases_P,
-            "state_ptr": mail.state,
-            "rank": mail.rank,
-            "flags": mail.flags,
-            "channel": call.channel,
-            "tag": call.tag,
-        }
-        return cls(fixed, given, {"num_warps": warps, "PDL": pdl.on, **pdl.options})
+def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
+    """What all kernels take of a window, and how they are launched."""
+    pdl = dependent_launch(mail.state)
+    return {
+        "bases_ptr": mail.bases_P,
+        "state_ptr": mail.state,
+        "rank": mail.rank,
+        "flags": mail.flags,
+        "SIZE": mail.size,
+        "LANES": lanes(mail.size, warps),
+        "SCOPE": mail.scope,
+        "num_warps": warps,
+        "PDL": pdl.on,
+        **pdl.options,
+    }
 
 
 def signal(call: Call) -> None:
-    flags = _Flags.of(call)
-    _signal_kernel[(1,)](**flags.given, **flags.fixed, **flags.launch)
+    mail = call.mail
+    launch = mail.prepared.get("signal")
+    if launch is None:
+        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_fixed(mail, 1))
+        mail.prepared["signal"] = launch
+    launch(1, (), (call.channel, call.tag))
 
 
 def wait(call: Call) -> None:
@@ -299,45 +297,66 @@ def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
 
 
 def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> None:
-    flags = _Flags.of(call)
-    _wait_kernel[(1,)](
-        desk_ptr=call.mail.desk, ids=ids, fill=fill, SIGNALS=signals,
-        **flags.given, **flags.fixed, **flags.launch,
-    )  # fmt: skip
+    mail, key = call.mail, ("wait", signals, ids)
+    launch = mail.prepared.get(key)
+    if launch is None:
+        launch = mail.prepared[key] = Relaunch(
+            _wait_kernel, (), ("channel", "tag", "fill"),
+            desk_ptr=mail.desk, ids=ids, SIGNALS=signals, **_fixed(mail, 1),
+        )  # fmt: skip
+    launch(1, (), (call.channel, call.tag, fill))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Of a kernel on a window: how its plan is found, and what launches it by the plan's sizes of
+    items."""
+
+    kernel: Kernel
+    machine: Machine
+    ranks: int
+    launches: dict[tuple[int, int, bool], Relaunch] = field(default_factory=dict)
+
+    def plan(self, rows: int) -> Plan:
+        return plan_of(self.kernel, rows, self.machine, self.ranks)
 
 
 def send(
     tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
 ) -> None:
-    (num_rows, hidden), top_k = tokens.x_TH.shape, tokens.ids_TK.shape[1]
-    ranks = call.mail.size if spread.everywhere else min(call.mail.size, top_k * spread.width)
-    machine, name = _machine(call), "gather" if spread.everywhere else "send"
-    guess = send_plan(rows, hidden, inbox.payload, 1 if inbox.at_home else ranks, machine)
-    kernel = Kernel(name, call.mail.size, hidden, inbox.payload)
-    plan = guess if inbox.at_home else planned(kernel, rows, machine, guess)
-    flags, x_TH = _Flags.of(call, plan.warps), tokens.x_TH
-    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    _send_kernel[(plan.programs,)](
-        x_TH,
-        tokens.ids_TK.contiguous(),
-        tokens.weights_TK.contiguous() if inbox.weights >= 0 else None,
-        tokens.num_tokens_1,
-        desk_ptr=call.mail.desk,
-        stride=x_TH.stride(0),
-        num_rows=num_rows,
-        rows=rows,
-        values=inbox.values,
-        scales=inbox.scales,
-        ids=inbox.ids,
-        weights=max(0, inbox.weights),
-        scale=float(inbox.scale),
-        RECEIVES=receives,
-        **send_constants(inbox, hidden, top_k, plan),
-        **_spread_constants(spread),
-        **flags.given,
-        **flags.fixed,
-        **flags.launch,
+    mail, x_TH = call.mail, tokens.x_TH
+    (num_rows, hidden), top_k = x_TH.shape, tokens.ids_TK.shape[1]
+    key = (inbox, spread, hidden, top_k, receives, call.programs)
+    found = mail.prepared.get(key)
+    if found is None:
+        found = mail.prepared[key] = _sender(inbox, spread, hidden, top_k, call)
+    plan = found.plan(rows)
+    launch = found.launches.get((plan.block, plan.warps, False))
+    if launch is None:
+        launch = found.launches[plan.block, plan.warps, False] = Relaunch(
+            _send_kernel, ("x_ptr", *TENSORS), NUMBERS, desk_ptr=mail.desk, RECEIVES=receives,
+            values=inbox.values, scales=inbox.scales, ids=inbox.ids, weights=max(0, inbox.weights),
+            scale=float(inbox.scale), **send_constants(inbox, hidden, top_k, plan),
+            **_spread_constants(spread), **_fixed(mail, plan.warps),
+        )  # fmt: skip
+    stride, step = x_TH.stride()
+    if step != 1:
+        x_TH, stride = x_TH.contiguous(), hidden
+    weights_TK = tokens.weights_TK.contiguous() if inbox.weights >= 0 else None
+    launch(
+        plan.programs,
+        (x_TH, tokens.ids_TK.contiguous(), weights_TK, tokens.num_tokens_1),
+        (stride, num_rows, rows, call.channel, call.tag),
     )
+
+
+def _sender(inbox: Inbox, spread: Spread, hidden: int, top_k: int, call: Call) -> _Prepared:
+    size = call.mail.size
+    ranks = size if spread.everywhere else min(size, top_k * spread.width)
+    name = "gather" if spread.everywhere else "send"
+    if inbox.at_home:
+        ranks, name = 1, "keep"
+    return _Prepared(Kernel(name, size, hidden, inbox.payload), _machine(call), ranks)
 
 
 def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[str, Any]:
@@ -395,34 +414,34 @@ def _collect(
 ) -> None:
     """`where`: C, and the offset of the results. Without tokens, or with many, one program waits
     before."""
-    num_rows, hidden = out_TH.shape
-    assert out_TH.stride(1) == 1
-    machine, size = _machine(call), call.mail.size
-    guess = collect_plan(num_rows, hidden, size, machine)
-    plan = planned(Kernel(name, size, hidden), num_rows, machine, guess)
+    mail, ids_TK = call.mail, tokens.ids_TK
+    (num_rows, hidden), top_k = out_TH.shape, ids_TK.shape[1]
+    stride, step = out_TH.stride()
+    assert step == 1
+    rows, results = where
+    key = (name, results, spread, hidden, top_k, out_TH.dtype, signals, call.programs)
+    found = mail.prepared.get(key)
+    if found is None:
+        kernel = Kernel(name, mail.size, hidden)
+        found = mail.prepared[key] = _Prepared(kernel, _machine(call), mail.size)
+    plan = found.plan(num_rows)
     if not plan.waits:
         _wait(call, signals)
     if not num_rows:
         return
-    flags = _Flags.of(call, plan.warps)
-    COLLECTORS[name][(plan.programs,)](
-        out_TH,
-        tokens.ids_TK.contiguous(),
-        tokens.weights_TK.contiguous(),
-        tokens.num_tokens_1,
-        desk_ptr=call.mail.desk,
-        stride=out_TH.stride(0),
-        num_rows=num_rows,
-        rows=where[0],
-        results=where[1],
-        WAITS=plan.waits,
-        SIGNALS=signals and plan.waits,
-        **collect_constants(hidden, tokens.ids_TK.shape[1], out_TH.dtype, plan),
-        **_spread_constants(spread),
-        **flags.given,
-        **flags.fixed,
-        **flags.launch,
-        enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
+    launch = found.launches.get((plan.block, plan.warps, plan.waits))
+    if launch is None:
+        launch = found.launches[plan.block, plan.warps, plan.waits] = Relaunch(
+            COLLECTORS[name], ("out_ptr", *TENSORS), NUMBERS,
+            desk_ptr=mail.desk, results=results, WAITS=plan.waits, SIGNALS=signals and plan.waits,
+            **collect_constants(hidden, top_k, out_TH.dtype, plan), **_spread_constants(spread),
+            **_fixed(mail, plan.warps),
+            enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
+        )  # fmt: skip
+    launch(
+        plan.programs,
+        (out_TH, ids_TK.contiguous(), tokens.weights_TK.contiguous(), tokens.num_tokens_1),
+        (stride, num_rows, rows, call.channel, call.tag),
     )
 
 

@@ -9,12 +9,14 @@ large ones a kernel that writes and signals, a wait of one program, and a kernel
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call
+from moesaic.kernels.a2a import Call, Mail
 from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
@@ -37,12 +39,18 @@ from moesaic.kernels.triton.a2a_signals import (
     taking_part,
     times_raised,
 )
-from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
+from moesaic.kernels.triton.launch import (
+    Relaunch,
+    await_inputs,
+    dependent_launch,
+    release_next,
+)
 
 WARPS = 4
 # Programs of a kernel that writes and signals: enough to write as fast as the memory takes it.
 MOST_PROGRAMS = 128
 MOST_ELEMENTS = 2**31 - 1
+PLACES = ("first", "limit", "rows", "width", "total", "shift")
 _HALVES = tl.constexpr(HALVES)
 _HEAD = tl.constexpr(HEAD_BYTES)
 
@@ -55,16 +63,19 @@ def push(
     size = board.lane_elements(len(cut), given.element_size())
     programs = max(1, triton.cdiv(len(cut), size))
     assert programs <= board.lanes, (cut, board)
-    mail, pdl = call.mail, dependent_launch(given)
-    _push_kernel[(programs,)](
-        x_N, out_M, mail.bases_P, mail.state, mail.desk,
-        mail.flags, board.pushed, HEAD_BYTES + board.lane_bytes, call.tag, mail.rank,
-        0 if x_N is None else min(x_N.numel(), cut.stop), cut.begin, cut.stop, size,
-        **_places(target, out_M), **_kind(target),
-        PUT=x_N is not None, TAKE=out_M is not None, P=mail.size,
-        BLOCK=BLOCK_BYTES // given.element_size(), THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
-        SCOPE=mail.scope, PDL=pdl.on, **pdl.options,
-    )  # fmt: skip
+    mail, kind, itemsize = call.mail, _kind(target), given.element_size()
+    key = ("push", board, kind, x_N is None, out_M is None, itemsize)
+    launch = mail.prepared.get(key)
+    if launch is None:
+        launch = mail.prepared[key] = Relaunch(
+            _push_kernel, ("x", "out"), ("tag", "count", "begin", "stop", "size", *PLACES),
+            desk=mail.desk, flags=mail.flags, plane=board.pushed,
+            slot=HEAD_BYTES + board.lane_bytes, PUT=x_N is not None, TAKE=out_M is not None,
+            BLOCK=BLOCK_BYTES // itemsize, SCOPE=mail.scope, **_kinds(kind), **_fixed(mail),
+        )  # fmt: skip
+    count = 0 if x_N is None else min(x_N.numel(), cut.stop)
+    numbers = (call.tag, count, cut.begin, cut.stop, size, *_places(target, out_M))
+    launch(programs, (x_N, out_M), numbers)
 
 
 def post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
@@ -82,63 +93,83 @@ def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int)
 
 
 def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool) -> None:
-    mail, pdl = call.mail, dependent_launch(call.mail.state)
-    block = BLOCK_BYTES // x_N.element_size()
-    kind = _kind(target)
-    _post_kernel[(max(1, min(MOST_PROGRAMS, triton.cdiv(len(cut), block))),)](
-        x_N, mail.bases_P, mail.state,
-        mail.flags, board.posted, HEAD_BYTES + board.post_bytes, call.channel, call.tag, mail.rank,
-        cut.begin, len(cut), 0 if kind["EVEN"] else target.width,
-        SUMS=sums, EVEN=kind["EVEN"], P=mail.size, BLOCK=block,
-        THREADS=lanes(mail.size, WARPS), num_warps=WARPS, SCOPE=mail.scope,
-        PDL=pdl.on, **pdl.options,
-    )  # fmt: skip
+    mail, itemsize, (_, even, _) = call.mail, x_N.element_size(), _kind(target)
+    block = BLOCK_BYTES // itemsize
+    key = ("post", board, even, sums, itemsize)
+    launch = mail.prepared.get(key)
+    if launch is None:
+        launch = mail.prepared[key] = Relaunch(
+            _post_kernel, ("x",), ("channel", "tag", "begin", "count", "width"),
+            flags=mail.flags, plane=board.posted, slot=HEAD_BYTES + board.post_bytes,
+            SUMS=sums, EVEN=even, BLOCK=block, SCOPE=mail.scope, **_fixed(mail),
+        )  # fmt: skip
+    width = 0 if isinstance(target, Sum) or even else target.width
+    programs = max(1, min(MOST_PROGRAMS, triton.cdiv(len(cut), block)))
+    launch(programs, (x_N,), (call.channel, call.tag, cut.begin, len(cut), width))
 
 
 def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
     assert cut.stop <= MOST_ELEMENTS
     _wait(call)
-    block = BLOCK_BYTES // out_M.element_size()
     if not out_M.numel() or not len(cut):
         return
-    mail, pdl = call.mail, dependent_launch(out_M)
-    _pull_kernel[(triton.cdiv(len(cut), block),)](
-        out_M, mail.bases_P, mail.state,
-        board.posted, HEAD_BYTES + board.post_bytes, call.channel, mail.rank,
-        cut.begin, cut.stop, **_places(target, out_M), **_kind(target),
-        P=mail.size, BLOCK=block, THREADS=lanes(mail.size, WARPS), num_warps=WARPS,
-        PDL=pdl.on, **pdl.options,
-    )  # fmt: skip
+    mail, kind, block = call.mail, _kind(target), BLOCK_BYTES // out_M.element_size()
+    key = ("pull", board, kind, block)
+    launch = mail.prepared.get(key)
+    if launch is None:
+        launch = mail.prepared[key] = Relaunch(
+            _pull_kernel, ("out",), ("channel", "begin", "stop", *PLACES),
+            plane=board.posted, slot=HEAD_BYTES + board.post_bytes, BLOCK=block,
+            **_kinds(kind), **_fixed(mail),
+        )  # fmt: skip
+    numbers = (call.channel, cut.begin, cut.stop, *_places(target, out_M))
+    launch(triton.cdiv(len(cut), block), (out_M,), numbers)
 
 
 def _wait(call: Call) -> None:
-    mail, pdl = call.mail, dependent_launch(call.mail.state)
-    _wait_kernel[(1,)](
-        mail.bases_P, mail.state, mail.desk, mail.flags, call.channel, call.tag, mail.rank,
-        P=mail.size, THREADS=lanes(mail.size, WARPS), num_warps=WARPS, SCOPE=mail.scope,
-        PDL=pdl.on, **pdl.options,
-    )  # fmt: skip
+    mail = call.mail
+    launch = mail.prepared.get("wait for posts")
+    if launch is None:
+        launch = mail.prepared["wait for posts"] = Relaunch(
+            _wait_kernel, (), ("channel", "tag"),
+            desk=mail.desk, flags=mail.flags, SCOPE=mail.scope, **_fixed(mail),
+        )  # fmt: skip
+    launch(1, (), (call.channel, call.tag))
 
 
-def _places(target: Target, out_M: Tensor | None) -> dict[str, int]:
-    """What a kernel has to know of where the result goes."""
-    size = 0 if out_M is None else out_M.numel()
-    if isinstance(target, Sum):
-        target = Columns(1, 0, True, 0, target.first)
+def _fixed(mail: Mail) -> dict[str, Any]:
+    """What all kernels take of a window, and how they are launched."""
+    pdl = dependent_launch(mail.state)
     return {
-        "first": target.first,
-        "limit": size if target.limit is None else target.limit,
-        "rows": target.rows,
-        "width": target.width,
-        "total": target.total,
-        "shift": target.shift,
+        "bases": mail.bases_P,
+        "state": mail.state,
+        "rank": mail.rank,
+        "P": mail.size,
+        "THREADS": lanes(mail.size, WARPS),
+        "num_warps": WARPS,
+        "PDL": pdl.on,
+        **pdl.options,
     }
 
 
-def _kind(target: Target) -> dict[str, bool]:
+def _places(target: Target, out_M: Tensor | None) -> tuple[int, ...]:
+    """What a kernel has to know of where the result goes: PLACES."""
+    size = 0 if out_M is None else out_M.numel()
+    if isinstance(target, Sum):
+        return target.first, size, 1, 0, 0, 0
+    limit = size if target.limit is None else target.limit
+    return target.first, limit, target.rows, target.width, target.total, target.shift
+
+
+def _kind(target: Target) -> tuple[bool, bool, bool]:
+    """SUM, EVEN, FLAT"""
     if isinstance(target, Columns):
-        return {"SUM": False, "EVEN": target.even, "FLAT": target.rows == 1}
-    return {"SUM": True, "EVEN": True, "FLAT": True}
+        return False, target.even, target.rows == 1
+    return True, True, True
+
+
+def _kinds(kind: tuple[bool, bool, bool]) -> dict[str, bool]:
+    return dict(zip(("SUM", "EVEN", "FLAT"), kind, strict=True))
 
 
 @triton.jit

@@ -12,6 +12,8 @@ off both are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` an
 
     pdl = dependent_launch(x)
     kernel[grid](…, PDL=pdl.on, **pdl.options)
+
+And kernels that are launched from the host again and again, with little to do for it: `Relaunch`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 HOPPER = 9
+# Triton takes an address or a number for a multiple of this, or not.
+ALIGNED = 16
+MOST = 2**31 - 1
 # What the interpreter has not, or does otherwise than a GPU, asks this.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -62,6 +68,100 @@ def is_hopper(device: int | None) -> bool:
 def num_processors(device: int | None) -> int:
     """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Relaunch:
+    """A kernel that is launched over and over, while few of its arguments vary.
+
+        again = Relaunch(kernel, ("x_ptr",), ("rows",), out_ptr=out, BLOCK=64, num_warps=4)
+        again(programs, (x,), (rows,))
+
+    Triton's own launch binds all arguments by name and looks at each for which of its compiled
+    kernels they want: some 40 us for thirty of them. Here the first launch goes that way, and what
+    it took is kept. Later ones hand their arguments, in order, to the launcher of that kernel, with
+    the current stream; so they can be captured in a graph as well.
+
+    What is kept serves a launch if Triton would choose it. That depends on the device, on what is
+    fixed, which must stay as it is, and of what varies on no more than
+        a tensor    whether it is None, its type, whether its address is a multiple of 16
+        a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
+    which is looked up every time. Tensors that vary are on the GPU, like those of the first launch,
+    of which Triton makes sure: they go by their address. Those that are fixed are held, and must
+    not be moved. Launches with a number of more than 32 bits, which is of another type, go Triton's
+    way; so do all in the interpreter, and while somebody listens to launches (a profiler).
+    """
+
+    def __init__(
+        self, kernel: Any, tensors: tuple[str, ...], numbers: tuple[str, ...], **fixed: Any
+    ) -> None:
+        """`tensors`, `numbers`: names of those that vary. `fixed`: all others, and options."""
+        names: list[str] = kernel.arg_names
+        assert set(names) <= {*tensors, *numbers, *fixed}, "an argument is missing"
+        self._kernel, self._varying, self._fixed = kernel, (*tensors, *numbers), fixed
+        self._tensors = [names.index(name) for name in tensors]
+        self._numbers = [names.index(name) for name in numbers]
+        # The interpreter's kernels have none, and need none.
+        params = getattr(kernel, "params", [])
+        self._specialised = [
+            place
+            for place, name in enumerate(numbers)
+            if params and not params[names.index(name)].do_not_specialize
+        ]
+        self._arguments = [_address(fixed.get(name)) for name in names]
+        self._found: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...]
+    ) -> None:
+        if INTERPRETED.value or _listened_to():
+            self._by_triton(programs, tensors, numbers)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        arguments, key, low = self._arguments.copy(), [device], 0
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            if tensor is None:
+                key.append(None)
+            else:
+                arguments[place] = address = tensor.data_ptr()
+                low |= address
+                key.append(tensor.dtype)
+        for place, number in zip(self._numbers, numbers, strict=True):
+            if not -MOST <= number <= MOST:
+                self._by_triton(programs, tensors, numbers)
+                return
+            arguments[place] = number
+        for place in self._specialised:
+            number = numbers[place]
+            key.append(number == 1 or 2 * (number % ALIGNED == 0))
+        if low % ALIGNED:
+            key += (tensor is None or tensor.data_ptr() % ALIGNED for tensor in tensors)
+        found = self._found.get(tuple(key))
+        if found is None:
+            compiled = self._by_triton(programs, tensors, numbers)
+            self._found[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        stream = active.get_current_stream(device)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    def _by_triton(
+        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...]
+    ) -> Any:
+        varying = dict(zip(self._varying, (*tensors, *numbers), strict=True))
+        return self._kernel[(programs,)](**varying, **self._fixed)
+
+
+def _address(value: Any) -> Any:
+    """Of memory of the host Triton finds out how the GPU calls it."""
+    return value.data_ptr() if isinstance(value, Tensor) and value.is_cuda else value
+
+
+def _listened_to() -> bool:
+    """Whether somebody wants to be told of launches."""
+    runtime = triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 @triton.jit

@@ -156,7 +156,7 @@ class BaseDispatcher(ABC):
         self._check(x_TH, topk)
         self.traffic.dispatches += 1
         pending = self._dispatch_a(x_TH, topk, step)
-        self.note_dispatch_time(begin, before, len(x_TH))
+        self.note_dispatch_time(begin, before, x_TH.shape[0])
         return pending
 
     def dispatch_b(self, pending: Any) -> DispatchOutput:
@@ -175,7 +175,7 @@ class BaseDispatcher(ABC):
     def combine_b(self, pending: Any) -> Tensor:
         begin, before = time.monotonic_ns(), self.traffic.combine_bytes
         y_TH = self._call("post_combine", self._combine_b(pending))
-        self.note_combine_time(begin, before, len(y_TH))
+        self.note_combine_time(begin, before, y_TH.shape[0])
         return y_TH
 
     def note_dispatch_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
@@ -197,7 +197,7 @@ class BaseDispatcher(ABC):
         """What a custom top-k or a hook gives is checked before others depend on it. Values only on
         CPU: elsewhere looking at them would wait for the device."""
         config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
-        shape = (len(x_TH), config.top_k)
+        shape = (x_TH.shape[0], config.top_k)  # `len` of a tensor is slow
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:
             raise ValueError(
                 f"{self.operation('dispatch')}: ids {list(ids.shape)} and {weights.dtype} weights "

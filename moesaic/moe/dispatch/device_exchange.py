@@ -10,10 +10,11 @@ the front of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 ROWS, RESULTS, SECOND = 0, 1, 2
 CHANNELS = 3
 STAYS = -1
+HERE: Final = nullcontext()
+MOST_VIEWS: Final = 256
+Kept = TypeVar("Kept")
+# Rows with their ids and, where they travel, their weights.
+Arrived = tuple[Payload, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class DeviceExchange(InFlight):
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
         """Who takes part, where kernels are."""
+        self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
 
@@ -119,36 +126,44 @@ class DeviceExchange(InFlight):
             at_home=self.spec.home_rows > 0,
         )
 
-    def received(self, lane: int, rows: int, scale: float) -> Payload:
-        """The first rows of this rank's plane."""
+    def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
+        """The first rows of this rank's planes."""
+        return self._kept((lane, rows, scale), self._arrived)
+
+    def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
         scales = None
         if self.payload.scales is not None:
             scales = self.window.plane(f"scales {lane}")[:rows]
         values = self.window.plane(f"values {lane}")[:rows]
-        return Payload(values, scales, self.payload, scale)
+        weights = self.window.plane(f"weights {lane}")[:rows] if self.spec.weights else None
+        payload = Payload(values, scales, self.payload, scale)
+        return payload, self.window.plane(f"ids {lane}")[:rows], weights
 
-    def ids(self, lane: int, rows: int) -> Tensor:
-        return self.window.plane(f"ids {lane}")[:rows]
+    def results(self, lane: int, first: int, rows: int) -> Tensor:
+        """Where this rank's results go, and its peers read them: so many rows."""
+        return self._kept((lane, first, rows), self._results)
 
-    def weights(self, lane: int, rows: int) -> Tensor | None:
-        return self.window.plane(f"weights {lane}")[:rows] if self.spec.weights else None
+    def _results(self, lane: int, first: int, rows: int) -> Tensor:
+        return self.window.plane(f"results {lane}")[first : first + rows]
 
-    def results(self, lane: int) -> Tensor:
-        """Where this rank's results go, and its peers read them."""
-        return self.window.plane(f"results {lane}")
+    def _kept(self, key: tuple[Any, ...], make: Callable[..., Kept]) -> Kept:
+        """Views, which take longer than to launch a kernel; all layers of a step want the same."""
+        views = self._views.setdefault(make.__name__, {})
+        if key not in views:
+            if len(views) >= MOST_VIEWS:
+                views.clear()
+            with torch.inference_mode(False):
+                views[key] = make(*key)
+        found: Kept = views[key]
+        return found
 
     def results_offset(self, lane: int) -> int:
         return self.window.offset(f"results {lane}")
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """What is begun inside need not be done before what comes next: where lanes overlap, it
         goes to a stream of its own."""
-        if self._side is None:
-            yield
-            return
-        with self._side.begun():
-            yield
+        return HERE if self._side is None else self._side.begun()
 
     def join(self) -> None:
         """What comes next comes after what was begun aside."""

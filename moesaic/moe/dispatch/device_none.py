@@ -33,7 +33,8 @@ class DeviceGather(DeviceRowsDispatcher):
 
 @dataclass(frozen=True, slots=True)
 class Same(Route):
-    """`half`: of the results. `meets`: whether all ranks meet before results are written."""
+    """Rows of no rank: token t is row t, wherever it is. `half`: of the results. `meets`: whether
+    all ranks meet before results are written."""
 
     half: int
     meets: bool
@@ -77,12 +78,13 @@ class DeviceReplicated(DeviceRowsDispatcher):
         return super().rows_of(count, Step(rows=count))
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Same:
-        lane, rows = step.lane, self.rows_of(len(x_TH), step)
-        self.exchange.begin(lane, self.operation("dispatch"))
+        lane = step.lane
+        self.rows_of(x_TH.shape[0], step)
+        self.exchange.begin(lane, self._name)
         meets = not self.exchange.follows(lane, self._place)
         if meets:
             signal(self._calls[lane][ROWS])
-        return Same(self, lane, rows, self._tokens(x_TH, topk, step), self._place % 2, meets)
+        return Same(self, lane, 0, self._tokens(x_TH, topk, step), self._place % 2, meets)
 
     def _dispatch_b(self, route: Route) -> DispatchOutput:
         assert isinstance(route, Same)
@@ -94,7 +96,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
             self._encoded(tokens.x_TH),
             self.layout.local(tokens.ids_TK),
             tokens.weights_TK,
-            **self._room(len(tokens.x_TH), self._target(route)),
+            **self._room(route, tokens.x_TH.shape[0]),
         )
 
     def _encoded(self, x_TH: Tensor) -> Payload:
@@ -105,19 +107,10 @@ class DeviceReplicated(DeviceRowsDispatcher):
             return Payload(*values, payload)
         return self.config.encode(x_TH)
 
-    def _target(self, route: Route) -> Tensor:
+    def _first(self, route: Route) -> int:
         assert isinstance(route, Same)
-        return self.exchange.results(route.lane).tensor_split(2)[route.half]
+        return route.half * (self.spec.result_rows // 2)
 
     def _given(self, route: Route) -> Call:
         assert isinstance(route, Same)
         return self._calls[route.lane][SECOND if route.half else RESULTS]
-
-    def _combine_b(self, route: Route) -> Tensor:
-        """Rows of no rank: `collect` then takes row t for token t, wherever it is."""
-        assert isinstance(route, Same)
-        nbytes = self._target(route).nbytes
-        offset = self.exchange.results_offset(route.lane) + route.half * nbytes
-        y_TH = self._collect(route, 0, offset)
-        self.exchange.end(route.lane)
-        return y_TH

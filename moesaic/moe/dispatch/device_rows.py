@@ -96,6 +96,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
             ]
             for lane in range(config.lanes)
         ]
+        self._name = self.operation("dispatch")
         # With one lane halves follow each other: the kernel that sends waits, too, and the one that
         # waits for results signals.
         self._early = config.lanes > 1
@@ -154,8 +155,8 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return max(1, rows)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Route:
-        rows = self.rows_of(len(x_TH), step)
-        self.exchange.begin(step.lane, self.operation("dispatch"))
+        rows = self.rows_of(x_TH.shape[0], step)
+        self.exchange.begin(step.lane, self._name)
         route = Route(self, step.lane, rows, self._tokens(x_TH, topk, step))
         with self.exchange.aside():
             self._send(route)
@@ -177,20 +178,15 @@ class DeviceRowsDispatcher(BaseDispatcher):
             call, ids = self._calls[lane][ROWS], self._inboxes[lane].ids
             receive(call, route.rows, self.config.top_k, ids)
         rows = self.layout.size * route.rows
-        return self.output(
-            route,
-            exchange.received(lane, rows, self.config.global_scale),
-            exchange.ids(lane, rows),
-            exchange.weights(lane, rows),
-            **self._room(rows, self._target(route)),
-        )
+        arrived = exchange.arrived(lane, rows, self.config.global_scale)
+        return self.output(route, *arrived, **self._room(route, rows))
 
-    def _room(self, rows: int, results: Tensor) -> dict[str, Any]:
+    def _room(self, route: Route, rows: int) -> dict[str, Any]:
         """Where the runner leaves results of so many rows, and how many pairs it may expect."""
         one_in = self.layout.ep_size
         if self.by_pairs:
-            return {"y_NH": results[: rows * self.config.top_k], "one_in": one_in}
-        return {"y_OH": results[:rows], "one_in": one_in}
+            return {"y_NH": self._target(route, rows * self.config.top_k), "one_in": one_in}
+        return {"y_OH": self._target(route, rows), "one_in": one_in}
 
     output: ClassVar[Callable[..., DispatchOutput]] = StandardDispatchOutput
     """Of the backend's format."""
@@ -198,38 +194,46 @@ class DeviceRowsDispatcher(BaseDispatcher):
     def _combine_a(self, results: CombineInput) -> Route:
         assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
         route: Route = results.handle
-        self._put(results.y_RH, self._target(route))
+        self._put(results.y_RH, route)
         if self._early:
             signal(self._given(route))
         return route
 
-    def _target(self, route: Route) -> Tensor:
-        """Where this rank's results go."""
-        return self.exchange.results(route.lane)
+    def _target(self, route: Route, rows: int) -> Tensor:
+        """Where so many of this rank's results go."""
+        return self.exchange.results(route.lane, self._first(route), rows)
+
+    def _first(self, route: Route) -> int:
+        """Of the rows of results."""
+        return 0
 
     def _given(self, route: Route) -> Call:
         """The channel that says so."""
         return self._calls[route.lane][RESULTS]
 
-    def _put(self, y_RH: Tensor, target_OH: Tensor) -> None:
+    def _put(self, y_RH: Tensor, route: Route) -> None:
         """Where it is not yet: a hook may have given something else."""
-        if y_RH.data_ptr() != target_OH.data_ptr():
-            target_OH[: len(y_RH)].copy_(y_RH)
+        target_RH = self._target(route, y_RH.shape[0])
+        if y_RH.data_ptr() != target_RH.data_ptr():
+            target_RH.copy_(y_RH)
 
     def _combine_b(self, route: Route) -> Tensor:
-        y_TH = self._collect(route, route.rows, self.exchange.results_offset(route.lane))
+        y_TH = self._collect(route)
         self.exchange.end(route.lane)
         return y_TH
 
-    def _collect(self, route: Route, rows: int, results: int) -> Tensor:
+    def _collect(self, route: Route) -> Tensor:
         """Rows that fill up a fixed shape have no slots: zeros, unlike those that `collect` is told
         of, which it would leave as they are."""
-        tokens, call = route.tokens, self._given(route)
-        shape = (len(tokens.x_TH), self.config.hidden_size)
-        y_TH = torch.empty(shape, dtype=self.config.dtype, device=tokens.x_TH.device)
-        own = Tokens(tokens.x_TH, tokens.ids_TK, tokens.weights_TK)
+        tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
+        y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
+        if tokens.num_tokens_1 is not None:
+            tokens = replace(tokens, num_tokens_1=None)
+        first = self._first(route) * hidden * dtype.itemsize
+        results = self.exchange.results_offset(route.lane) + first
         collect = collect_pairs if self.by_pairs else collect_rows
-        return collect(y_TH, own, rows, results, self.spread, call, not self._early)
+        call, signals = self._given(route), not self._early
+        return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
 
 
 def device_buffers(

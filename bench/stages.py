@@ -1,0 +1,132 @@
+"""Which stage of a step a kernel belongs to, and how long a rank has none on the GPU.
+
+Kernels of ours are known by name, and a test goes over all of them; those of libraries by a part of
+it. With programmatic dependent launch a kernel begins while the one before it runs, and waits: so
+the stages of a step may add up to more than the step.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+# In the order of tables.
+KERNELS: Final = {
+    "attention": (
+        *("decode_kernel", "prefill_kernel", "attention_kernel"),
+        *("enter_heads_kernel", "enter_latent_kernel"),
+    ),
+    "dense": (
+        *("_few_rows", "_one_row", "_many_rows", "rows_kernel", "heads_kernel"),
+        "_norm_product",  # the norm of one row with its product
+    ),
+    "norms": ("_norm_kernel",),
+    "routing": (
+        *("_route_kernel", "_router_kernel"),
+        *("_sort_few", "_count_chunks", "_place_chunks", "_blocks"),
+    ),
+    "dispatch": ("_send_kernel",),
+    "experts": (
+        *("_gate_up_kernel", "_down_kernel", "_gate_up_down_kernel", "_gate_up_far_kernel"),
+        *("_down_row_kernel", "gate_up_kernel", "down_kernel", "experts_kernel"),
+        *("_sum_pairs", "weigh_kernel", "_zero_nobodies_kernel", "_silu_mul_kernel"),
+    ),
+    "combine": ("collect_rows_kernel", "collect_pairs_kernel"),
+    "wait": ("_wait_kernel", "_signal_kernel"),
+    "collectives": ("_push_kernel", "_post_kernel", "_pull_kernel"),
+    "quantising": ("_fp8_kernel", "_int8_kernel", "nvfp4_grid_kernel"),
+    "sampling": (
+        *("_peaks_kernel", "_greedy_kernel", "_sums_kernel", "_draw_kernel"),
+        *("_range_kernel", "_list_kernel"),
+    ),
+}
+# The first that fits; also torch's operators on a CPU.
+FOREIGN: Final = {
+    "experts": "[gG]roup(ed|Problem)",
+    "collectives": "nccl",
+    "attention": "flash|scaled_dot_product",
+    "dense": "gemm|gemv|nvjet|cutlass|splitK|linear|mm$",
+    "sampling": "argmax|softmax",
+}
+OTHER: Final = "other"
+STAGE_OF: Final = {name: stage for stage, names in KERNELS.items() for name in names}
+LAST: Final = "_greedy_kernel"
+"""Ends the kernels of a decode step: each has one."""
+
+
+def stage_of(kernel: str) -> str:
+    found = (stage for stage, part in FOREIGN.items() if re.search(part, kernel))
+    return STAGE_OF.get(kernel) or next(found, OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A kernel, from when to when, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """Of a rank in a step, in microseconds: what each kernel took, and how long none ran of the
+    `step_us` from the end of the step before to its own. On a CPU the last two are not known."""
+
+    us: dict[str, float]
+    idle_us: float = 0.0
+    step_us: float = 0.0
+
+
+def step_kernels(ran: Iterable[Ran], steps: int) -> StepKernels:
+    """The whole step of median length: who was recorded first waits in a step of its for those
+    whose recording begins then. Where no steps are told apart, the mean of `steps`."""
+    ran = sorted(ran, key=lambda one: one.end)
+    ends = [one.end for one in ran if one.name == LAST]
+    if len(ends) < 2:
+        return StepKernels({name: us / steps for name, us in _sums(ran).items()})
+    begin, end = _middle(list(pairwise(ends)))
+    inside = [one for one in ran if begin < one.end <= end]
+    idle = end - begin - covered_us(inside, begin)
+    return StepKernels(_sums(inside), idle, end - begin)
+
+
+def _middle(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    length = statistics.median_low(end - begin for begin, end in spans)
+    return next(span for span in spans if span[1] - span[0] == length)
+
+
+def _sums(ran: Iterable[Ran]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for one in ran:
+        found[one.name] += one.end - one.begin
+    return dict(found)
+
+
+def covered_us(ran: Iterable[Ran], since: float = float("-inf")) -> float:
+    """How long any of them ran from then on; what overlaps counts once."""
+    covered = 0.0
+    for one in sorted(ran, key=lambda one: one.begin):
+        covered += max(0.0, one.end - max(one.begin, since))
+        since = max(since, one.end)
+    return covered
+
+
+def stages_of(ranks: Sequence[StepKernels]) -> dict[str, float]:
+    """Microseconds of each stage in a step, the mean over ranks; `idle` and `step` likewise."""
+    found: dict[str, float] = defaultdict(float)
+    for rank in ranks:
+        for name, us in rank.us.items():
+            found[stage_of(name)] += us
+        if rank.step_us:
+            found["idle"] += rank.idle_us
+            found["step"] += rank.step_us
+    return {name: found[name] / len(ranks) for name in ORDER if name in found}
+
+
+ORDER: Final = (*KERNELS, OTHER, "idle", "step")
