@@ -238,6 +238,11 @@ class PairSum:
     def __len__(self) -> int:
         return len(self.ids_RK)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the sums."""
+        return self.ids_RK.shape[0], self.values.shape[1]
+
 
 def finished(x_RH: Tensor | PairSum) -> Tensor:
     if isinstance(x_RH, Tensor):
