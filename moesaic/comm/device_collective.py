@@ -44,10 +44,10 @@ from moesaic.kernels.collectives import (
 )
 
 # Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
-# may wait, and must leave processors to that one's kernels, some of which need each a whole one.
+# may wait, and must leave most processors to that one's kernels, some of which need each a whole
+# one.
 MOST_LANES: Final = 32
-LEAST_LANES: Final = 16
-MOST_WAITING: Final = 100
+MOST_WAITING: Final = 56
 # Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
 PUSH_BYTES: Final = 128 * BLOCK_BYTES
 # Where a share of a sum begins, so that it can be read in whole words of memory.
@@ -336,8 +336,10 @@ class NcclCollective(Collective):
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, where so many ranks may wait: 32 of 8 KiB up to 4."""
-    lanes = MOST_LANES if (size - 1) * MOST_LANES <= MOST_WAITING else LEAST_LANES
+    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 8 of 32 for 8."""
+    lanes = MOST_LANES
+    while lanes > 1 and (size - 1) * lanes > MOST_WAITING:
+        lanes //= 2
     return lanes, PUSH_BYTES // lanes
 
 

@@ -199,7 +199,8 @@ class Tally:
         for context in self._contexts:
             settle(context)
             context.check()
-        fine = torch.stack([one for _, one in self._pending]).tolist()
+        pending = [one for _, one in self._pending]
+        fine = torch.stack(pending).tolist() if pending else []
         names = [name for name, _ in self._pending]
         self.wrong += [name for name, good in zip(names, fine, strict=True) if not good]
         self._pending = []

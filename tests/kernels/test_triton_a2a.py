@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -134,14 +135,20 @@ def place_ids(case: Case, windows: Windows) -> None:
         window.plane("ids").copy_(sent[window.rank].plane("ids"))
 
 
-@pytest.fixture
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whether programs that collect may wait themselves; plans are kept otherwise."""
+@contextmanager
+def waiting_apart(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One program waits before those that collect; plans are kept otherwise."""
     plan_of.cache_clear()
-    if not request.param:
-        monkeypatch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
+    patch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
     yield
     plan_of.cache_clear()
+
+
+@pytest.fixture
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whether programs that collect may wait themselves."""
+    with nullcontext() if request.param else waiting_apart(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
