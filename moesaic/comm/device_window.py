@@ -8,7 +8,8 @@ kernels' torch twins compute, regions are shared memory; on CUDA they are symmet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -140,6 +141,21 @@ class DeviceWindow(ABC):
         state[State.GENERATION] = generation
         self.mail.state.copy_(state)
         self.mail.desk.zero_()
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Waits of kernels that are launched inside last so long, if that is longer: a peer may
+        have something to compile."""
+        before = self.timeout
+        self._set_timeout(max(before, seconds))
+        try:
+            yield
+        finally:
+            self._set_timeout(before)
+
+    def _set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+        self.mail.state[State.TIMEOUT_NS] = int(seconds * 1e9)
 
     def abort(self, reason: str) -> None:
         """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""

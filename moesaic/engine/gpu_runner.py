@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 # how many rows are somebody's, and how many of those that this rank takes to the experts are.
 IDS, POSITIONS, SEAT, COUNT, OWN, PACKED = range(6)
 DRAW, HOST = Way.DRAW, Way.HOST
+# Seconds that kernels wait for ranks which may still compile theirs. Of one that dies meanwhile the
+# supervisor tells them; it also ends a start that takes too long.
+COMPILING = 600.0
 
 
 def make_runner(args: ServerArgs, ranks: RankContext | None = None) -> ModelRunner:
@@ -117,8 +120,9 @@ class GpuRunner(ModelRunner):
             if not args.skip_server_warmup:
                 # Kernels of a rank that came first would wait for the others, and not for ever.
                 self.ranks.least(0, "load the weights")
-                warm_up(self, args, self._warm, *samplers(self.kind, self.device))
-                self._windows.check()
+                with self._windows.patient(COMPILING):
+                    warm_up(self, args, self._warm, *samplers(self.kind, self.device))
+                    self._windows.check()
             give_back()  # before a rank on the same GPU looks at what is free
         super()._make_cache(args, weight_bytes)
 
@@ -148,11 +152,12 @@ class GpuRunner(ModelRunner):
         self._attention = self._decode_attention(args, {1, *sizes} if self._has_peers else sizes)
         self._greedy, self._draw_rows = samplers(self.kind, device)
         self.graphs = GraphCache(sizes, self._decode, device)
-        if device.type == "cuda":
-            self.graphs.capture()
-        if self.ranks.mesh.dp > 1 and not args.skip_server_warmup:
-            self._warm_idle()
-        self._windows.check()
+        with self._windows.patient(COMPILING):
+            if device.type == "cuda":
+                self.graphs.capture()
+            if self.ranks.mesh.dp > 1 and not args.skip_server_warmup:
+                self._warm_idle()
+            self._windows.check()
         forget_steps(self)
         if device.type == "cuda":
             self._report()

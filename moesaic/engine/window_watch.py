@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from moesaic.comm.control import Seat
@@ -61,6 +61,14 @@ class WindowWatch:
         """Raises why kernels gave up where that is the error: the rank is called back."""
         if isinstance(error, WindowAborted) and self._seat is not None:
             self._seat.check()
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Kernels that are launched inside wait so long for other ranks, if that is longer."""
+        with ExitStack() as stack:
+            for owner in self.owners:
+                stack.enter_context(owner.window.patient(seconds))
+            yield
 
     def abort(self, reason: str) -> None:
         for owner in self.owners:

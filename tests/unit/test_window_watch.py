@@ -96,3 +96,15 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
         watch.check()
     watch.explain(e.value)  # the rank is not called back
     assert e.value.missing == (1,)
+
+
+def test_waits_may_last_longer_for_a_while(page: ControlPage):
+    mine, other = owners(timeout=0.2)
+    watch = WindowWatch([mine], None)
+    with watch.patient(30.0):
+        threading.Timer(0.6, lambda: signal(other.window.call(0, OPERATION))).start()
+        meet(mine)
+        watch.check()
+    meet(mine)
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not reach .* within 0\.2 s"):
+        watch.check()
