@@ -75,7 +75,7 @@ def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
             window.check()
         finally:
             gc.collect()  # graphs go before the memory that they write to
-            made.exchange.window.close()
+            made.exchange.close()
             window.close()
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # other ranks and jobs need it

@@ -160,7 +160,7 @@ def measure(group: RankGroup, case: Case, plans: Sequence[Plan], place: Place) -
                 dispatcher.exchange.check()
                 window.check()
         finally:
-            dispatcher.exchange.window.close()
+            dispatcher.exchange.close()
             window.close()
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # other ranks and cases need it

@@ -153,6 +153,21 @@ class DeviceWindow(ABC):
         finally:
             self._set_timeout(before)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Kernels that are launched inside neither wait for other ranks nor tell them anything, and
+        what they give is good for nothing: so they can be compiled. No other may be under way."""
+        self._set_broken(True)
+        try:
+            yield
+        finally:
+            self._set_broken(False)
+
+    def _set_broken(self, broken: bool) -> None:
+        if self.mail.state.is_cuda:
+            torch.cuda.synchronize(self.mail.state.device)
+        self.mail.state[State.BROKEN] = int(broken)
+
     def _set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
         self.mail.state[State.TIMEOUT_NS] = int(seconds * 1e9)

@@ -118,11 +118,10 @@ class GpuRunner(ModelRunner):
         self._warm = self._warm_steps()
         if self.device.type == "cuda":
             if not args.skip_server_warmup:
-                # Kernels of a rank that came first would wait for the others, and not for ever.
+                # Collectives of NCCL wait even so: those of a rank that came first, not for ever.
                 self.ranks.least(0, "load the weights")
-                with self._windows.patient(COMPILING):
+                with self._windows.apart():
                     warm_up(self, args, self._warm, *samplers(self.kind, self.device))
-                    self._windows.check()
             give_back()  # before a rank on the same GPU looks at what is free
         super()._make_cache(args, weight_bytes)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from moesaic.comm.control import Seat
@@ -62,13 +62,13 @@ class WindowWatch:
         if isinstance(error, WindowAborted) and self._seat is not None:
             self._seat.check()
 
-    @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
+    def patient(self, seconds: float) -> AbstractContextManager[object]:
         """Kernels that are launched inside wait so long for other ranks, if that is longer."""
-        with ExitStack() as stack:
-            for owner in self.owners:
-                stack.enter_context(owner.window.patient(seconds))
-            yield
+        return _all(owner.window.patient(seconds) for owner in self.owners)
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Kernels that are launched inside are compiled, and that is all."""
+        return _all(owner.window.apart() for owner in self.owners)
 
     def abort(self, reason: str) -> None:
         for owner in self.owners:
@@ -87,3 +87,10 @@ class WindowWatch:
             with self._lock:
                 if seat.changed:
                     self.abort(CALLED_BACK)
+
+
+def _all(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack

@@ -38,9 +38,6 @@ MAX_WARPS = 8
 # Programs of a processor that are worth a try.
 DENSITIES = (1, 2, 4, 8)
 BLOCKS = (2048, 1024, 512)
-# Of a program that waits: its rows of all ranks lie in registers, and peers need some, too.
-WIDEST = 4096
-WAITING = 16
 GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
 
@@ -59,13 +56,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`block` channels of a row are an item. `waits`: the programs wait for the flags themselves;
-    without it one program does before them."""
+    """`block` channels of a row are an item."""
 
     block: int
     warps: int
     programs: int
-    waits: bool = False
 
 
 def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine) -> Plan:
@@ -79,20 +74,10 @@ def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine
     return Plan(block, warps_of(block), programs)
 
 
-def collect_plan(tokens: int, hidden: int, size: int, machine: Machine) -> Plan:
-    """Few tokens: a program takes a whole row, and waits itself."""
-    wide = min(WIDEST, power_of_two(hidden))
-    items = tokens * -(-hidden // wide)
-    if 0 < items <= machine.at_most(most_waiting(size, machine)):
-        return Plan(wide, warps_of(wide), items, waits=True)
+def collect_plan(tokens: int, hidden: int, machine: Machine) -> Plan:
+    """An item each: one program has waited before, and nobody counts these."""
     block = even_block(hidden, 1)
     return Plan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
-
-
-def most_waiting(size: int, machine: Machine) -> int:
-    """Of ranks that share a GPU all but one may have waiting programs on it, each on a processor of
-    its own. So many leave some free, with up to 8 ranks, for kernels that need one whole."""
-    return max(WAITING, machine.processors // (2 * size))
 
 
 def seconds(programs: int, items: int, item_bytes: int) -> float:

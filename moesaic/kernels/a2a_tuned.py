@@ -3,7 +3,7 @@
 Measured plans are in `tuned/<device>-a2a.json`, one entry a kernel and number of rows:
 
     {"send P=4 H=2048 bf16": {
-        "128": {"block": 2048, "warps": 4, "programs": 128, "waits": false, "us": 6.1}}}
+        "128": {"block": 2048, "warps": 4, "programs": 128, "us": 6.1}}}
 
 `128` stands for 65 to 128 rows of a rank; of fewer than were measured, there are fewer programs.
 Who was told to take few takes few. `moesaic tune --a2a` writes the file (tuning.py tells how).
@@ -26,7 +26,6 @@ from moesaic.kernels.a2a_plan import (
     Machine,
     Plan,
     collect_plan,
-    most_waiting,
     send_plan,
     warps_of,
 )
@@ -77,7 +76,7 @@ def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
 def plan_of(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
     """What a kernel goes by; `ranks`: that a token may be sent to. Kept, as every launch asks."""
     if kernel.name in COLLECTORS:
-        guess = collect_plan(rows, kernel.hidden, kernel.ranks, machine)
+        guess = collect_plan(rows, kernel.hidden, machine)
     else:
         guess = send_plan(rows, kernel.hidden, kernel.payload, ranks, machine)
     return planned(kernel, rows, machine, guess)
@@ -85,8 +84,6 @@ def plan_of(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
 
 def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
     """What was measured, with no more programs than there are items, or than are allowed."""
-    if not rows:
-        return guess  # which does not leave the waiting to programs that there are none of
     found = _tried.get(kernel)
     if found is None and machine.name:
         found = _measured(machine.name, kernel, tuning.bucket(rows))
@@ -94,8 +91,6 @@ def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
         return guess
     items = rows * -(-kernel.hidden // found.block)
     programs = min(items, found.programs)
-    if found.waits:
-        programs = min(programs, most_waiting(kernel.ranks, machine))
     return replace(found, programs=max(1, machine.at_most(programs)))
 
 
@@ -111,15 +106,14 @@ def _measured(device: str, kernel: Kernel, rows: int) -> Plan | None:
 def _fits(kernel: Kernel, plan: Plan) -> bool:
     """Scales must be of whole items; only who collects can wait."""
     if kernel.sends:
-        return not plan.waits and plan.block in blocks(kernel)
+        return plan.block in blocks(kernel)
     return True
 
 
 def blocks(kernel: Kernel) -> list[int]:
     """Channels of an item that the kernel can take."""
     if not kernel.sends:
-        widest = collect_plan(1, kernel.hidden, kernel.ranks, Machine()).block
-        return sorted({widest, *BLOCKS})
+        return sorted({collect_plan(1, kernel.hidden, Machine()).block, *BLOCKS})
     default = send_plan(1, kernel.hidden, kernel.payload, kernel.ranks, Machine()).block
     if kernel.payload not in PLAIN and kernel.payload not in GROUPS:
         return [default]  # one scale for all of a row
@@ -132,15 +126,13 @@ def candidates(kernel: Kernel, rows: int, machine: Machine) -> list[Plan]:
     guess = (
         send_plan(rows, kernel.hidden, kernel.payload, kernel.ranks, machine)
         if kernel.sends
-        else collect_plan(rows, kernel.hidden, kernel.ranks, machine)
+        else collect_plan(rows, kernel.hidden, machine)
     )
     found = dict.fromkeys([guess])
     for block in blocks(kernel):
         items = rows * -(-kernel.hidden // block)
         counts = {min(items, int(machine.processors * part)) for part in (*PARTS, *DENSITIES)}
         found |= dict.fromkeys(Plan(block, warps_of(block), n) for n in sorted(counts) if n)
-        if not kernel.sends and items <= most_waiting(kernel.ranks, machine):
-            found[Plan(block, warps_of(block), items, waits=True)] = None
     return list(found)
 
 

@@ -40,7 +40,9 @@ PAST_L1, COUNT = "ld.global.cg.v4", "ld.global.cg.b64"
 
 
 def use(kernel: Any, warps: int, size: int, scope: str = "sys", **constants: Any) -> Usage:
-    fixed = {**constants, "SIZE": size, "LANES": lanes(size, warps), "SCOPE": scope, "PDL": True}
+    fixed = {**constants, "SIZE": size, "PDL": True}
+    if "LANES" in kernel.arg_names:
+        fixed |= {"LANES": lanes(size, warps), "SCOPE": scope}
     types = {name: TYPES.get(name, "i32") for name in kernel.arg_names if name not in fixed}
     fusion = {} if kernel.__name__.startswith("_") else {"enable_fp_fusion": False}
     usage = build(kernel, types, fixed, aligned=ALIGNED, num_warps=warps, **fusion)
@@ -50,7 +52,7 @@ def use(kernel: Any, warps: int, size: int, scope: str = "sys", **constants: Any
         f"{usage.count('st.global.v4'):3} wide stores "
         f"{usage.count('ld.global.v4') + usage.count(PAST_L1):3} loads"
     )
-    assert usage.local <= 8, f"{kernel.__name__} spills {usage.local} bytes"
+    assert usage.local <= 16, f"{kernel.__name__} spills {usage.local} bytes"
     assert usage.count("griddepcontrol.wait") == 1
     assert usage.count("griddepcontrol.launch_dependents") == 1
     return usage
@@ -94,20 +96,15 @@ def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: boo
 
 
 def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
-    plan = collect_plan(tokens, hidden, size, Machine())
+    plan = collect_plan(tokens, hidden, Machine())
     fixed = a2a.collect_constants(hidden, TOP_K, torch.bfloat16, plan)
-    flags = {"WAITS": plan.waits, "SIGNALS": plan.waits, "num_tokens_ptr": None}
-    usage = use(kernel, plan.warps, size, **fixed, **SPREAD, **flags)
+    usage = use(kernel, plan.warps, size, **fixed, **SPREAD, num_tokens_ptr=None)
     print(f"    {hidden}: {plan}")
     sources = size if kernel is a2a_collect.collect_rows_kernel else TOP_K
     each = plan.block // (plan.warps * 32 * 8)
     # Past the first-level cache, which may hold what was there in the layer before.
     assert usage.count(PAST_L1) == sources * each and usage.count("ld.global.v4") == 0
-    assert usage.shared <= 64 and usage.registers <= 128
-    assert (usage.count(ACQUIRE) > 0) == plan.waits
-    if plan.waits:
-        release = usage.ptx.index("griddepcontrol.launch_dependents")
-        assert usage.ptx.rindex(ACQUIRE) < release < usage.ptx.index(PAST_L1)
+    assert usage.shared <= 64 and usage.registers <= 128 and usage.count(ACQUIRE) == 0
 
 
 def check_variants() -> None:
@@ -119,8 +116,7 @@ def check_variants() -> None:
         fixed = {**spread, "EVERYWHERE": everywhere}
         constants = a2a.send_constants(inbox, 2048, TOP_K, plan)
         use(a2a._send_kernel, plan.warps, 4, **constants, **fixed, RECEIVES=False)
-        few = collect_plan(4, 2048, 4, Machine())
-        fixed |= {"WAITS": True, "SIGNALS": False}
+        few = collect_plan(4, 2048, Machine())
         fixed |= a2a.collect_constants(2048, TOP_K, torch.bfloat16, few)
         use(a2a_collect.collect_rows_kernel, few.warps, 4, **fixed)
         use(a2a_collect.collect_pairs_kernel, few.warps, 4, **fixed)

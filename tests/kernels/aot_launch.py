@@ -131,7 +131,7 @@ def check_kernels_between_ranks(gpu: NoGpu) -> None:
     again = gpu.all()
     step(case, new, 1)
     first = gpu.all()
-    assert len(again) == len(first) == 5
+    assert len(again) == len(first) == 7
     names = [launched[4][0] for launched in again]
     assert names[:3] == ["_send_kernel", "_wait_kernel", "_signal_kernel"], names
     regions = [window.mail.bases_P.data_ptr() for window in (old, new)]
@@ -163,7 +163,7 @@ def check_cost(gpu: NoGpu) -> None:
     (found,) = (one for one in window.mail.prepared.values())
     (launch,) = found.launches.values()
     tensors = (tokens.x_TH, tokens.ids_TK, tokens.weights_TK, None)
-    numbers = (64, 2, 3, 0, 0)
+    numbers = (64, 2, 3, 0, 0, 1.0)
     plain = microseconds(lambda: launch._by_triton(2, tensors, numbers))
     print(f"send {quick:.1f} us, of which Triton's own launch alone would be {plain:.1f} us")
     assert len(launch._found) == 1

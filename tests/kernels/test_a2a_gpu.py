@@ -45,7 +45,6 @@ def test_payloads(payload: str, hidden: int) -> None:
 @pytest.mark.parametrize("hidden", [2048, 2880, 7168])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_results(counts: tuple[int, ...], hidden: int, pairs: bool) -> None:
-    """Of programs that wait themselves, and of those behind one that does."""
     case = replace(QWEN, counts=counts, rows=max(counts), hidden=hidden)
     ours, theirs = case.windows(DEVICE), case.windows("cpu")
     for windows in (ours, theirs):

@@ -10,11 +10,11 @@ from moesaic.cli import tune_a2a
 from moesaic.cli.main import main
 from moesaic.cli.tune_a2a import Case, Wanted, cases_of, slowest
 from moesaic.kernels import a2a_tuned, tuning
-from moesaic.kernels.a2a_plan import Machine, Plan, collect_plan, most_waiting, send_plan
+from moesaic.kernels.a2a_plan import Machine, Plan, collect_plan, send_plan
 from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, plan_of, planned, trying
 from moesaic.kernels.a2a_tuned import load as read_plans
 
-H200 = Machine(132, name="NVIDIA H200")
+H200 = Machine(132, name="NVIDIA H200 of a test")
 SEND = Kernel("send", 4, 2048, "bf16")
 PAIRS = Kernel("collect_pairs", 4, 2048)
 GUESS = Plan(2048, 4, 100)
@@ -31,9 +31,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_measured_is_taken(folder: Path):
     assert planned(SEND, 128, H200, GUESS) == GUESS
     a2a_tuned.save(H200.name, SEND, 128, FOUND, 6.123, folder)
-    path = folder / "NVIDIA_H200-a2a.json"
+    path = folder / "NVIDIA_H200_of_a_test-a2a.json"
     entry = json.loads(path.read_text())["send P=4 H=2048 bf16"]["128"]
-    assert entry == {"block": 1024, "warps": 2, "programs": 60, "waits": False, "us": 6.12}
+    assert entry == {"block": 1024, "warps": 2, "programs": 60, "us": 6.12}
     for rows in (65, 128):
         assert planned(SEND, rows, H200, GUESS) == FOUND
     # Other sizes, ranks, payloads and GPUs.
@@ -49,18 +49,12 @@ def test_programs_have_limits(folder: Path):
     a2a_tuned.save(H200.name, SEND, 128, replace(FOUND, programs=500), 1.0, folder)
     assert planned(SEND, 70, H200, GUESS).programs == 140  # two items a row
     assert planned(SEND, 128, replace(H200, limit=20), GUESS).programs == 20
-    a2a_tuned.save(H200.name, PAIRS, 128, Plan(2048, 4, 128, waits=True), 1.0, folder)
-    # More that wait could keep a peer from the GPU for which they do.
-    assert planned(PAIRS, 128, H200, GUESS).programs == most_waiting(4, H200) == 16
-    # Nobody would wait where there are no rows.
-    a2a_tuned.save(H200.name, PAIRS, 1, Plan(2048, 4, 1, waits=True), 1.0, folder)
-    assert planned(PAIRS, 1, H200, GUESS).waits and planned(PAIRS, 0, H200, GUESS) == GUESS
 
 
 def test_entries_that_cannot_be(folder: Path):
-    path = folder / "NVIDIA_H200-a2a.json"
-    good = {"block": 1024, "warps": 2, "programs": 60, "waits": False}
-    wrong = [{"block": 100}, {"warps": 3}, {"programs": 0}, {"waits": 1}, {"threads": 4}]
+    path = folder / "NVIDIA_H200_of_a_test-a2a.json"
+    good = {"block": 1024, "warps": 2, "programs": 60}
+    wrong = [{"block": 100}, {"warps": 3}, {"programs": 0}, {"threads": 4}]
     for change in wrong:
         path.write_text(json.dumps({str(SEND): {"128": good | change}}))
         with pytest.raises(ValueError, match="remove it, or replace it by `moesaic tune"):
@@ -90,11 +84,9 @@ def test_candidates(rows: int):
     assert sends[0] == send_plan(rows, 2048, "bf16", 4, H200)
     assert len(set(sends)) == len(sends) <= 25
     assert all(1 <= plan.programs <= rows * -(-2048 // plan.block) for plan in sends)
-    assert not any(plan.waits for plan in sends)
     pairs = candidates(PAIRS, rows, H200)
-    assert pairs[0] == collect_plan(rows, 2048, 4, H200)
-    assert any(plan.waits for plan in pairs) == (rows <= 16)
-    assert all(plan.programs <= 16 for plan in pairs if plan.waits)
+    assert pairs[0] == collect_plan(rows, 2048, H200)
+    assert len(set(pairs)) == len(pairs) <= 25
 
 
 def test_cases_and_times(tmp_path: Path):

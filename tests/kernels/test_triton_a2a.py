@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor
 from moesaic.comm.device_window import HostWindow, OutOfStep
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.kernels import a2a as twins
-from moesaic.kernels import a2a_plan
 from moesaic.kernels.a2a import Failure, State, Tokens
-from moesaic.kernels.a2a_tuned import plan_of
 from moesaic.kernels.triton import a2a as kernels
 from tests.kernels.a2a_cases import (
     RESULTS,
@@ -135,27 +132,9 @@ def place_ids(case: Case, windows: Windows) -> None:
         window.plane("ids").copy_(sent[window.rank].plane("ids"))
 
 
-@contextmanager
-def waiting_apart(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One program waits before those that collect; plans are kept otherwise."""
-    plan_of.cache_clear()
-    patch.setattr(a2a_plan, "most_waiting", lambda size, machine: 0)
-    yield
-    plan_of.cache_clear()
-
-
-@pytest.fixture
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whether programs that collect may wait themselves."""
-    with nullcontext() if request.param else waiting_apart(monkeypatch):
-        yield
-
-
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
-@pytest.mark.parametrize("few", [True, False], indirect=True)
-def test_results_are_summed_as_by_the_twins(case: Case, few: None) -> None:
-    """By programs that wait and by those behind one that does; the last rank signals as it
-    collects."""
+def test_results_are_summed_as_by_the_twins(case: Case) -> None:
+    """The last rank signals as it collects."""
     ours, theirs = both(case)
     for windows in (ours, theirs):
         place_ids(case, windows)

@@ -108,3 +108,17 @@ def test_waits_may_last_longer_for_a_while(page: ControlPage):
     meet(mine)
     with pytest.raises(PeerTimeout, match=r"rank 1 did not reach .* within 0\.2 s"):
         watch.check()
+
+
+def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
+    mine, other = owners(timeout=0.2)
+    watch = WindowWatch([mine], None)
+    before = [window.mail.state.tolist() for window in (mine.window, other.window)]
+    with watch.apart():
+        meet(mine)  # does not wait
+    watch.check()
+    assert [window.mail.state.tolist() for window in (mine.window, other.window)] == before
+    assert not other.window.mail.flag(1, 0).any() and not mine.window.mail.flag(0, 0).any()
+    meet(mine)
+    with pytest.raises(PeerTimeout):
+        watch.check()

@@ -62,7 +62,7 @@ VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
 COLLECTORS = {"collect_rows": collect_rows_kernel, "collect_pairs": collect_pairs_kernel}
 # Arguments of kernels that send and collect which differ from launch to launch.
 TENSORS = ("ids_ptr", "weights_ptr", "num_tokens_ptr")
-NUMBERS = ("stride", "num_rows", "rows", "channel", "tag")
+NUMBERS = ("stride", "num_rows", "rows", "channel", "tag", "scale")
 SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
 
 
@@ -148,7 +148,7 @@ def _destinations(groups, EVERYWHERE: tl.constexpr):
         return tl.reduce(tl.where(groups < 0, 0, ones), 0, _either)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "scale"])
 def _send_kernel(
     x_ptr,
     ids_ptr,
@@ -262,21 +262,24 @@ def _send_kernel(
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
-def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
+def _place(mail: Mail, warps: int) -> dict[str, Any]:
     """What all kernels take of a window, and how they are launched."""
     pdl = dependent_launch(mail.state)
     return {
         "bases_ptr": mail.bases_P,
         "state_ptr": mail.state,
         "rank": mail.rank,
-        "flags": mail.flags,
         "SIZE": mail.size,
-        "LANES": lanes(mail.size, warps),
-        "SCOPE": mail.scope,
         "num_warps": warps,
         "PDL": pdl.on,
         **pdl.options,
     }
+
+
+def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
+    """Of those that signal or wait."""
+    threads = lanes(mail.size, warps)
+    return {**_place(mail, warps), "flags": mail.flags, "LANES": threads, "SCOPE": mail.scope}
 
 
 def signal(call: Call) -> None:
@@ -315,7 +318,7 @@ class _Prepared:
     kernel: Kernel
     machine: Machine
     ranks: int
-    launches: dict[tuple[int, int, bool], Relaunch] = field(default_factory=dict)
+    launches: dict[tuple[int, int], Relaunch] = field(default_factory=dict)
 
     def plan(self, rows: int) -> Plan:
         return plan_of(self.kernel, rows, self.machine, self.ranks)
@@ -326,18 +329,20 @@ def send(
 ) -> None:
     mail, x_TH = call.mail, tokens.x_TH
     (num_rows, hidden), top_k = x_TH.shape, tokens.ids_TK.shape[1]
-    key = (inbox, spread, hidden, top_k, receives, call.programs)
+    # A window has one inbox a lane and payload; only its scale differs from layer to layer.
+    place = (inbox.payload, inbox.ids, inbox.weights, inbox.at_home)
+    key = (*place, spread, hidden, top_k, receives, call.programs)
     found = mail.prepared.get(key)
     if found is None:
         found = mail.prepared[key] = _sender(inbox, spread, hidden, top_k, call)
     plan = found.plan(rows)
-    launch = found.launches.get((plan.block, plan.warps, False))
+    launch = found.launches.get((plan.block, plan.warps))
     if launch is None:
-        launch = found.launches[plan.block, plan.warps, False] = Relaunch(
+        launch = found.launches[plan.block, plan.warps] = Relaunch(
             _send_kernel, ("x_ptr", *TENSORS), NUMBERS, desk_ptr=mail.desk, RECEIVES=receives,
             values=inbox.values, scales=inbox.scales, ids=inbox.ids, weights=max(0, inbox.weights),
-            scale=float(inbox.scale), **send_constants(inbox, hidden, top_k, plan),
-            **_spread_constants(spread), **_fixed(mail, plan.warps),
+            **send_constants(inbox, hidden, top_k, plan), **_spread_constants(spread),
+            **_fixed(mail, plan.warps),
         )  # fmt: skip
     stride, step = x_TH.stride()
     if step != 1:
@@ -346,7 +351,7 @@ def send(
     launch(
         plan.programs,
         (x_TH, tokens.ids_TK.contiguous(), weights_TK, tokens.num_tokens_1),
-        (stride, num_rows, rows, call.channel, call.tag),
+        (stride, num_rows, rows, call.channel, call.tag, float(inbox.scale)),
     )
 
 
@@ -412,36 +417,33 @@ def _collect(
     call: Call,
     signals: bool,
 ) -> None:
-    """`where`: C, and the offset of the results. Without tokens, or with many, one program waits
-    before."""
+    """`where`: C, and the offset of the results."""
+    _wait(call, signals)
     mail, ids_TK = call.mail, tokens.ids_TK
     (num_rows, hidden), top_k = out_TH.shape, ids_TK.shape[1]
+    if not num_rows:
+        return
     stride, step = out_TH.stride()
     assert step == 1
     rows, results = where
-    key = (name, results, spread, hidden, top_k, out_TH.dtype, signals, call.programs)
+    key = (name, results, spread, hidden, top_k, out_TH.dtype, call.programs)
     found = mail.prepared.get(key)
     if found is None:
         kernel = Kernel(name, mail.size, hidden)
         found = mail.prepared[key] = _Prepared(kernel, _machine(call), mail.size)
     plan = found.plan(num_rows)
-    if not plan.waits:
-        _wait(call, signals)
-    if not num_rows:
-        return
-    launch = found.launches.get((plan.block, plan.warps, plan.waits))
+    launch = found.launches.get((plan.block, plan.warps))
     if launch is None:
-        launch = found.launches[plan.block, plan.warps, plan.waits] = Relaunch(
-            COLLECTORS[name], ("out_ptr", *TENSORS), NUMBERS,
-            desk_ptr=mail.desk, results=results, WAITS=plan.waits, SIGNALS=signals and plan.waits,
-            **collect_constants(hidden, top_k, out_TH.dtype, plan), **_spread_constants(spread),
-            **_fixed(mail, plan.warps),
+        launch = found.launches[plan.block, plan.warps] = Relaunch(
+            COLLECTORS[name], ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
+            results=results, **collect_constants(hidden, top_k, out_TH.dtype, plan),
+            **_spread_constants(spread), **_place(mail, plan.warps),
             enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
         )  # fmt: skip
     launch(
         plan.programs,
         (out_TH, ids_TK.contiguous(), tokens.weights_TK.contiguous(), tokens.num_tokens_1),
-        (stride, num_rows, rows, call.channel, call.tag),
+        (stride, num_rows, rows),
     )
 
 

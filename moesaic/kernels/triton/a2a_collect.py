@@ -1,6 +1,8 @@
 """Results on their way back: kernels that read the regions of other ranks. Twins in kernels/a2a.py.
 
-Rows there are read past the first-level cache, which does not know what others write.
+One program has waited for them before (a kernel whose programs all wait was no faster, and keeps
+ranks that share the GPU from its processors). Rows there are read past the first-level cache, which
+does not know what others write.
 """
 
 from __future__ import annotations
@@ -10,60 +12,13 @@ import triton.language as tl
 
 from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
-    CHANNELS,
     VARYING,
     all_bases,
-    await_flags,
     bit,
     byte_at,
-    flag_word,
     groups_of,
-    is_last,
-    raise_flags,
-    taking_part,
-    times_raised,
 )
 from moesaic.kernels.triton.launch import await_inputs, release_next
-
-
-@triton.jit
-def _enter(
-    bases_ptr,
-    state_ptr,
-    desk_ptr,
-    rank,
-    flags,
-    channel,
-    tag,
-    SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    SCOPE: tl.constexpr,
-    SIGNALS: tl.constexpr,
-):
-    """By all programs of a kernel: until the flags are raised, this rank's by the first of them.
-    How often this rank's was; `_leave` writes that down."""
-    lane = tl.arange(0, LANES)
-    active = taking_part(state_ptr, lane)
-    count_ptr = state_ptr + CHANNELS + 2 * channel
-    count = times_raised(count_ptr)
-    if SIGNALS:
-        count += active != 0
-    wanted = flag_word(state_ptr, count, tag)
-    if SIGNALS:  # noqa: SIM102  known when it is compiled, the other is not
-        if tl.program_id(0) == 0:
-            raise_flags(bases_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE)
-    await_flags(
-        bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
-    )
-    return count
-
-
-@triton.jit
-def _leave(state_ptr, count, channel):
-    """By all programs: the last one may write the count, as all have read it."""
-    at = state_ptr + CHANNELS + 2 * channel
-    if is_last(at + 1, "gpu"):
-        tl.store(at, count)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -74,15 +29,11 @@ def collect_rows_kernel(
     num_tokens_ptr,
     bases_ptr,
     state_ptr,
-    desk_ptr,
     stride,
     num_rows,
     rows,
     rank,
     results,
-    flags,
-    channel,
-    tag,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -91,10 +42,6 @@ def collect_rows_kernel(
     WIDTH: tl.constexpr,
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    SCOPE: tl.constexpr,
-    WAITS: tl.constexpr,
-    SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Item by item: BLOCK channels of a token, from all ranks that it went to."""
@@ -103,10 +50,6 @@ def collect_rows_kernel(
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     await_inputs(PDL)
     bases = all_bases(bases_ptr, SIZE)
-    if WAITS:
-        count = _enter(
-            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SCOPE, SIGNALS
-        )
     release_next(PDL)
     active = tl.load(state_ptr + ACTIVE)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
@@ -131,8 +74,6 @@ def collect_rows_kernel(
             comes = bit(members, by) & bit(went, by // WIDTH)
             total += tl.where(comes, parts[by].to(tl.float32), 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
-    if SIGNALS:
-        _leave(state_ptr, count, channel)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -143,15 +84,11 @@ def collect_pairs_kernel(
     num_tokens_ptr,
     bases_ptr,
     state_ptr,
-    desk_ptr,
     stride,
     num_rows,
     rows,
     rank,
     results,
-    flags,
-    channel,
-    tag,
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,10 +97,6 @@ def collect_pairs_kernel(
     WIDTH: tl.constexpr,
     EVERYWHERE: tl.constexpr,
     SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    SCOPE: tl.constexpr,
-    WAITS: tl.constexpr,
-    SIGNALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Item by item: BLOCK channels of a token, of all its pairs from the ranks that had them."""
@@ -171,10 +104,6 @@ def collect_pairs_kernel(
     ROW_BYTES: tl.constexpr = H * (TYPE.primitive_bitwidth // 8)
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     await_inputs(PDL)
-    if WAITS:
-        count = _enter(
-            bases_ptr, state_ptr, desk_ptr, rank, flags, channel, tag, SIZE, LANES, SCOPE, SIGNALS
-        )
     release_next(PDL)
     active = tl.load(state_ptr + ACTIVE)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
@@ -201,5 +130,3 @@ def collect_pairs_kernel(
             weight = tl.load(weights_ptr + token * K + k)
             total += tl.where(tl.load(ids_ptr + token * K + k) >= 0, y * weight, 0.0)
         tl.store(out_ptr + token * stride + inside, total.to(TYPE), inside < H)
-    if SIGNALS:
-        _leave(state_ptr, count, channel)

@@ -66,18 +66,46 @@ def byte_at(base, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _load_flags(at, SCOPE: tl.constexpr):
-    """What their ranks have written before them is seen after them."""
+def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
+    """By threads that ask. What their ranks have written before them is seen after them."""
     if INTERPRETED:
-        return tl.load(at)
+        return tl.where(asks, tl.load(at), otherwise)
     else:
         return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b64 $0, [$1];"
+            """
+            {
+            .reg .pred asks;
+            setp.ne.u32 asks, $2, 0;
+            mov.b64 $0, $3;
+            @asks ld.acquire.gpu.global.b64 $0, [$1];
+            }
+            """
             if SCOPE == "gpu"
-            else "ld.acquire.sys.global.b64 $0, [$1];",
-            "=l,l",
-            [at],
+            else """
+            {
+            .reg .pred asks;
+            setp.ne.u32 asks, $2, 0;
+            mov.b64 $0, $3;
+            @asks ld.acquire.sys.global.b64 $0, [$1];
+            }
+            """,
+            "=&l,l,r,l",
+            [at, asks.to(tl.int32), otherwise],
             dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _rest(lane):
+    """A tenth of a microsecond in which the processor is left to others."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 100; mov.u32 $0, $1;",
+            "=r,r",
+            [lane],
+            dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
@@ -233,12 +261,15 @@ def await_flags(
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
     deadline = _now(lane) + tl.load(state_ptr + TIMEOUT_NS)
-    seen = _load_flags(at, SCOPE)
+    here = tl.zeros_like(lane).to(tl.int64) + wanted
+    seen = _load_flags(at, counts, here, SCOPE)
     level = _worst(seen, wanted, counts)
     looks = 0
     aborted = 0
     while level == BEHIND:
-        seen = _load_flags(at, SCOPE)
+        if looks > LOOKS:
+            _rest(lane)
+        seen = _load_flags(at, counts, here, SCOPE)
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):

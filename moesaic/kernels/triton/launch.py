@@ -85,10 +85,12 @@ class Relaunch:
     fixed, which must stay as it is, and of what varies on no more than
         a tensor    whether it is None, its type, whether its address is a multiple of 16
         a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
+                    (it is always an integer, or always none)
     which is looked up every time. Tensors that vary are on the GPU, like those of the first launch,
-    of which Triton makes sure: they go by their address. Those that are fixed are held, and must
-    not be moved. Launches with a number of more than 32 bits, which is of another type, go Triton's
-    way; so do all in the interpreter, and while somebody listens to launches (a profiler).
+    of which Triton makes sure: they go by their address, and nobody asks what it is of. Those that
+    are fixed are held, and must not be moved. Launches with a number of more than 32 bits, which is
+    of another type, go Triton's way; so do all in the interpreter, and while somebody listens to
+    launches (a profiler).
     """
 
     def __init__(
@@ -102,16 +104,20 @@ class Relaunch:
         self._numbers = [names.index(name) for name in numbers]
         # The interpreter's kernels have none, and need none.
         params = getattr(kernel, "params", [])
+        # They would change what Triton looks at.
+        assert not any(
+            p.annotation or p.do_not_specialize_on_alignment for p in params if not p.is_constexpr
+        )
         self._specialised = [
             place
             for place, name in enumerate(numbers)
             if params and not params[names.index(name)].do_not_specialize
         ]
         self._arguments = [_address(fixed.get(name)) for name in names]
-        self._found: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...]
+        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> None:
         if INTERPRETED.value or _listened_to():
             self._by_triton(programs, tensors, numbers)
@@ -139,14 +145,14 @@ class Relaunch:
         found = self._found.get(tuple(key))
         if found is None:
             compiled = self._by_triton(programs, tensors, numbers)
-            self._found[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            self._found[tuple(key)] = compiled
             return
-        run, function, metadata = found
         stream = active.get_current_stream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        function, metadata = found.function, found.packed_metadata
+        found.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     def _by_triton(
-        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int, ...]
+        self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> Any:
         varying = dict(zip(self._varying, (*tensors, *numbers), strict=True))
         return self._kernel[(programs,)](**varying, **self._fixed)

@@ -105,6 +105,11 @@ class DeviceExchange(InFlight):
         self.window.restart(generation, self.active)
         self.active_P.copy_(torch.tensor([p in self.active for p in range(self.size)]))
 
+    def close(self) -> None:
+        """Gives the memory back; no kernel of this rank may use it any more."""
+        self._views.clear()
+        self.window.close()
+
     def check(self) -> None:
         """Raises what a wait of a kernel has come upon."""
         self.window.check()
@@ -128,16 +133,14 @@ class DeviceExchange(InFlight):
 
     def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
         """The first rows of this rank's planes."""
-        return self._kept((lane, rows, scale), self._arrived)
+        values, scales, ids, weights = self._kept((lane, rows), self._arrived)
+        assert values is not None and ids is not None
+        return Payload(values, scales, self.payload, scale), ids, weights
 
-    def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
-        scales = None
-        if self.payload.scales is not None:
-            scales = self.window.plane(f"scales {lane}")[:rows]
-        values = self.window.plane(f"values {lane}")[:rows]
-        weights = self.window.plane(f"weights {lane}")[:rows] if self.spec.weights else None
-        payload = Payload(values, scales, self.payload, scale)
-        return payload, self.window.plane(f"ids {lane}")[:rows], weights
+    def _arrived(self, lane: int, rows: int) -> tuple[Tensor | None, ...]:
+        names = [plane.name for plane in self.spec.planes()]
+        wanted = (f"{name} {lane}" for name in ("values", "scales", "ids", "weights"))
+        return tuple(self.window.plane(n)[:rows] if n in names else None for n in wanted)
 
     def results(self, lane: int, first: int, rows: int) -> Tensor:
         """Where this rank's results go, and its peers read them: so many rows."""
