@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -184,7 +185,7 @@ class DeviceCollective(Collective):
         # The window does not know what tags stand for: not all of them, on all channels.
         flags = self.window.mail.flag(self.rank, channel).tolist()
         for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
-            self.window.call(channel, self._parts[tag][0], tag)
+            self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
         self.window.check()
 
     def close(self) -> None:
@@ -244,8 +245,7 @@ class DeviceCollective(Collective):
 
     def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
         """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
-        text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
-        tag = zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG
+        tag, text = _tag_of(operation, kind, dtype, sizes)
         self._parts[tag] = operation, text
         return tag
 
@@ -333,6 +333,14 @@ class NcclCollective(Collective):
         wires = [part.view(torch.uint8) for part in parts]
         self._nccl.allgather([wires], [own.view(torch.uint8)]).wait()
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _tag_of(
+    operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[int, str]:
+    text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
+    return zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG, text
 
 
 def lanes_of(size: int) -> tuple[int, int]:

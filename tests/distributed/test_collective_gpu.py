@@ -167,4 +167,5 @@ def missing(group: RankGroup, environment: dict[str, str]) -> str:
 def test_a_missing_rank_is_named(ranks: LocalRanks, mps: Mps) -> None:
     last = ranks.size - 1
     told = ranks.run(missing, mps.environment)
-    assert told == [f"({last},) layer 3, dense sum"] * last + [""]
+    named = f"({last},) layer 3, dense sum (sum_rows float32 {4 * HIDDEN})"
+    assert told == [named] * last + [""]

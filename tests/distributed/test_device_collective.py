@@ -112,7 +112,8 @@ def restarted(group: RankGroup) -> list[str]:
 def test_what_went_wrong_is_said_and_forgotten(pools: Pools) -> None:
     """Ranks whose parts differ do not go on, and who waits for them hears of it or times out."""
     found = pools(3).run(restarted)
-    missing = "rank 1 did not reach 'layer 3, dense sum' within 0.5 s (not seen before)"
+    sums = "layer 3, dense sum (sum_rows float32 32)"
+    missing = f"rank 1 did not reach '{sums}' within 0.5 s (not seen before)"
     assert [texts[0] for texts in (found[0], found[2])] == [missing] * 2
     assert [len(texts) for texts in found] == [2, 1, 2]
     told = [texts[-1] for texts in found]
