@@ -4,14 +4,17 @@ lay a model over ranks. Nothing is loaded and nothing is started."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.common import add_model, read_args
 from moesaic.config.args import ServerArgs
+from moesaic.config.deepep import read_deepep_config
+from moesaic.config.devices import gpus_of
 from moesaic.config.flags import specs
+from moesaic.config.gpus import crowding, is_shared
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import Filled, filled, problems, resolve
 
@@ -49,10 +52,13 @@ def run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a command line: the layout is missing where something rules it out."""
+    """What is known of a command line: the layout is missing where something rules it out.
+    `devices`: the GPU of each rank, if they have one."""
 
     flags: list[Filled]
     problems: list[str]
+    asked: ServerArgs | None = None
+    devices: tuple[int, ...] = ()
     layout: Layout | None = None
     cache_tokens: int | None = None
 
@@ -63,11 +69,12 @@ def examine(args: ServerArgs) -> dict[str, Any]:
 
     machine = describe_machine()
     found = _check(args)
-    layout = None if found.layout is None else _describe_layout(found.layout, found.cache_tokens)
+    layout = None if found.layout is None else _describe_layout(found.layout, found)
     problem = None if found.layout is None else found.layout.moe.choice
     return {
         "ok": not found.problems,
         "problems": found.problems,
+        "notes": list(_notes(found, machine["gpus"])),
         "machine": machine,
         "backends": {**_describe_backends(problem), "libraries": describe_libraries()},
         "model": args.model_path or None,
@@ -77,22 +84,47 @@ def examine(args: ServerArgs) -> dict[str, Any]:
 
 
 def _check(args: ServerArgs) -> Findings:
-    wrong = list(problems(args if args.model_path else replace(args, model_path="MODEL")))
-    if wrong or not args.model_path:
+    named = args if args.model_path else replace(args, model_path="MODEL")
+    if wrong := list(problems(named)):
         return Findings([], wrong)
-    flags = filled(args)
+    asked = resolve(named)
+    devices = gpus_of(asked) if asked.device == "cuda" else ()
+    found = Findings([], list(_mps_missing(devices)), asked, devices)
+    return _check_model(args, asked, found) if args.model_path else found
+
+
+def _check_model(args: ServerArgs, asked: ServerArgs, found: Findings) -> Findings:
+    found = replace(found, flags=filled(args))
     try:
-        layout = _lay_out(resolve(args))
-        _choose_device(resolve(args))
+        _choose_device(asked)
+        layout = _lay_out(asked)
     except ValueError as error:
-        return Findings(flags, [str(error)])
-    tokens = None
+        return replace(found, problems=[*found.problems, str(error)])
+    found = replace(found, layout=layout)
     try:
         layout.check_memory()
-        tokens = layout.cache_tokens(args)
+        return replace(found, cache_tokens=layout.cache_tokens(args))
     except ValueError as error:
-        wrong.append(str(error))
-    return Findings(flags, wrong, layout, tokens)
+        return replace(found, problems=[*found.problems, str(error)])
+
+
+def _mps_missing(devices: Sequence[int]) -> Iterator[str]:
+    from moesaic.comm.mps import find_program
+
+    try:
+        if is_shared(devices):
+            find_program()
+    except RuntimeError as error:
+        yield str(error)
+
+
+def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What works, but not as one may expect."""
+    if crowd := crowding(found.devices):
+        yield crowd
+    if found.asked is not None and found.asked.deepep_config is not None:
+        known = [gpus[device]["processors"] for device in found.devices if device < len(gpus)]
+        yield from read_deepep_config(found.asked.deepep_config).notes(min(known, default=0))
 
 
 def _choose_device(args: ServerArgs) -> None:
@@ -156,9 +188,13 @@ def _describe_backends(asked: Problem | None) -> dict[str, Any]:
     }
 
 
-def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:
-    mesh, choice = layout.mesh, layout.moe.choice
-    ranks = [_describe_rank(share, tokens or 0) for share in layout.ranks]
+def _describe_layout(layout: Layout, found: Findings) -> dict[str, Any]:
+    mesh, choice, tokens = layout.mesh, layout.moe.choice, found.cache_tokens
+    devices = found.devices or (None,) * mesh.world
+    ranks = [
+        {**_describe_rank(share, tokens or 0), "gpu": gpu}
+        for share, gpu in zip(layout.ranks, devices, strict=True)
+    ]
     return {
         "mesh": {
             "world": mesh.world,
@@ -193,6 +229,17 @@ def _describe_layout(layout: Layout, tokens: int | None) -> dict[str, Any]:
             sum(rank["total_bytes"] for rank in ranks if rank["node"] == node)
             for node in range(mesh.nnodes)
         ],
+        "gpus": [_describe_gpu(gpu, ranks) for gpu in sorted(set(found.devices))],
+    }
+
+
+def _describe_gpu(gpu: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    held = [rank for rank in ranks if rank["gpu"] == gpu]
+    return {
+        "gpu": gpu,
+        "ranks": [rank["rank"] for rank in held],
+        "total_bytes": sum(rank["total_bytes"] for rank in held),
+        "step_bytes": sum(rank["step_bytes"] for rank in held),
     }
 
 

@@ -6,11 +6,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from moesaic.comm.mps import PROGRAM
+from moesaic.config.gpus import describe_shares
+
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 RANK_HEAD = (
     *("rank", "node", "stage", "dp", "tp", "ep", "layers", "experts", "heads q/kv"),
     *("dense weights", "expert weights", "KV cache", "a2a buffers", "collectives", "total"),
 )
+# By whether a daemon runs, and whether its program is there.
+MPS = {
+    (True, True): "runs",
+    (True, False): f"runs, but {PROGRAM} is not on PATH",
+    (False, True): "none runs; a server starts its own",
+    (False, False): f"{PROGRAM} is not on PATH",
+}
 
 
 def render(report: dict[str, Any]) -> str:
@@ -20,6 +30,8 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", "Flags that were left open", *table((), rows)]
     if report["layout"] is not None:
         lines += ["", *_layout(report["model"], report["layout"], report["machine"])]
+    if report["notes"]:
+        lines += ["", "Worth knowing", *(f"  - {note}" for note in report["notes"])]
     lines += ["", *_verdict(report)]
     return "\n".join(lines)
 
@@ -63,7 +75,7 @@ def _machine(machine: dict[str, Any]) -> Iterator[str]:
         ("memory", f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"),
         ("/dev/shm", "none" if shared is None else f"{size(shared['total_bytes'])}"),
         ("gpus", ", ".join(gpus) or f"none ({machine['cuda_missing']})"),
-        ("mps daemon", "runs" if machine["mps"] else "does not run"),
+        ("mps daemon", MPS[machine["mps"], machine["mps_program"] is not None]),
         ("c compiler", compiler["path"] or f"{compiler['command']} is missing: torch is slower"),
         ("versions", ", ".join(versions[:6])),
         ("", ", ".join(versions[6:])),
@@ -130,11 +142,15 @@ def _totals(layout: dict[str, Any], machine: dict[str, Any]) -> Iterator[str]:
     each = max(rank["cache_bytes_per_token"] for rank in ranks)
     held = "no KV cache fits" if tokens is None else f"KV cache of {tokens} tokens on every rank"
     yield f"  {held}, at most {size(each)} a token and rank"
-    most, memory = max(layout["node_bytes"]), machine["memory"]
-    if layout["device"] == "cuda":
-        step = max(rank["step_bytes"] for rank in ranks)
-        yield f"  a GPU takes {size(most)}, about {size(step)} in the largest step, and its graphs"
+    if layout["gpus"]:
+        yield f"  {describe_shares([rank['gpu'] for rank in ranks])}"
+        fullest = max(layout["gpus"], key=lambda gpu: gpu["total_bytes"])
+        yield (
+            f"  the fullest GPU takes {size(fullest['total_bytes'])}, about "
+            f"{size(fullest['step_bytes'])} in the largest step, and its graphs"
+        )
         return
+    most, memory = max(layout["node_bytes"]), machine["memory"]
     yield (
         f"  a node takes {size(most)}, buffers counted as if filled; this machine has "
         f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"

@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moesaic.cli.common import set_up_logging
 from moesaic.config.flags import Flag
@@ -27,6 +27,12 @@ What was found already is skipped, so a run that was stopped goes on where it wa
 The engine reads the files of the package and, before them, of the folder MOESAIC_TUNED."""
 MAX_JOBS = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+USAGE = """\
+moesaic tune SHAPE [SHAPE …] [flags]
+       moesaic tune [SHAPE …] --a2a [flags]"""
+# Flags that count only without --a2a, and only with it.
+ONLY = {False: ("weights", "jobs", "share"), True: ("ranks", "payload")}
+WHERE = "run it where there is an NVIDIA GPU, with torch built for CUDA"
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,13 @@ class TuneArgs:
 
 
 def run(argv: Sequence[str]) -> int:
-    usage = "moesaic tune SHAPE [SHAPE …] [flags]"
-    parser = FlagParser("moesaic tune", usage, DESCRIPTION)
+    parser = FlagParser("moesaic tune", USAGE, DESCRIPTION)
     parser.add_argument("shapes", metavar="SHAPE", nargs="*", help="E,K,H,I")
     parser.add_flags(TuneArgs)
     given = parser.parse(argv)
     file = read_config(TuneArgs, given["config"]) if given["config"] is not None else {}
     args = merge(TuneArgs, given, file)
+    _refuse_idle({**file, **given}, args.a2a)
     set_up_logging("warning")
     sizes = [_shape(text) for text in given["shapes"]]
     tokens = _numbers("--tokens", args.tokens)
@@ -85,6 +91,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_idle(given: Mapping[str, Any], a2a: bool) -> None:
+    for field in ONLY[not a2a]:
+        if field in given:
+            raise ValueError(f"--{field} counts only with{'out' * a2a} --a2a: leave it out")
+
+
 def _tune_a2a(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
 ) -> int:
@@ -95,13 +107,13 @@ def _tune_a2a(
     wanted = Wanted(
         tuple(dict.fromkeys((experts, top_k, hidden) for experts, top_k, hidden, _ in sizes)),
         tuple(_numbers("--ranks", args.ranks)),
-        tuple(args.payload.split(",")),
+        tuple(word.strip() for word in args.payload.split(",")),
         tuple(tokens),
         _folder(args),
         args.again,
     )
     if missing := cuda_missing():
-        raise ValueError(f"moesaic tune --a2a measures on a CUDA device: {missing}")
+        raise ValueError(f"moesaic tune --a2a measures on a CUDA device, and {missing}: {WHERE}")
     _require_writable(wanted.folder)
     tune(wanted)
     return 0
@@ -128,10 +140,7 @@ def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(
-            "moesaic tune measures on a CUDA device, and torch finds none: run it where there is "
-            "an NVIDIA GPU, with torch built for CUDA"
-        )
+        raise ValueError(f"moesaic tune measures on a CUDA device, and torch finds none: {WHERE}")
 
 
 def _folder(args: TuneArgs) -> Path:

@@ -23,6 +23,7 @@ from moesaic.comm.local import LocalRanks, PerRank
 from moesaic.comm.mps import start_mps
 from moesaic.config.devices import num_gpus
 from moesaic.config.gpus import is_shared, share_gpus
+from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import Machine, Plan
@@ -58,13 +59,23 @@ class Wanted:
     again: bool = False
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.payloads) - set(PAYLOAD_FORMATS))
-        if unknown:
+        if set(self.payloads) - set(PAYLOAD_FORMATS):
             raise ValueError(
-                f"--payload {','.join(unknown)}: give some of {', '.join(PAYLOAD_FORMATS)}"
+                f"--payload {','.join(self.payloads)!r}: give some of "
+                f"{', '.join(PAYLOAD_FORMATS)}, separated by commas"
             )
-        if min(self.ranks) < 2:
-            raise ValueError(f"--ranks {min(self.ranks)}: one rank sends nothing; give 2 or more")
+        for ranks in self.ranks:
+            if not 2 <= ranks <= MAX_RANKS_PER_NODE:
+                raise ValueError(
+                    f"--ranks {ranks}: give 2 to {MAX_RANKS_PER_NODE}; one sends nothing, and a "
+                    "machine holds no more"
+                )
+            for experts, _, _ in self.shapes or SHAPES:
+                if experts % ranks:
+                    raise ValueError(
+                        f"--ranks {ranks} cannot hold {experts} experts evenly: give divisors of "
+                        "that"
+                    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,10 @@ MOST_QUEUES: Final = 8
 """Clients of a daemon have their queues to the GPU out of one pool: with 32 each the third finds
 none left, and CUDA calls that "out of memory". 8 is CUDA's own default."""
 STOP_SECONDS: Final = 20.0
-ADVICE: Final = (
-    "ranks that share a GPU need it (it comes with NVIDIA's driver; containers get it with "
-    "NVIDIA_DRIVER_CAPABILITIES=compute,utility): install it, or give each rank a GPU of its own"
+NEEDED: Final = "ranks that share a GPU need it"
+INSTALL: Final = (
+    "it comes with NVIDIA's driver; containers get it with "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 )
 
 
@@ -68,11 +70,20 @@ class Mps:
         self.stop()
 
 
-def start_mps() -> Mps:
-    """The daemon that the user runs, if there is one; else one of our own."""
+def find_program() -> str:
+    """RuntimeError where there is none."""
     program = shutil.which(PROGRAM)
     if program is None:
-        raise RuntimeError(f"{PROGRAM} is not on PATH: {ADVICE}")
+        raise RuntimeError(
+            f"{PROGRAM} is not on PATH: {NEEDED} ({INSTALL}): install it, or give each rank a GPU "
+            "of its own"
+        )
+    return program
+
+
+def start_mps() -> Mps:
+    """The daemon that the user runs, if there is one; else one of our own."""
+    program = find_program()
     pipes = os.environ.get(PIPES, DEFAULT_PIPES)
     if Path(pipes, "control").exists() and mps_watch.answers(program):
         logger.info("MPS: using the daemon that runs already in %s", pipes)
@@ -82,10 +93,11 @@ def start_mps() -> Mps:
 
 def _few_queues() -> dict[str, str]:
     given = os.environ.get(QUEUES, "")
-    if not given.isdecimal() or int(given) <= MOST_QUEUES:
+    number = re.match(r"\s*\+?([0-9]+)", given)  # CUDA does not mind what is around it
+    if number is None or int(number[1]) <= MOST_QUEUES:
         return {}
     logger.warning(
-        "MPS: %s=%s leaves other ranks no queue: taken as %d", QUEUES, given, MOST_QUEUES
+        "MPS: %s=%r leaves other ranks no queue: taken as %d", QUEUES, given, MOST_QUEUES
     )
     return {QUEUES: str(MOST_QUEUES)}
 
@@ -111,6 +123,9 @@ def _start_own(program: str) -> Mps:
     told = watch.stdout.readline().strip()
     if told != READY:
         Mps(environment, watch).stop()
-        raise RuntimeError(f"no MPS daemon: {told or 'the process that starts it died'}; {ADVICE}")
+        raise RuntimeError(
+            f"no MPS daemon: {told or 'the process that starts it died'}; {NEEDED}: mend that, or "
+            "give each rank a GPU of its own"
+        )
     logger.info("MPS: daemon of our own in %s, stopped with this process", folder)
     return Mps({**environment, **_few_queues()}, watch)

@@ -30,6 +30,7 @@ ANSWER_SECONDS: Final = 5.0
 QUIT_SECONDS: Final = 5.0
 POLL: Final = 0.2
 LOG_LINES: Final = 5
+SAID: Final = "said.log"
 
 
 def main() -> None:
@@ -51,15 +52,17 @@ def main() -> None:
 def start(program: str) -> str:
     """Why there is no daemon; empty once there is."""
     try:
-        done = subprocess.run(
-            [program, "-d"],
-            stdin=subprocess.DEVNULL,
-            # The daemon lives on with what it is given here: a pipe to this process would not end.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=START_SECONDS,
-            check=False,
-        )
+        with Path(os.environ[LOGS], SAID).open("wb") as said:
+            done = subprocess.run(
+                [program, "-d"],
+                stdin=subprocess.DEVNULL,
+                # The daemon lives on with what it is given here: a pipe to this process would not
+                # end.
+                stdout=said,
+                stderr=said,
+                timeout=START_SECONDS,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
@@ -122,11 +125,13 @@ def _tell(program: str, command: str, seconds: float) -> bool:
 
 
 def _log() -> str:
-    """The last lines that the daemon has written."""
-    with contextlib.suppress(OSError):
-        lines = (Path(os.environ[LOGS]) / "control.log").read_text(errors="replace").splitlines()
-        return ": " + " | ".join(lines[-LOG_LINES:])
-    return ""
+    """The last lines of what the program said and the daemon has written."""
+    lines: list[str] = []
+    for name in (SAID, "control.log"):
+        with contextlib.suppress(OSError):
+            text = Path(os.environ[LOGS], name).read_text(errors="replace")
+            lines += [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
+    return ": " + " | ".join(lines) if lines else ""
 
 
 if __name__ == "__main__":

@@ -241,7 +241,8 @@ class RuntimeArgs:
     device: Annotated[
         str,
         Flag(
-            "Where to compute; auto: what MOESAIC_DEVICE says, or on CUDA where there is a GPU.",
+            "Where to compute; auto: what MOESAIC_DEVICE says, else on CUDA where there is a GPU "
+            "for each rank and what is asked for can be done there.",
             choices=DEVICES,
             built=("auto", "cpu", "cuda"),
         ),

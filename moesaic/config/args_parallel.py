@@ -74,7 +74,11 @@ class ParallelArgs:
         bool, Flag("Split attention by request over --dp-size groups.")
     ] = False
     enable_dp_lm_head: Annotated[
-        bool, Flag("Compute logits in each attention group on its own.")
+        bool,
+        Flag(
+            "Compute logits in each attention group on its own; with --enable-dp-attention on CUDA "
+            "it is on."
+        ),
     ] = False
     enable_tp_lm_head_all_to_all: Annotated[
         bool | None,
@@ -149,7 +153,11 @@ class MoeArgs:
     ] = 2
     moe_dense_tp_size: Annotated[
         int | None,
-        Flag("Tensor-parallel size of dense layers: 1 or --tp-size; unset: that.", at_least=1),
+        Flag(
+            "Tensor-parallel size of dense layers: 1 or --tp-size; unset: that, but 1 with "
+            "--enable-dp-attention on CUDA.",
+            at_least=1,
+        ),
     ] = None
     moe_dp_size: Annotated[
         int,

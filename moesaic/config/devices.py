@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moesaic.config.args import ServerArgs
-from moesaic.config.gpus import share_gpus
+from moesaic.config.gpus import count_gpus, share_gpus
 
 VARIABLE = "MOESAIC_DEVICE"
 KINDS = ("auto", "cpu", "cuda")
@@ -23,7 +23,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def device_of(args: ServerArgs) -> str:
     """cpu or cuda: what the flag says, what MOESAIC_DEVICE says where that leaves it open, else
-    cuda where there is a GPU that torch can use, and it can do what is asked for."""
+    cuda where torch can use a GPU for each rank, and what is asked for can be done there."""
     return _chosen(args)[0]
 
 
@@ -52,14 +52,18 @@ def num_ranks(args: ServerArgs) -> int:
 def _too_few(args: ServerArgs) -> str:
     """Ranks share a GPU only if that is asked for: a server would not be fast so."""
     ranks, gpus = num_ranks(args), num_gpus() - args.base_gpu_id
-    if ranks == 1 or ranks <= gpus:
+    if ranks <= gpus:
         return ""
-    return f"{ranks} ranks would have to share {gpus} GPU{'s'[: gpus != 1]}: --device cuda does so"
+    return f"{ranks} ranks would have to share {count_gpus(gpus)}: --device cuda does so"
 
 
 def beyond_cuda(args: ServerArgs) -> str:
-    """Which flags ask for what is not built on CUDA; empty: none."""
+    """Which flags ask for what CUDA does not do here; empty: none."""
     tp, dp = args.tp_size, args.dp_size if args.enable_dp_attention else 1
+    gpus = num_gpus()
+    if args.base_gpu_id >= max(1, gpus):  # that there is none is said elsewhere
+        counted = f"there {'is' if gpus == 1 else 'are'} {count_gpus(gpus)}"
+        return f"--base-gpu-id {args.base_gpu_id}: {counted}, numbered from 0"
     if args.pp_size > 1:
         return f"--pp-size {args.pp_size}: pipeline stages are built for cpu only"
     if args.nnodes > 1:
@@ -70,24 +74,20 @@ def beyond_cuda(args: ServerArgs) -> str:
             "layers over attention groups, which is built for cpu only (1 is for both)"
         )
     copies = num_ranks(args) // (tp * args.pp_size)
-    if copies > 1 and num_ranks(args) > num_gpus() - args.base_gpu_id:
+    if copies > 1 and num_ranks(args) > gpus - args.base_gpu_id:
+        groups = "" if tp % copies == 0 else f"--tp-size {tp * copies} "
         return (
             f"--dp-size {copies} means {copies} copies of the model, and these cannot share a GPU, "
-            "as nobody settles how much of its memory each takes"
+            "as nobody settles how much of its memory each takes (attention groups of one copy "
+            f"can: {groups}--enable-dp-attention)"
         )
     return ""
 
 
 def gpus_of(args: ServerArgs) -> tuple[int, ...]:
-    """The GPU of each rank of this node."""
-    first, gpus = args.base_gpu_id, num_gpus()
-    if first >= gpus:
-        raise ValueError(
-            f"--base-gpu-id {first}: there are {gpus} GPUs; give less than that, as they are "
-            "numbered from 0"
-        )
-    ranks = num_ranks(args) // args.nnodes
-    return tuple(first + number for number in share_gpus(ranks, gpus - first))
+    """The GPU of each rank of this node, of arguments that `beyond_cuda` lets pass."""
+    first, ranks = args.base_gpu_id, num_ranks(args) // args.nnodes
+    return tuple(first + number for number in share_gpus(ranks, num_gpus() - first))
 
 
 def cuda_missing() -> str:

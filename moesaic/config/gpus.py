@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+MOST_SHARERS: Final = 8
+"""Ranks on one GPU that were tried."""
 
 
 def share_gpus(ranks: int, gpus: int) -> tuple[int, ...]:
@@ -34,11 +38,29 @@ def describe_shares(devices: Sequence[int]) -> str:
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
     used = sorted(set(devices))
     parts = ", ".join(f"GPU {gpu}: {_ranks_on(gpu, devices)}" for gpu in used)
-    gpus = f"{len(used)} GPU{'s' * (len(used) > 1)}"
     return (
-        f"{len(devices)} ranks share {gpus} under MPS ({parts}); each has its part of the memory, "
-        f"1/{max(devices.count(gpu) for gpu in used)} of a GPU or more"
+        f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
+        f"part of the memory, 1/{_most_on_one(devices)} of a GPU or more"
     )
+
+
+def crowding(devices: Sequence[int]) -> str:
+    """What to expect of more ranks on a GPU than were tried; empty: there are no more."""
+    most = _most_on_one(devices)
+    if most <= MOST_SHARERS:
+        return ""
+    return (
+        f"{most} ranks share a GPU, and more than {MOST_SHARERS} were not tried: CUDA may have no "
+        'queues left for them, which it calls "out of memory"'
+    )
+
+
+def count_gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
+
+
+def _most_on_one(devices: Sequence[int]) -> int:
+    return max((devices.count(gpu) for gpu in set(devices)), default=0)
 
 
 def _ranks_on(gpu: int, devices: Sequence[int]) -> str:

@@ -13,8 +13,16 @@ from typing import Any
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.deepep import read_deepep_config
-from moesaic.config.devices import VARIABLE, beyond_cuda, cuda_missing, device_of, why_device
+from moesaic.config.devices import (
+    VARIABLE,
+    beyond_cuda,
+    cuda_missing,
+    device_of,
+    gpus_of,
+    why_device,
+)
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
+from moesaic.config.gpus import crowding
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +61,8 @@ def resolve(args: ServerArgs) -> ServerArgs:
         logger.info("--trust-remote-code changes nothing: no code from a checkpoint is ever run")
     for change in _told(args):
         logger.info("%s: %s", _shown(change), change.reason)
+    if device_of(args) == "cuda" and (crowd := crowding(gpus_of(args))):
+        logger.warning("%s", crowd)
     return replace(args, **{change.field: change.value for change in filled(args)})
 
 
@@ -162,8 +172,12 @@ def _device(args: ServerArgs) -> Iterator[str]:
         return
     device = device_of(args)
     told = "--device cuda" if args.device == "cuda" else f"{VARIABLE}=cuda"
-    if device == "cuda" and (missing := cuda_missing()):
+    if device == "cpu" and args.kv_cache_dtype != "auto":
+        yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
+    elif device == "cuda" and (missing := cuda_missing()):
         yield f"{told} cannot work here: {missing}; give --device cpu"
+    elif device == "cuda" and (beyond := beyond_cuda(args)):
+        yield f"{told} cannot do this: {beyond}; leave it out or give --device cpu"
     for name, asked, known in (
         ("--attention-backend", args.attention_backend, ATTENTION),
         ("--sampling-backend", args.sampling_backend, SAMPLING),
@@ -171,12 +185,6 @@ def _device(args: ServerArgs) -> Iterator[str]:
         others = [kind for kind, value in known.items() if value == asked and kind != device]
         if others:
             yield f"{name} {asked} works on {others[0]}, not on {device}: give {known[device]}"
-    if device == "cpu":
-        if args.kv_cache_dtype != "auto":
-            yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
-        return
-    if beyond := beyond_cuda(args):
-        yield f"{told} cannot do this: {beyond}; leave it out or give --device cpu"
 
 
 def _sizes(args: ServerArgs) -> Iterator[str]:

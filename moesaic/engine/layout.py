@@ -117,8 +117,9 @@ class Layout:
             return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
+            count = self.mesh.ranks_per_node
             raise ValueError(
-                f"weights and buffers of the {self.mesh.ranks_per_node} ranks of a node take "
+                f"weights and buffers of the {count} rank{'s' * (count > 1)} of a node take "
                 f"{most / GIB:.1f} GiB and this machine has {total_memory() / GIB:.1f} GiB: use "
                 "more nodes (--nnodes), a smaller model or fewer bits (--dtype bfloat16, "
                 "--quantization fp8)"

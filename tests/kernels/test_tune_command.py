@@ -92,6 +92,16 @@ def test_home(searched: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["4,2,64"], "SHAPE '4,2,64': give E,K,H,I"),
         ([SHAPE, "--share", "3/3"], "--share '3/3': I must be less than N"),
         ([SHAPE, "--jobs", "0"], "--jobs is 0: give at least 1"),
+        ([SHAPE, "--ranks", "2"], "--ranks counts only with --a2a: leave it out"),
+        ([SHAPE, "--payload", "bf16"], "--payload counts only with --a2a: leave it out"),
+        (["--a2a", "--weights", "bf16"], "--weights counts only without --a2a: leave it out"),
+        (["--a2a", "--share", "0/2"], "--share counts only without --a2a: leave it out"),
+        (["--a2a", "--jobs", "2"], "--jobs counts only without --a2a: leave it out"),
+        (["--a2a", "--payload", "bf16,"], "--payload 'bf16,': give some of "),
+        (["--a2a", "--ranks", "1"], "--ranks 1: give 2 to 62; one sends nothing"),
+        (["--a2a", "--ranks", "2,64"], "--ranks 64: give 2 to 62; one sends nothing"),
+        (["--a2a", "--ranks", "3"], "--ranks 3 cannot hold 128 experts evenly: give divisors"),
+        ([SHAPE, "--a2a"], "--ranks 8 cannot hold 4 experts evenly: give divisors of that"),
     ],
 )
 def test_wrong_words(
@@ -100,3 +110,12 @@ def test_wrong_words(
     assert main(["tune", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {complaint}")
     assert searched == []
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words in ([SHAPE], ["--a2a", "--payload", "bf16, fp8"]):
+        assert main(["tune", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.endswith(": run it where there is an NVIDIA GPU, with torch built for CUDA\n")

@@ -253,7 +253,8 @@ def test_help_does_not_import_torch(command: str):
         assert "moesaic bench latency MODEL" in done.stdout
         return
     if command == "tune":
-        assert "moesaic tune SHAPE [SHAPE …]" in done.stdout
+        assert "usage: moesaic tune SHAPE [SHAPE …] [flags]\n" in done.stdout
+        assert "       moesaic tune [SHAPE …] --a2a [flags]\n" in done.stdout
         return
     assert "--moe-a2a-backend {none,deepep,mooncake,mori,flashinfer,ascend_fuseep}" in done.stdout
     assert "Expert load balancing:" in done.stdout

@@ -671,8 +671,16 @@ GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
         (
             {"dp_size": 2},
             "--dp-size 2 means 2 copies of the model, and these cannot share a GPU, as nobody "
-            "settles how much of its memory each takes",
+            "settles how much of its memory each takes (attention groups of one copy can: "
+            "--tp-size 2 --enable-dp-attention)",
         ),
+        (
+            {"dp_size": 2, "tp_size": 4},
+            "--dp-size 2 means 2 copies of the model, and these cannot share a GPU, as nobody "
+            "settles how much of its memory each takes (attention groups of one copy can: "
+            "--enable-dp-attention)",
+        ),
+        ({"tp_size": 4, "base_gpu_id": 1}, "--base-gpu-id 1: there is 1 GPU, numbered from 0"),
     ],
 )
 def test_ranks_that_cuda_cannot_do(
@@ -714,8 +722,25 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert (pairs.device, pairs.moe_dense_tp_size, pairs.enable_dp_lm_head) == ("cuda", 1, True)
     monkeypatch.setenv(devices.VISIBLE, "3,1")
     assert devices.num_gpus() == 2
-    with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs"):
-        devices.gpus_of(make(base_gpu_id=2))
+    with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs, numbered from 0; "):
+        resolve(make(device="cuda", base_gpu_id=2))
+    assert devices.why_device(make(tp_size=2, base_gpu_id=4)) == (
+        "--base-gpu-id 4: there are 2 GPUs, numbered from 0"
+    )
+    assert devices.why_device(make(tp_size=2, base_gpu_id=1)) == (
+        "2 ranks would have to share 1 GPU: --device cuda does so"
+    )
+
+
+def test_more_ranks_on_a_gpu_than_were_tried(
+    gpus: Callable[[str | None, int], None], caplog: pytest.LogCaptureFixture
+):
+    gpus("13.0", 1)
+    for ranks, told in ((8, []), (9, ["9 ranks share a GPU, and more than 8 were not tried"])):
+        caplog.clear()
+        resolve(make(device="cuda", tp_size=ranks, ep_size=ranks))
+        warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+        assert [message.partition(":")[0] for message in warnings] == told
 
 
 def test_what_cuda_cannot_do_is_refused(gpus: Callable[[str | None, int], None]):

@@ -28,18 +28,34 @@ def test_what_it_says(tmp_path: Path):
     path.write_text('{"normal_combine": {"num_sms": 8, "num_max_nvl_chunked_send_tokens": 16}}')
     idle = ("normal_combine.num_max_nvl_chunked_send_tokens",)
     assert read_deepep_config(str(path)) == DeepEPConfig(0, 8, idle)
-    assert read_deepep_config("{}") == DeepEPConfig()
+    assert list(DeepEPConfig(0, 8, idle).notes(132)) == [
+        f"--deepep-config: nothing here is sent in chunks: {idle[0]}"
+    ]
+    assert list(DeepEPConfig(132, 133).notes(132)) == [
+        "--deepep-config: num_sms 133 of normal_combine bounds nothing: the GPU has 132 "
+        "multiprocessors"
+    ]
+    assert list(DeepEPConfig(132, 133).notes(0)) == []
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nowhere.json", "nowhere.json is neither JSON nor a file that can be read"),
-        ("{", "--deepep-config is not JSON"),
+        ("nowhere.json", "nowhere.json is neither an object in JSON nor a file that can be read"),
+        ("{", "--deepep-config cannot be read as JSON"),
+        (" ", "--deepep-config is empty: give JSON, or the path of a file with it"),
+        ("[1]", "--deepep-config is '[1]': give an object of normal_dispatch and normal_combine"),
+        ("{}", "--deepep-config names no num_sms: give one, or leave it out"),
+        ('{"normal_dispatch": {}}', "--deepep-config names no num_sms: give one, or leave it out"),
+        (
+            '{"normal_dispatch": {"num_sms": 8, "num_sms": 9}}',
+            "cannot be read as JSON ('num_sms' is given twice)",
+        ),
+        ('{"normal_combine": {"num_sms": 1025}}', "is 1025: give a whole number from 1 to 1024"),
         ('{"dispatch": {}}', "'dispatch': give objects normal_dispatch and normal_combine"),
         ('{"normal_dispatch": {"sms": 2}}', "normal_dispatch has no 'sms': give num_sms, "),
         ('{"normal_dispatch": {"num_sms": 0}}', "num_sms of normal_dispatch is 0: give a whole"),
-        ('{"normal_dispatch": {"num_sms": true}}', "is True: give a whole number from 1 on"),
+        ('{"normal_dispatch": {"num_sms": true}}', "is True: give a whole number from 1 to 1024"),
     ],
 )
 def test_what_it_cannot_say(text: str, message: str):

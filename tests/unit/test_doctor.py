@@ -1,8 +1,10 @@
 """`moesaic doctor`: layouts against the one-rank model and against tables written by hand."""
 
 import json
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from moesaic.cli.doctor_text import size, spans, table
 from moesaic.cli.main import main
+from moesaic.comm.mps import PROGRAM
 from moesaic.engine.devices import Room
 from moesaic.engine.memory import total_memory
 from moesaic.models.config import BuildContext, RawConfig
@@ -21,12 +24,41 @@ from moesaic.moe.layer import FusedMoE
 from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
 
 DPA = "--dp 4 --enable-dp-attention"
+GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {family: make_tiny_checkpoint(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int], list[Any]]:
+    """Pretends that there are so many GPUs of so many bytes, and the program of MPS; notes which
+    of them torch is told to use."""
+
+    def have(count: int, nbytes: int) -> list[Any]:
+        chosen: list[torch.device] = []
+        room, facts = Room(nbytes, nbytes, 0), {"name": "H200", "memory_bytes": nbytes}
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
+        monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
+        monkeypatch.setattr("moesaic.config.devices._num_gpus", lambda: count)
+        monkeypatch.setattr(
+            "moesaic.cli.machine._gpus", lambda: iter([{**facts, "processors": 132}] * count)
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
+        monkeypatch.setattr("moesaic.cli.machine.mps_processes", lambda: iter(()))
+        (tmp_path / PROGRAM).write_text("")
+        (tmp_path / PROGRAM).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        return chosen
+
+    return have
 
 
 def ask(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> dict[str, Any]:
@@ -254,27 +286,22 @@ def test_weights_that_do_not_fit(
 def test_the_gpu_that_is_asked_for(
     folders: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: Callable[[int, int], list[Any]],
 ):
     """What is free is that GPU's, and what is told is of it and not of the machine."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
-    monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
-    monkeypatch.setattr("moesaic.cli.machine._gpus", lambda: iter(()))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    room = Room(total=8 << 30, free=7 << 30, held=0)
-    monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
+    chosen = gpus(2, 8 * GIB)
     words = ["doctor", str(folders["qwen3_moe"]), "--device", "cuda", "--base-gpu-id"]
     assert main([*words, "1"]) == 0
     assert chosen == [torch.device("cuda", 1)]
     text = capsys.readouterr().out
     assert "in the largest step, and its graphs" in text and "a node takes" not in text
-    report = ask(capsys, " ".join([*words[1:], "2"]), 1)
-    assert report["problems"] == [
-        "--base-gpu-id 2: torch sees 2 GPUs; give less than that, as they are numbered from 0"
-    ]
+    assert "1 rank, a GPU each" in text
+    for flags in ("2", "2 --tp 4"):
+        report = ask(capsys, " ".join([*words[1:], flags]), 1)
+        assert report["problems"] == [
+            "--device cuda cannot do this: --base-gpu-id 2: there are 2 GPUs, numbered from 0; "
+            "leave it out or give --device cpu"
+        ]
 
 
 def test_the_default_cache_is_half_of_what_is_free(
@@ -357,18 +384,10 @@ def test_table():
 def test_ranks_that_share_a_gpu_have_parts_of_it(
     folders: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: Callable[[int, int], list[Any]],
 ):
     """A page takes what it takes; beside weights and buffers each of two ranks has half."""
-    monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
-    monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
-    monkeypatch.setattr("moesaic.config.devices._num_gpus", lambda: 1)
-    monkeypatch.setattr("moesaic.cli.machine._gpus", lambda: iter(()))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    room = Room(total=2 << 30, free=2 << 30, held=0)
-    monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
+    gpus(1, 2 * GIB)
     given = f"{folders['qwen3_moe']} --device cuda --mem-fraction-static 0.25"
     given += " --max-running-requests 4096 --context-length 2048 --chunked-prefill-size 64"
     groups = "--tp 2 --dp 2 --ep 2 --enable-dp-attention --moe-a2a-backend deepep"
@@ -379,3 +398,86 @@ def test_ranks_that_share_a_gpu_have_parts_of_it(
     room_left = int(0.25 * (1 << 30)) - fixed
     per_page = first["cache_bytes"] // tokens * 16
     assert tokens == room_left // per_page * 16
+
+
+GROUPS = "--device cuda --dp {0} --tp {0} --ep {0} --enable-dp-attention --moe-a2a-backend deepep"
+
+
+@pytest.mark.parametrize(
+    ("count", "held", "shares"),
+    [
+        (4, [[0], [1], [2], [3]], "4 ranks, a GPU each"),
+        (
+            2,
+            [[0, 1], [2, 3]],
+            "4 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: ranks 2-3); each has its "
+            "part of the memory, 1/2 of a GPU or more",
+        ),
+    ],
+)
+def test_what_a_gpu_takes(
+    count: int,
+    held: list[list[int]],
+    shares: str,
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    gpus: Callable[[int, int], list[Any]],
+):
+    """The sum of its ranks, not of all on the node."""
+    gpus(count, 8 * GIB)
+    line = f"{folders['qwen3_moe']} {GROUPS.format(4)} --max-total-tokens 1024"
+    report = ask(capsys, line)
+    found, each = report["layout"]["gpus"], 4 // count
+    assert [gpu["ranks"] for gpu in found] == held
+    assert [rank["gpu"] for rank in ranks(report)] == [r // each for r in range(4)]
+    for kind in ("total_bytes", "step_bytes"):
+        (one,) = {rank[kind] for rank in ranks(report)}
+        assert one > 0 and [gpu[kind] for gpu in found] == [one * each] * count
+    assert report["notes"] == []
+    assert main(["doctor", *line.split()]) == 0
+    text = capsys.readouterr().out
+    assert f"  {shares}\n" in text
+    assert f"  the fullest GPU takes {size(found[0]['total_bytes'])}, about " in text
+    assert "  mps daemon    none runs; a server starts its own\n" in text
+
+
+def test_ranks_that_would_find_no_mps(
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    gpus: Callable[[int, int], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    gpus(1, 8 * GIB)
+    monkeypatch.setenv("PATH", "/nowhere")
+    line = GROUPS.format(2)
+    for model in ("", folders["qwen3_moe"]):
+        report = ask(capsys, f"{model} {line}", 1)
+        (problem,) = report["problems"]
+        assert problem.startswith(f"{PROGRAM} is not on PATH: ranks that share a GPU need it")
+        assert (report["layout"] is None) == (model == "")
+    assert main(["doctor", *line.split()]) == 1
+    assert f"  mps daemon    {PROGRAM} is not on PATH\n" in capsys.readouterr().out
+    ask(capsys, f"{folders['qwen3_moe']} --device cuda")
+
+
+def test_what_may_not_be_as_one_expects(
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    gpus: Callable[[int, int], list[Any]],
+):
+    gpus(1, 80 * GIB)
+    told = '{"normal_dispatch":{"num_sms":133,"num_max_nvl_chunked_send_tokens":8}}'
+    line = f"{GROUPS.format(9)} --deepep-config {told}"
+    wanted = [
+        "9 ranks share a GPU, and more than 8 were not tried: CUDA may have no queues left for "
+        'them, which it calls "out of memory"',
+        "--deepep-config: nothing here is sent in chunks: "
+        "normal_dispatch.num_max_nvl_chunked_send_tokens",
+        "--deepep-config: num_sms 133 of normal_dispatch bounds nothing: the GPU has 132 "
+        "multiprocessors",
+    ]
+    assert ask(capsys, line)["notes"] == wanted
+    assert main(["doctor", *line.split()]) == 0
+    assert "\n".join(["Worth knowing", *(f"  - {note}" for note in wanted)]) in (
+        capsys.readouterr().out
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moesaic.config.gpus import describe_shares, is_shared, share_gpus, share_of
+from moesaic.config.gpus import crowding, describe_shares, is_shared, share_gpus, share_of
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,15 @@ def test_what_is_said():
     assert describe_shares((0, 0, 1)) == (
         "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has its part of "
         "the memory, 1/2 of a GPU or more"
+    )
+
+
+def test_more_ranks_on_a_gpu_than_were_tried():
+    assert [crowding(share_gpus(ranks, 2)) for ranks in (1, 2, 16)] == [""] * 3
+    assert crowding(()) == ""
+    assert crowding(share_gpus(17, 2)) == (
+        "9 ranks share a GPU, and more than 8 were not tried: CUDA may have no queues left for "
+        'them, which it calls "out of memory"'
     )
 
 

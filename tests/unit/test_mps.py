@@ -27,6 +27,7 @@ case "$1" in
     echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_VISIBLE_DEVICES" >> "$FAKE/starts"
     if [ -e "$FAKE/fails" ]; then
         echo "no GPU here" > "$CUDA_MPS_LOG_DIRECTORY/control.log"
+        echo "a daemon is already running" >&2
         exit 1
     fi
     : > "$control"
@@ -133,7 +134,9 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert not (fake / "starts").exists()
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("1", None), ("8", None), ("32", "8")])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("1", None), ("8", None), ("32", "8"), (" 32", "8"), ("", None)]
+)
 def test_queues_are_left_for_other_ranks(
     given: str, wanted: str | None, fake: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -151,15 +154,18 @@ def test_a_folder_without_a_daemon(fake: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_daemon_that_does_not_start(fake: Path):
     (fake / "fails").touch()
-    message = rf"{PROGRAM} -d ended with 1: no GPU here; ranks that share a GPU need it"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError) as caught:
         start_mps()
+    assert str(caught.value) == (
+        f"no MPS daemon: {fake / PROGRAM} -d ended with 1: a daemon is already running | no GPU "
+        "here; ranks that share a GPU need it: mend that, or give each rank a GPU of its own"
+    )
     assert list(fake.glob("moesaic-mps-*")) == []
 
 
 def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"{PROGRAM} is not on PATH: ranks that share a GPU"):
+    with pytest.raises(RuntimeError, match=f"^{PROGRAM} is not on PATH: .*: install it, or give"):
         start_mps()
 
 
