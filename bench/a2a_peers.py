@@ -22,14 +22,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Peer:
-    """Of a pair, and of its halves where they are known."""
+    """`pair_us`: of a dispatch and a combine."""
 
     name: str
     pair_us: float
-    dispatch_us: float | None = None
-    combine_us: float | None = None
 
 
+# Of a dispatch, and of a combine.
 DEEPEP_NORMAL = {
     Key(2, 2048, 128): (67, 49),
     Key(2, 2048, 1024): (82, 63),
@@ -80,11 +79,11 @@ FLASHINFER = {
 
 
 def peers_of(mode: str, key: Key, payload: str, graph: bool) -> list[Peer]:
-    """Those that did the same; FlashInfer's figures are of graphs."""
+    """Those that did the same and were launched so: FlashInfer in a graph, DeepEP one by one."""
     if payload != "bf16":
         return []
+    if graph:
+        us = None if mode == "normal" else FLASHINFER.get(key)
+        return [] if us is None else [Peer("FlashInfer", us)]
     halves = DEEPEP.get(mode, {}).get(key)
-    found = [Peer("DeepEP", sum(halves), *halves)] if halves is not None else []
-    if graph and mode != "normal" and key in FLASHINFER:
-        found.append(Peer("FlashInfer", FLASHINFER[key]))
-    return found
+    return [] if halves is None else [Peer("DeepEP", sum(halves))]

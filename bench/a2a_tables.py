@@ -2,8 +2,9 @@
 
     python -m bench.a2a --device cuda --markdown
 
-The main table is of 4 ranks and bf16: dispatch, combine and both inside of a CUDA graph, and both
-launched one by one. Of other ranks and payloads there are pairs only.
+A table for each number of ranks in bf16: dispatch, combine and both inside of a CUDA graph, and
+both launched one by one. Others are compared with what was launched as they were: FlashInfer with
+our graphs, DeepEP with ours one by one. Of other payloads there are pairs only.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from typing import Any
 from bench.common import show_table
 
 MAIN_RANKS, MAIN_PAYLOAD = 4, "bf16"
-PEERS = {
-    "DeepEP": "DeepEP one by one (× ours, × ours one by one)",
-    "FlashInfer": "FlashInfer in a graph (× ours)",
-}
+HEADER = ["mode", "hidden", "tokens", "dispatch", "combine", "pair", "of the limit"]
+HEADER += ["FlashInfer in a graph (× our pair)", "pair one by one"]
+HEADER += ["DeepEP one by one (× ours one by one)"]
 TIMES = ("dispatch_us", "combine_us", "pair_us")
 Rows = Sequence[dict[str, Any]]
 
@@ -44,40 +44,35 @@ def tables(rows: Rows) -> Iterator[Table]:
     """Those that there are rows for."""
     plain = [row for row in rows if row["payload"] == MAIN_PAYLOAD]
     four = [row for row in rows if row["ranks"] == MAIN_RANKS]
-    main = [row for row in plain if row["ranks"] == MAIN_RANKS]
-    if main:
-        title = f"{MAIN_RANKS} ranks, {MAIN_PAYLOAD}, µs"
-        header = ["mode", "hidden", "tokens", "dispatch", "combine", "pair", "of the limit"]
-        yield Table(title, [*header, "one by one", *PEERS.values()], main_cells(main))
-    yield from across(f"{MAIN_PAYLOAD}, a pair in µs (of the limit)", plain, "ranks", MAIN_RANKS)
-    title = f"{MAIN_RANKS} ranks, a pair in µs (of the limit) by payload"
-    yield from across(title, four, "payload", None)
+    for ranks in sorted({row["ranks"] for row in plain}, key=lambda n: (n != MAIN_RANKS, n)):
+        same = [row for row in plain if row["ranks"] == ranks]
+        yield Table(f"{ranks} ranks, {MAIN_PAYLOAD}, µs", HEADER, main_cells(same))
+    yield from by_payload(four)
 
 
 def main_cells(rows: Rows) -> list[list[str]]:
     cells = []
     for point, by_graph in _by_point(rows, lambda row: row["graph"]).items():
         graph, single = by_graph.get(True), by_graph.get(False)
-        told = [""] * 4 if graph is None else [_us(graph[name]) for name in TIMES]
+        told = [""] * 5 if graph is None else [_us(graph[name]) for name in TIMES]
         if graph is not None:
-            told.append(f"{graph['of_limit']:.0%}")
-        alone = "" if single is None else _us(single["pair_us"])
-        peers = [_peer(name, [graph, single]) for name in PEERS]
-        cells.append([*point, *told, alone, *peers])
+            told += [f"{graph['of_limit']:.0%}", _peers(graph)]
+        alone = [""] * 2 if single is None else [_us(single["pair_us"]), _peers(single)]
+        cells.append([*point, *told, *alone])
     return cells
 
 
-def across(title: str, rows: Rows, field: str, without: Any) -> Iterator[Table]:
-    """A column for each value of `field` but one, of graphs where there are any."""
+def by_payload(rows: Rows) -> Iterator[Table]:
+    """A column for each, of graphs where there are any; no table of one alone."""
     graphs = [row for row in rows if row["graph"]] or list(rows)
-    values = list(dict.fromkeys(row[field] for row in graphs if row[field] != without))
-    if len(values) < (2 if without is None else 1):
+    payloads = {row["payload"] for row in graphs}
+    if len(payloads) < 2:
         return
-    columns = sorted(values, key=lambda value: (value != MAIN_PAYLOAD, value))
-    found = _by_point([row for row in graphs if row[field] in values], lambda row: row[field])
-    cells = [[*point, *(_pair(by.get(value)) for value in columns)] for point, by in found.items()]
-    names = [f"{value} {field}" if field == "ranks" else str(value) for value in columns]
-    yield Table(title, ["mode", "hidden", "tokens", *names], cells)
+    columns = sorted(payloads, key=lambda name: (name != MAIN_PAYLOAD, name))
+    found = _by_point(graphs, lambda row: row["payload"])
+    cells = [[*point, *(_pair(by.get(name)) for name in columns)] for point, by in found.items()]
+    title = f"{MAIN_RANKS} ranks, a pair in µs (of the limit) by payload"
+    yield Table(title, ["mode", "hidden", "tokens", *columns], cells)
 
 
 def _by_point(
@@ -100,22 +95,10 @@ def _us(us: float) -> str:
 
 
 def _pair(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    told = f"{_us(row['pair_us'])} ({row['of_limit']:.0%})"
-    peers = [f"{peer['name']} {peer['pair_us'] / row['pair_us']:.1f}×" for peer in row["peers"]]
-    return ", ".join([told, *peers])
+    return "" if row is None else f"{_us(row['pair_us'])} ({row['of_limit']:.0%})"
 
 
-def _peer(name: str, rows: Sequence[dict[str, Any] | None]) -> str:
-    """What it takes for a pair, and how many times that is of each row of ours."""
-    found = [
-        (peer["pair_us"], row["pair_us"])
-        for row in rows
-        for peer in (row["peers"] if row is not None else ())
-        if peer["name"] == name
-    ]
-    if not found:
-        return ""
-    times = ", ".join(f"{them / us:.1f}×" for them, us in found)
-    return f"{_us(found[0][0])} ({times})"
+def _peers(row: dict[str, Any]) -> str:
+    """What those of a row take for a pair, and how many times ours that is."""
+    found = [peer["pair_us"] for peer in row["peers"]]
+    return ", ".join(f"{_us(us)} ({us / row['pair_us']:.1f}×)" for us in found)

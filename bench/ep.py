@@ -15,8 +15,9 @@ until all have ended it, and has the tokens of all. `of single`: of the tokens a
 in the same run.
 
 Stages: from the host's record of all ranks, and with --profile by kernels, a few steps of one more
-run; waiting for other ranks is a stage of its own. `idle`: of the step, when no kernel of the rank
-was on the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
+run: the mean of the ranks and the least, which is nearly without waiting, as kernels that send and
+collect may wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
+the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
 
 Flags of the server are taken, too.
 """
@@ -69,7 +70,7 @@ SILENT_SECONDS = 60.0
 @dataclass
 class Row:
     """`host_ms`: of a rank's host in a decode step, by what it did, on average; `stages_us`: of its
-    kernels."""
+    kernels, likewise; `least_stages_us`: of the rank that has the least of a stage."""
 
     model: str
     layers: int
@@ -86,6 +87,7 @@ class Row:
     device: str
     host_ms: dict[str, float] = field(default_factory=dict)
     stages_us: dict[str, float] = field(default_factory=dict)
+    least_stages_us: dict[str, float] = field(default_factory=dict)
     of_single: float | None = None
 
     @property
@@ -207,7 +209,8 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
         # Behind all that is timed: what has been profiled once may be slower from then on.
         for row in rows if options.profile else ():
             prompts = prompts_of(engine, options, row.batch, 2000)
-            row.stages_us = stages_of(kernels(engine, prompts, options, ep, folder))
+            found = stages_of(kernels(engine, prompts, options, ep, folder))
+            row.stages_us, row.least_stages_us = found.mean, found.least
             write_part(options.part, rows)
     return rows
 
@@ -331,22 +334,27 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[str]
         for row in rows
     ]
     yield "a step in which all requests decode", header, cells
-    hosts = [(row, row.host_ms) for row in rows if row.host_ms]
-    yield from stage_table("host, ms a step", hosts, 2)
-    kernels = [(row, row.stages_us) for row in rows if row.stages_us]
-    yield from stage_table("kernels of a rank, us a step", kernels, 0)
+    hosts = [{name: f"{ms:.2f}" for name, ms in row.host_ms.items()} for row in rows]
+    yield from stage_table("host, ms a step", rows, hosts)
+    kernels = [kernel_cells(row) for row in rows]
+    yield from stage_table("kernels of a rank, us a step: mean (least) of ranks", rows, kernels)
+
+
+def kernel_cells(row: Row) -> dict[str, str]:
+    least = {name: f" ({us:,.0f})" for name, us in row.least_stages_us.items() if row.ep > 1}
+    return {name: f"{us:,.0f}{least.get(name, '')}" for name, us in row.stages_us.items()}
 
 
 def stage_table(
-    title: str, found: Sequence[tuple[Row, dict[str, float]]], digits: int
+    title: str, rows: Sequence[Row], found: Sequence[dict[str, str]]
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """None where nothing was recorded. Stages that are not a step's are in the order of names."""
-    names = sorted({name for _, stages in found for name in stages}, key=_place)
+    names = sorted({name for stages in found for name in stages}, key=_place)
     if names:
         cells = [
-            [str(row.ep), str(row.batch)]
-            + [f"{stages[name]:,.{digits}f}" if name in stages else "" for name in names]
-            for row, stages in found
+            [str(row.ep), str(row.batch), *(stages.get(name, "") for name in names)]
+            for row, stages in zip(rows, found, strict=True)
+            if stages
         ]
         yield title, ["ranks", "batch", *names], cells
 

@@ -8,9 +8,8 @@ Each arrangement runs twice, greedily. In deterministic mode its texts must be t
 that rounds rows to the same payload. In normal mode, where another order of sums may change a text,
 it must score as one rank does that sends nothing: lost and won are problems that are right there
 and wrong here, and the other way round, and p, of McNemar's exact test, is how probable so uneven a
-pair is by chance. Engines run in processes of their own, `--jobs` at a time; seconds are those of
-the replies alone. The exit status is 1 if a text differs that must not, if any p is below 0.01, or
-if an arrangement failed.
+pair is by chance. Engines run in processes of their own, `--jobs` at a time. The exit status is 1
+if a text differs that must not, if any p is below 0.01, or if an arrangement failed.
 """
 
 from __future__ import annotations
@@ -61,13 +60,14 @@ from moesaic.moe.registry import A2A_REGISTRY
 
 ONE = "1 rank"
 PLAIN = PAYLOADS[0]
+BITS = ", deterministic"
 # Engines beside each other must not take all of the memory; few graphs are captured quickly.
 ON_DEVICE = {
     "cuda": "--device cuda --dtype bfloat16 --max-total-tokens 32768 --max-running-requests 64 "
-    "--chunked-prefill-size 2048 --cuda-graph-bs 4 16 64 --dist-timeout 60",
+    "--chunked-prefill-size 2048 --cuda-graph-bs 4 16 64 --dist-timeout 120",
     "cpu": "--device cpu --dtype bfloat16",
 }
-ENGINE_SECONDS = 180.0
+ENGINE_SECONDS = 300.0
 IMPROBABLE = 0.01
 
 
@@ -98,7 +98,13 @@ class GpuCase(Case):
 
 
 def name_of(arrangement: str, payload: str, deterministic: bool) -> str:
-    return f"{arrangement}, {payload}{', deterministic' if deterministic else ''}"
+    return f"{arrangement}, {payload}{BITS if deterministic else ''}"
+
+
+def against_of(name: str) -> str:
+    """In normal mode all are compared with one rank that rounds nothing."""
+    payload = name.removesuffix(BITS).rpartition(", ")[2]
+    return name_of(ONE, payload, True) if name.endswith(BITS) else name_of(ONE, PLAIN, False)
 
 
 def cases(ranks: int = 4, backends: Sequence[str] = tuple(BACKENDS)) -> list[GpuCase]:
@@ -121,19 +127,13 @@ def cases(ranks: int = 4, backends: Sequence[str] = tuple(BACKENDS)) -> list[Gpu
 
 
 def _case(arrangement: str, flags: str, payload: str, deterministic: bool) -> GpuCase:
-    """In normal mode all are compared with one rank that rounds nothing."""
-    against = name_of(ONE, payload if deterministic else PLAIN, deterministic)
     words = [
         flags,
         f"--deepep-dispatch-output-dtype {payload}",
         DETERMINISTIC if deterministic else "",
     ]
     name = name_of(arrangement, payload, deterministic)
-    return GpuCase(name, " ".join(filter(None, words)), against=against)
-
-
-def is_deterministic(row: Row) -> bool:
-    return DETERMINISTIC in row.flags
+    return GpuCase(name, " ".join(filter(None, words)), against=against_of(name))
 
 
 def make_row(case: GpuCase, found: Answers, replies: Sequence[str]) -> Row:
@@ -204,6 +204,7 @@ def _take(sheet: GpuSheet, case: GpuCase, result: Callable[[], Answers]) -> None
             raise RuntimeError(f"there is nothing to compare with: {case.against} failed")
         sheet.put(make_row(case, found, sheet.replies[case.against]))
     except (RuntimeError, OSError, msgspec.DecodeError) as error:
+        sheet.replies.pop(case.name, None)  # those of an earlier run
         sheet.put(Row(case.name, case.flags, error=str(error)))
 
 
@@ -225,9 +226,14 @@ def wanted_of(every: Sequence[GpuCase], only: str | None) -> list[GpuCase]:
     return [case for case in every if case.name in needed]
 
 
+def is_compared(sheet: GpuSheet, row: Row) -> bool:
+    """Neither it failed, nor what it was compared with since then."""
+    return not row.error and against_of(row.name) in sheet.replies
+
+
 def judge(sheet: GpuSheet, row: Row) -> tuple[int, int, float]:
-    """Lost, won, p: against one rank of the same mode that rounds nothing."""
-    first = sheet.row(name_of(ONE, PLAIN, is_deterministic(row)))
+    """Lost, won, p: against one rank in normal mode that rounds nothing."""
+    first = sheet.row(against_of(row.name))
     assert first is not None and first.right
     lost, won = flips(first, row)
     return lost, won, mcnemar(lost, won)
@@ -237,41 +243,39 @@ def faults(sheet: GpuSheet) -> Iterator[str]:
     for row in sheet.rows:
         if row.error:
             yield f"{row.name} failed: {row.error}"
-        elif is_deterministic(row) and row.differing:
+        elif not is_compared(sheet, row):
+            yield f"{row.name}: {against_of(row.name)} has failed since"
+        elif row.name.endswith(BITS) and row.differing:
             yield f"{row.name}: {len(row.differing)} texts differ from those of one rank"
-        elif not is_deterministic(row) and (p := judge(sheet, row)[2]) < IMPROBABLE:
+        elif not row.name.endswith(BITS) and (p := judge(sheet, row)[2]) < IMPROBABLE:
             yield f"{row.name}: scores otherwise than one rank, p = {p:.2g}"
 
 
 def report(sheet: GpuSheet, every: Sequence[GpuCase], markdown: bool) -> None:
     """Both modes of an arrangement in one line."""
-    header = ["arrangement, payload", "score", "lost", "won", "p", "same text", "s"]
-    header += ["deterministic: score", "texts ≠ 1 rank", "s"]
-    rows = {row.name: row for row in in_order(sheet, every)}
+    header = ["arrangement, payload", "score", "lost", "won", "p", "same text"]
+    header += ["deterministic: score", "texts ≠ 1 rank"]
+    rows = in_order(sheet, every)
+    told = {row.name: row for row in rows if is_compared(sheet, row)}
     lines = []
-    for name in dict.fromkeys(name.removesuffix(", deterministic") for name in rows):
-        plain, bits = rows.get(name), rows.get(f"{name}, deterministic")
-        lines.append([name, *_plain(sheet, plain), *_bits(bits)])
+    for name in dict.fromkeys(row.name.removesuffix(BITS) for row in rows):
+        lines.append([name, *_plain(sheet, told.get(name)), *_bits(told.get(name + BITS))])
     show_table(header, lines, markdown)
-    show_errors(list(rows.values()))
+    show_errors(rows)
 
 
 def _plain(sheet: GpuSheet, row: Row | None) -> list[str]:
-    if row is None or row.error:
-        return ["–"] * 6
+    if row is None:
+        return ["–"] * 5
     lost, won, p = judge(sheet, row)
     same = 1 - len(row.differing) / sheet.question.number
-    return [f"{row.accuracy:.3f}", str(lost), str(won), f"{p:.2g}", f"{same:.1%}", _seconds(row)]
+    return [f"{row.accuracy:.3f}", str(lost), str(won), f"{p:.2g}", f"{same:.1%}"]
 
 
 def _bits(row: Row | None) -> list[str]:
-    if row is None or row.error:
-        return ["–"] * 3
-    return [f"{row.accuracy:.3f}", str(len(row.differing)), _seconds(row)]
-
-
-def _seconds(row: Row) -> str:
-    return f"{row.seconds:.1f}"
+    if row is None:
+        return ["–"] * 2
+    return [f"{row.accuracy:.3f}", str(len(row.differing))]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,11 @@
 Kernels of ours are known by name, and a test goes over all of them; those of libraries by a part of
 it. With programmatic dependent launch a kernel begins while the one before it runs, and waits: so
 the stages of a step may add up to more than the step.
+
+Waiting for other ranks is in several stages: the kernel that sends waits for what others send where
+there is one lane, and those that collect wait for results themselves where rows are few; `wait` is
+what is left to kernels that do nothing else, and collectives wait, too. So a stage has its mean
+over ranks, and its least: the rank that comes last hardly waits.
 """
 
 from __future__ import annotations
@@ -117,16 +122,32 @@ def covered_us(ran: Iterable[Ran], since: float = float("-inf")) -> float:
     return covered
 
 
-def stages_of(ranks: Sequence[StepKernels]) -> dict[str, float]:
-    """Microseconds of each stage in a step, the mean over ranks; `idle` and `step` likewise."""
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Microseconds of each stage in a step, over ranks; `idle` and `step` likewise."""
+
+    mean: dict[str, float]
+    least: dict[str, float]
+
+
+def stages_of(ranks: Sequence[StepKernels]) -> Stages:
+    """A rank without a kernel of a stage takes none of its time."""
+    found = [_stages(rank) for rank in ranks]
+    names = [name for name in ORDER if any(name in one for one in found)]
+    us = {name: [one.get(name, 0.0) for one in found] for name in names}
+    return Stages(
+        {name: statistics.fmean(ranks) for name, ranks in us.items()},
+        {name: min(ranks) for name, ranks in us.items()},
+    )
+
+
+def _stages(rank: StepKernels) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
-    for rank in ranks:
-        for name, us in rank.us.items():
-            found[stage_of(name)] += us
-        if rank.step_us:
-            found["idle"] += rank.idle_us
-            found["step"] += rank.step_us
-    return {name: found[name] / len(ranks) for name in ORDER if name in found}
+    for name, us in rank.us.items():
+        found[stage_of(name)] += us
+    if rank.step_us:
+        found |= {"idle": rank.idle_us, "step": rank.step_us}
+    return found
 
 
 ORDER: Final = (*KERNELS, OTHER, "idle", "step")

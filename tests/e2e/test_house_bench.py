@@ -216,7 +216,22 @@ def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert house_gpu.left(written, wanted, True) == wanted
     house_gpu.report(written, every, markdown=True)
     lines = capsys.readouterr().out.splitlines()
-    assert "| ep 4 none, bf16 | 0.900 | 1 | 0 | 1 | 80.0% | 1.0 | 1.000 | 1 | 1.0 |" in lines
+    assert "| ep 4 none, bf16 | 0.900 | 1 | 0 | 1 | 80.0% | 1.000 | 1 |" in lines
+    # Without one rank to compare with there is nothing to tell, nor of what was measured before.
+    del said["1 rank, bf16"]
+    some = house_gpu.wanted_of(every, "1 rank, bf16$|mori, bf16$")
+    house_gpu.measure(written, path, some, serve, jobs=3)
+    assert list(written.replies) == ["1 rank, bf16, deterministic"]
+    assert sorted(house_gpu.faults(written)) == [
+        "1 rank, bf16 failed: it died",
+        "ep 4 mooncake, bf16 failed: it died",
+        "ep 4 mori, bf16 failed: there is nothing to compare with: 1 rank, bf16 failed",
+        "ep 4 none, bf16, deterministic: 1 texts differ from those of one rank",
+        "ep 4 none, bf16: 1 rank, bf16 has failed since",
+    ]
+    house_gpu.report(written, every, markdown=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| ep 4 none, bf16 | – | – | – | – | – | 1.000 | 1 |" in lines
 
 
 @pytest.mark.timeout(240)

@@ -43,18 +43,26 @@ def test_the_slowest_rank_of_each_round_counts():
 
 def test_what_others_take():
     key = Key(4, 2048, 128)
-    assert peers_of("normal", key, "bf16", False) == [Peer("DeepEP", 131, 76, 55)]
-    assert [one.name for one in peers_of("low_latency", key, "bf16", True)] == [
-        "DeepEP",
-        "FlashInfer",
-    ]
+    assert peers_of("normal", key, "bf16", False) == [Peer("DeepEP", 76 + 55)]
+    assert peers_of("normal", key, "bf16", True) == []
+    for graph, peer in ((True, Peer("FlashInfer", 23.2)), (False, Peer("DeepEP", 65 + 59))):
+        assert peers_of("low_latency", key, "bf16", graph) == [peer]
+        assert peers_of("low_latency", key, "fp8", graph) == []
     assert peers_of("auto", key, "bf16", True) == [Peer("FlashInfer", 23.2)]
-    assert peers_of("low_latency", key, "fp8", True) == []
-    row = replace(summarise(JOB, RANKS, False, "cpu"), dispatch_us=19.0, combine_us=11.0)
-    assert a2a_gpu.faster(replace(row, pair_us=32.75), Peer("DeepEP", 131, 76, 55)) == (
-        "DeepEP 4.0x (4.0, 5.0)"
+    assert peers_of("auto", key, "bf16", False) == []
+
+
+def test_halves_are_shown_of_graphs_only(capsys: pytest.CaptureFixture[str]):
+    row = replace(
+        summarise(JOB, RANKS, True, "cpu"), pair_us=11.6, peers=[Peer("FlashInfer", 23.2)]
     )
-    assert a2a_gpu.faster(replace(row, pair_us=11.6), Peer("FlashInfer", 23.2)) == "FlashInfer 2.0x"
+    single = replace(row, graph=False, pair_us=32.75, peers=[Peer("DeepEP", 131)])
+    a2a_gpu.show([row, single])
+    graph, alone = ([*line.split()] for line in capsys.readouterr().out.splitlines()[-2:])
+    assert graph[:5] == ["3", "graph", "11.0", "10.0", "11.6"]
+    assert graph[-6:] == ["70%", "FlashInfer", "in", "a", "graph", "2.0x"]
+    assert alone[:4] == ["3", "single", "32.8", "0.00"]
+    assert alone[-6:] == ["42%", "DeepEP", "one", "by", "one", "4.0x"]
 
 
 def test_rows_of_other_points_stay(tmp_path: Path):
@@ -73,23 +81,28 @@ def test_rows_of_other_points_stay(tmp_path: Path):
 
 def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, row = tmp_path / "rows.json", summarise(JOB, RANKS, True, "NVIDIA H200")
-    peers = [Peer("DeepEP", 52, 30, 22), Peer("FlashInfer", 13)]
-    four = replace(row, ranks=4, peers=peers)
-    single = replace(four, graph=False, pair_us=520.0, peers=peers[:1])
+    four = replace(row, ranks=4, peers=[Peer("FlashInfer", 13)])
+    single = replace(four, graph=False, pair_us=520.0, peers=[Peer("DeepEP", 1040)])
     fp8 = replace(four, payload="fp8", pair_us=13.0, of_limit=0.5, peers=[])
-    write(path, [four, single, fp8, row, replace(row, ranks=8, tokens=7, pair_us=200.0)])
+    two = replace(single, ranks=2, tokens=7, pair_us=260.0)
+    write(path, [four, single, fp8, row, two, replace(row, ranks=8, pair_us=200.0)])
     assert a2a.main(["--device", "cuda", "--markdown", "--out", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
     point = "| deepep normal | 32 | 3 |"
     titles = [line for line in told if line.startswith("NVIDIA H200: ")]
-    assert [title.count("4 ranks") for title in titles] == [1, 0, 1]
-    assert f"{point} 11.0 | 10.0 | 26.0 | 42% | 520 | 52.0 (2.0×, 0.1×) | 13.0 (0.5×) |" in told
-    assert told[told.index("| mode | hidden | tokens | 2 ranks | 8 ranks |") + 2 :][:2] == [
-        f"{point} 26.0 (42%) |  |",
-        "| deepep normal | 32 | 7 |  | 200 (42%) |",
+    assert [title[13] for title in titles] == ["4", "2", "8", "4"]
+    assert [told[told.index(title) + 2].count("one by one") for title in titles] == [3, 3, 3, 0]
+    cells = [[line for line in told if line.startswith(start)] for start in (point, "| deepep")]
+    assert cells[0] == [
+        f"{point} 11.0 | 10.0 | 26.0 | 42% | 13.0 (0.5×) | 520 | 1,040 (2.0×) |",
+        f"{point} 11.0 | 10.0 | 26.0 | 42% |  |  |  |",
+        f"{point} 11.0 | 10.0 | 200 | 42% |  |  |  |",
+        f"{point} 26.0 (42%) | 13.0 (50%) |",
+    ]
+    assert [line for line in cells[1] if line not in cells[0]] == [
+        "| deepep normal | 32 | 7 |  |  |  |  |  | 260 | 1,040 (4.0×) |"
     ]
     assert "| mode | hidden | tokens | bf16 | fp8 |" in told
-    assert f"{point} 26.0 (42%), DeepEP 2.0×, FlashInfer 0.5× | 13.0 (50%) |" in told
 
 
 def test_the_grid():

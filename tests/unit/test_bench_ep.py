@@ -85,14 +85,12 @@ def test_the_step_of_median_length_counts():
 def test_kernels_by_stage():
     ranks = [StepKernels({"_wait_kernel": 9.0, "_send_kernel": 2.5}, 4.0, 20.0)]
     ranks.append(StepKernels({"_wait_kernel": 1.0, "vectorized_copy": 3.0}, 6.0, 20.0))
-    assert stages_of(ranks) == {
-        "dispatch": 1.25,
-        "wait": 5.0,
-        "other": 1.5,
-        "idle": 5.0,
-        "step": 20.0,
-    }
-    assert stages_of([StepKernels({"aten::mm": 7.0})]) == {"dense": 7.0}
+    found = stages_of(ranks)
+    assert found.mean == {"dispatch": 1.25, "wait": 5.0, "other": 1.5, "idle": 5.0, "step": 20.0}
+    assert found.least == {"dispatch": 0.0, "wait": 1.0, "other": 0.0, "idle": 4.0, "step": 20.0}
+    assert list(found.mean) == list(found.least) == ["dispatch", "wait", "other", "idle", "step"]
+    one = stages_of([StepKernels({"aten::mm": 7.0, "aten::linear": 2.0})])
+    assert one.mean == one.least == {"dense": 9.0}
     foreign = ["nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "cutlass::GroupProblemShape", "aten::addmm"]
     foreign += ["ncclDevKernel_AllReduce", "at::native::vectorized_elementwise_kernel"]
     assert [stage_of(name) for name in foreign] == [
@@ -150,17 +148,23 @@ def test_rows_are_compared_with_one_rank_and_kept(tmp_path: Path):
 
 
 def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    one = replace(ROW, stages_us={"step": 9876.4, "dense": 10.0, "idle": 3.0}, host_ms={"plan": 1})
+    stages = {"step": 9876.4, "dense": 10.0, "idle": 3.0}
+    one = replace(ROW, stages_us=stages, least_stages_us=stages, host_ms={"plan": 1})
+    four = replace(ROW, ep=4, decode_tok_s=2400.0)
+    more = {"stages_us": {"dense": 8.0, "wait": 1234.0}, "least_stages_us": {"dense": 7, "wait": 2}}
     path = tmp_path / "rows.json"
-    merge(path, compare([one, replace(ROW, ep=4, decode_tok_s=2400.0)]))
+    merge(path, compare([one, four, replace(four, batch=128, **more)]))
     capsys.readouterr()
     assert ep.main(["--markdown", "--out", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[1] == "m, 2 layers, bf16, NVIDIA H200"
     assert "| 1 | 32 | 10.00 | 3,200 | 1.00 | 10,000 | 5.0 |" in told
     assert "| 4 | 32 | 10.00 | 2,400 | 0.75 | 10,000 | 5.0 |" in told
-    place = told.index("| ranks | batch | dense | idle | step |")
-    assert told[place + 2 : place + 4] == ["| 1 | 32 | 10 | 3 | 9,876 |"]
+    place = told.index("| ranks | batch | dense | wait | idle | step |")
+    assert told[place + 2 :] == [
+        "| 1 | 32 | 10 |  | 3 | 9,876 |",
+        "| 4 | 128 | 8 (7) | 1,234 (2) |  |  |",
+    ]
     assert "| 1 | 32 | 1.00 |" in told
 
 
@@ -202,11 +206,12 @@ def test_ranks_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_engines_one_after_the_other(tmp_path: Path):
     out = tmp_path / "rows.json"
     words = "--model-path tiny:qwen3_moe --device cpu --ep 1 2 --batch 4 --input-len 24".split()
-    assert ep.main([*words, "--output-len", "8", "--profile", "--out", str(out)]) == 0
+    assert ep.main([*words, "--output-len", "24", "--profile", "--out", str(out)]) == 0
     one, two = (Row(**row) for row in json.loads(out.read_text()))
     assert (one.ep, two.ep, one.of_single) == (1, 2, 1.0)
     assert two.of_single == pytest.approx(two.decode_tok_s / one.decode_tok_s)
-    assert two.host_ms["wait"] > 0 and two.stages_us["dense"] > 0 and one.stages_us["dense"] > 0
+    assert two.host_ms["wait"] > 0 and one.stages_us == one.least_stages_us
+    assert two.stages_us["dense"] > two.least_stages_us["dense"] > 0 < one.stages_us["dense"]
 
 
 def test_what_is_refused_is_refused_before_any_engine_starts():
