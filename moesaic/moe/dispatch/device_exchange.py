@@ -31,7 +31,8 @@ ROWS, RESULTS, SECOND = 0, 1, 2
 CHANNELS = 3
 STAYS = -1
 HERE: Final = nullcontext()
-MOST_VIEWS: Final = 256
+# Of lanes, numbers of rows and, where layers have some of their own, scales.
+MOST_VIEWS: Final = 4096
 Kept = TypeVar("Kept")
 # Rows with their ids and, where they travel, their weights.
 Arrived = tuple[Payload, Tensor, Tensor | None]
@@ -133,14 +134,16 @@ class DeviceExchange(InFlight):
 
     def arrived(self, lane: int, rows: int, scale: float) -> Arrived:
         """The first rows of this rank's planes."""
-        values, scales, ids, weights = self._kept((lane, rows), self._arrived)
-        assert values is not None and ids is not None
-        return Payload(values, scales, self.payload, scale), ids, weights
+        return self._kept((lane, rows, scale), self._arrived)
 
-    def _arrived(self, lane: int, rows: int) -> tuple[Tensor | None, ...]:
-        names = [plane.name for plane in self.spec.planes()]
-        wanted = (f"{name} {lane}" for name in ("values", "scales", "ids", "weights"))
-        return tuple(self.window.plane(n)[:rows] if n in names else None for n in wanted)
+    def _arrived(self, lane: int, rows: int, scale: float) -> Arrived:
+        scales = None
+        if self.payload.scales is not None:
+            scales = self.window.plane(f"scales {lane}")[:rows]
+        values = self.window.plane(f"values {lane}")[:rows]
+        weights = self.window.plane(f"weights {lane}")[:rows] if self.spec.weights else None
+        payload = Payload(values, scales, self.payload, scale)
+        return payload, self.window.plane(f"ids {lane}")[:rows], weights
 
     def results(self, lane: int, first: int, rows: int) -> Tensor:
         """Where this rank's results go, and its peers read them: so many rows."""
