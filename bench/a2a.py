@@ -26,12 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import a2a_gpu
-from bench.common import machine, print_table, write_json
+from bench.common import device_option, machine, positive, print_table, write_json
 from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.window import SharedWindow
 from moesaic.core.step import DECODE, PREFILL
 from moesaic.kernels.cpu.rows import Terms, sum_rows
+from moesaic.moe.backends import load_backends
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import (
@@ -45,7 +46,7 @@ from moesaic.moe.formats import (
 )
 from moesaic.moe.permute import POOL
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import Problem, supports
 from moesaic.moe.runner.base import (
     ExpertWeights,
     MoeRunnerConfig,
@@ -102,21 +103,39 @@ def route(load: Load, seed: int) -> tuple[Tensor, TopKOutput]:
     return x_TH, TopKOutput(ids, weights / weights.sum(1, keepdim=True))
 
 
+def problem_of(name: str, load: Load, ranks: int) -> Problem:
+    a2a, mode = BACKENDS[name]
+    return Problem(
+        a2a=a2a,
+        mode=mode,
+        ep=ranks,
+        tp=ranks,
+        payload=load.payload if a2a != "ascend_fuseep" else "bf16",
+        phases=("decode",),
+        hidden_size=load.hidden,
+        experts=load.experts,
+    )
+
+
+def usable(load: Load, ranks: int) -> list[str]:
+    """Backends that an engine would take; SystemExit where `none`, which takes all payloads, is not
+    among them."""
+    load_backends()
+    found = {name: supports(problem_of(name, load, ranks)) for name in BACKENDS}
+    if not found["none"].ok:
+        raise SystemExit(f"error: {ranks} ranks, H {load.hidden}: {found['none'].reason}")
+    for name, support in found.items():
+        if not support.ok:
+            print(f"{name} is left out: {support.reason}")
+    return [name for name, support in found.items() if support.ok]
+
+
 class Backend:
     """Dispatch and combine of one backend with the identity in between."""
 
     def __init__(self, name: str, load: Load, group: RankGroup) -> None:
-        a2a, mode = BACKENDS[name]
-        problem = Problem(
-            a2a=a2a,
-            mode=mode,
-            ep=group.size,
-            tp=group.size,
-            payload=load.payload if a2a != "ascend_fuseep" else "bf16",
-            phases=("decode",),
-        )
         self.context = MoeContext.make(
-            problem,
+            problem_of(name, load, group.size),
             torch.bfloat16,
             group,
             max_tokens=load.tokens,
@@ -129,7 +148,7 @@ class Backend:
         matrix = ExpertMatrix(WEIGHT_FORMATS["bf16"], 1, 1, 1, 1, torch.bfloat16)
         weights = ExpertWeights(matrix, matrix)
         self.run_context = RunContext(runner, Identity(runner), weights, self.context.workspace)
-        self.step = PREFILL if mode == "normal" else DECODE
+        self.step = PREFILL if BACKENDS[name][1] == "normal" else DECODE
 
     def round(
         self, x_TH: Tensor, topk: TopKOutput, wait: Callable[[], None]
@@ -322,25 +341,22 @@ def show(load: Load, summary: dict[str, dict[str, float]]) -> None:
     print(f"barrier: {fast * 1e3:.0f} us, gloo {slow * 1e3:.0f} us: {slow / fast:.1f}x")
 
 
-def device_option() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    return parser
-
-
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m bench.a2a", description=__doc__.splitlines()[0], parents=[device_option()]
+        "python -m bench.a2a",
+        description=__doc__.splitlines()[0],
+        parents=[device_option()],
+        allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[128])
+    parser.add_argument("--hidden", type=positive, default=2048)
+    parser.add_argument("--experts", type=positive, default=128)
+    parser.add_argument("--top-k", type=positive, default=8)
     parser.add_argument(
         "--payload", default="bf16", choices=["bf16", "fp8", "int8", "nvfp4", "mxfp4"]
     )
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=positive, default=30)
     return parser.parse_args(words)
 
 
@@ -354,11 +370,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def on_cpu(words: Sequence[str]) -> None:
     args = parse(words)
+    first, *_ = loads = [
+        Load(tokens, args.hidden, args.experts, args.top_k, args.payload) for tokens in args.tokens
+    ]
+    names = usable(first, args.ranks)
     points = []
     with LocalRanks(args.ranks, timeout=600) as ranks:
-        for tokens in tqdm(args.tokens, desc="tokens", disable=None, leave=False):
-            load = Load(tokens, args.hidden, args.experts, args.top_k, args.payload)
-            results = ranks.run(work, list(BACKENDS), load, args.rounds)
+        for load in tqdm(loads, desc="tokens", disable=None, leave=False):
+            results = ranks.run(work, names, load, args.rounds)
             summary = summarise(results)
             show(load, summary)
             points.append({"load": asdict(load), "summary": summary})

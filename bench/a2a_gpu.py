@@ -20,7 +20,8 @@ bench/a2a_peers.py; each is compared with what was launched as it was. Halves ar
 only: launched one by one, the meeting that is taken off them is a launch, too.
 
 By default payloads other than bf16 and H 4096 are measured with 4 ranks only; all that is asked for
-by --ranks, --hidden or --payload is measured. Low latency is for decoding: up to 256 tokens.
+by --ranks, --hidden or --payload is measured. Low latency is for decoding: up to 256 tokens. So is
+`mooncake`, which has its layout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,17 @@ from tqdm import tqdm
 from bench import a2a_tables
 from bench.a2a_peers import Key, Peer, peers_of
 from bench.a2a_rank import FEW_TOKENS, Found, Job, device_name, work
-from bench.common import RESULTS, positive, print_table
+from bench.common import RESULTS, above_zero, positive, print_table, read_rows
 from bench.gpu import named
 from moesaic.comm.errors import RankFailed
 from moesaic.comm.local import LocalRanks, PerRank
 from moesaic.comm.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing, num_gpus
 from moesaic.config.gpus import is_shared, share_gpus
+from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.kernels.timing_ranks import Place
+from moesaic.moe.backends import load_backends
+from moesaic.moe.registry import A2A_REGISTRY, Problem, supports
 
 BACKENDS = {
     "deepep_normal": ("deepep", "normal"),
@@ -56,12 +60,14 @@ BACKENDS = {
     "flashinfer": ("flashinfer", "auto"),
     "none": ("none", "auto"),
     "mori": ("mori", "auto"),
+    "mooncake": ("mooncake", "low_latency"),
 }
 RANKS, TOKENS, HIDDEN = (4, 2, 8), (1, 16, 64, 128, 1024, 4096), (2048, 7168, 4096)
 PAYLOADS = ("bf16", "fp8", "nvfp4")
 TOP_K, WIDE, WIDE_EXPERTS, EXPERTS = 8, 7168, 256, 128
 MAIN_RANKS = 4
 JOB_SECONDS = 120.0
+TWINS = "the kernels' twins on a CPU: python -m bench.a2a_gpu --device cpu"
 LAUNCH = {True: "in a graph", False: "one by one"}
 
 
@@ -121,7 +127,8 @@ def summarise(job: Job, found: Sequence[Found], graph: bool, device: str) -> Row
 
 
 def jobs_of(args: argparse.Namespace) -> list[tuple[int, Job]]:
-    """Ranks, and what they do; what matters most first."""
+    """Ranks, and what they do; what matters most first. ValueError for what cannot be."""
+    load_backends()
     chosen = any((args.ranks, args.hidden, args.payload))
     found = []
     for ranks in args.ranks or ((MAIN_RANKS,) if args.quick else RANKS):
@@ -130,7 +137,27 @@ def jobs_of(args: argparse.Namespace) -> list[tuple[int, Job]]:
                 plain = payload == "bf16" and hidden in HIDDEN[:2]
                 if chosen or plain or ranks == MAIN_RANKS:
                     found += [(ranks, job) for job in _jobs(args, hidden, payload)]
+    for ranks, job in found:
+        check(ranks, job)
+    if not found:
+        raise ValueError(
+            f"--tokens {' '.join(map(str, args.tokens))}: low latency is for at most {FEW_TOKENS}; "
+            "give some, or --backends deepep_normal"
+        )
     return found
+
+
+def check(ranks: int, job: Job) -> None:
+    """ValueError for what an engine would refuse."""
+    if not 2 <= ranks <= MAX_RANKS_PER_NODE:
+        raise ValueError(
+            f"--ranks {ranks}: give 2 to {MAX_RANKS_PER_NODE}; one sends nothing, and a machine "
+            "holds no more"
+        )
+    asked = Problem(job.backend, job.mode, payload=job.payload, ep=ranks, tp=ranks, device="cuda")
+    found = supports(replace(asked, hidden_size=job.hidden, experts=job.experts))
+    if not found.ok:
+        raise ValueError(f"{ranks} ranks, H {job.hidden}, {job.payload}: {found.reason}")
 
 
 def _jobs(args: argparse.Namespace, hidden: int, payload: str) -> Iterator[Job]:
@@ -139,7 +166,7 @@ def _jobs(args: argparse.Namespace, hidden: int, payload: str) -> Iterator[Job]:
     for name in args.backends:
         backend, mode = BACKENDS[name]
         tokens = tuple(t for t in args.tokens if mode != "low_latency" or t <= FEW_TOKENS)
-        if tokens:
+        if tokens and (args.payload or payload in A2A_REGISTRY[backend].payloads):
             yield Job(backend, mode, hidden, experts, TOP_K, payload, tokens, graphs, args.rounds)
 
 
@@ -155,7 +182,11 @@ def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
 def daemon(most_ranks: int, device: str) -> Iterator[Mps | None]:
     """Of all ranks of this run, where some have to share a GPU."""
     needed = device == "cuda" and most_ranks > num_gpus()
-    with start_mps() if needed else nullcontext() as mps:
+    try:
+        made = start_mps() if needed else nullcontext()
+    except (RuntimeError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    with made as mps:
         yield mps
 
 
@@ -203,14 +234,13 @@ class Run:
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Rows of the same points are replaced, others stay. Numbers keep four digits."""
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     new = {row.key for row in rows}
-    kept = [one for one in old if Row(**{**one, "peers": []}).key not in new]
-    made = [{k: _short(v) for k, v in asdict(row).items()} for row in rows]
+    kept = [row for row in read_rows(path, Row) if row.key not in new] if path.exists() else []
+    ordered = sorted([*kept, *rows], key=lambda row: row.key)
+    made = [{k: _short(v) for k, v in asdict(row).items()} for row in ordered]
     path.parent.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(kept + made, key=lambda one: Row(**{**one, "peers": []}).key)
     part = path.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(map(json.dumps, ordered)) + "\n]\n", encoding="utf-8")
+    part.write_text("[\n" + ",\n".join(map(json.dumps, made)) + "\n]\n", encoding="utf-8")
     part.replace(path)
 
 
@@ -245,9 +275,11 @@ def faster(row: Row, peer: Peer) -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m bench.a2a --device cuda", description=(__doc__ or "").splitlines()[0]
+        "python -m bench.a2a --device cuda",
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=TWINS)
     parser.add_argument("--ranks", type=positive, nargs="+")
     parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS))
     parser.add_argument("--hidden", type=positive, nargs="+")
@@ -255,7 +287,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS)[:2])
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument(
-        "--seconds", type=float, default=225.0, help="no window is begun after so many"
+        "--seconds", type=above_zero, default=225.0, help="no window is begun after so many"
     )
     parser.add_argument("--quick", action="store_true", help="4 ranks, H 2048, bf16, fewer rounds")
     parser.add_argument("--out", type=Path, help="JSON list; rows of other points stay")
@@ -271,16 +303,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if words is None else words)
     if args.markdown:
-        a2a_tables.report(args.out or RESULTS / "h200_a2a.json")
+        rows = read_rows(args.out or RESULTS / "h200_a2a.json", Row)
+        a2a_tables.report([asdict(row) for row in rows])
         return 0
     if args.device == "cuda" and (missing := cuda_missing()):
-        raise SystemExit(f"this benchmark needs a CUDA device: {missing}; or give --device cpu")
-    jobs = jobs_of(args)
-    if not jobs:
-        raise SystemExit(
-            f"--tokens {' '.join(map(str, args.tokens))}: low latency is for at most {FEW_TOKENS}; "
-            "give some, or --backends deepep_normal"
-        )
+        raise SystemExit(f"this benchmark needs a CUDA device: {missing}; {TWINS}")
+    if args.out is not None and args.out.exists():
+        read_rows(args.out, Row)  # before anything is measured that could not be written there
+    try:
+        jobs = jobs_of(args)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     run = Run(args)
     try:
         run.all(jobs)

@@ -9,10 +9,8 @@ our graphs, DeepEP with ours one by one. Of other payloads there are pairs only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.common import show_table
@@ -32,8 +30,7 @@ class Table:
     cells: list[list[str]]
 
 
-def report(path: Path) -> None:
-    rows = json.loads(path.read_text(encoding="utf-8"))
+def report(rows: Rows) -> None:
     for device in dict.fromkeys(row["device"] for row in rows):
         for table in tables([row for row in rows if row["device"] == device]):
             print(f"\n{device}: {table.title}\n")

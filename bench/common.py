@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,25 @@ def positive(word: str) -> int:
     return int(word)
 
 
+def above_zero(word: str) -> float:
+    """Type of an argument."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+    return number
+
+
+def device_option() -> argparse.ArgumentParser:
+    """Read before all else, as on CUDA a benchmark is another program."""
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    how = "cuda has flags of its own: --device cuda --help"
+    chooser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=how)
+    return chooser
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * w for w in widths], *rows]:
@@ -205,6 +226,14 @@ def write_json(name: str, payload: dict[str, Any] | list[Any]) -> Path:
     path.write_text(json.dumps(payload, indent=2) + "\n")
     print(f"wrote {path}")
     return path
+
+
+def read_rows(path: Path, kind: Callable[..., T]) -> list[T]:
+    """Those that a JSON list has, each made by `kind`; SystemExit where it has none."""
+    try:
+        return [kind(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}; measure first, or name --out") from None
 
 
 def spare_larger(path: Path, number: int, measured: Callable[[Any], int], again: bool) -> None:

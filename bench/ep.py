@@ -7,9 +7,11 @@
     python -m bench.ep --markdown             # no run: tables of what was measured
 
 With P ranks: --tp P --ep P --dp P --enable-dp-attention --moe-a2a-backend deepep, whose low latency
-serves decoding. So each rank holds its part of the experts and all of the rest, and has its part of
-the batch. Engines come one after the other, each in a process of its own. They warm up as a server
-does, and each batch is run twice before it counts: a rank that compiled a kernel would hold up all.
+serves decoding, unless another backend is given; one rank sends nothing. So each rank holds its
+part of the experts and all of the rest, and has its part of the batch. Engines come one after the
+other, each in a process of its own. They warm up as a server does, unless --no-warm-up says that
+Triton has all kernels in its cache, and each batch is run twice before it counts: a rank that
+compiled a kernel would hold up all.
 Requests, and which steps count, are those of bench/one_batch.py; a step of several ranks lasts
 until all have ended it, and has the tokens of all. `of single`: of the tokens a second of one rank
 in the same run.
@@ -19,7 +21,8 @@ run: the mean of the ranks and the least, which is nearly without waiting, as ke
 collect may wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
 the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
 
-Flags of the server are taken, too.
+Flags of the engine are taken, too, but for those that lay out ranks; those of the HTTP server, such
+as --skip-server-warmup, are not.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +46,7 @@ from typing import Any
 
 import msgspec
 
-from bench.common import RESULTS, cpu_name, positive, show_table
+from bench.common import RESULTS, cpu_name, positive, read_rows, show_table
 from bench.ep_rank import FOLDER, TARGET, WANTED
 from bench.one_batch import Timing, draw_prompts, generate, say, timing
 from bench.stages import ORDER, StepKernels, stages_of
@@ -53,18 +56,24 @@ from moesaic.cli.common import add_model, read_args
 from moesaic.comm.launch import Timeouts
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
-from moesaic.config.devices import device_of
-from moesaic.config.parser import FlagParser
-from moesaic.config.resolve import resolve
+from moesaic.config.devices import device_of, why_device
+from moesaic.config.flags import specs
+from moesaic.config.parser import FlagParser, read_config
+from moesaic.config.resolve import SHAPE, resolve
 from moesaic.engine import remote
 from moesaic.engine.core import EngineCore
-from moesaic.models.tiny import materialise
+from moesaic.engine.layout import context_length, preview
+from moesaic.models.config import RawConfig
+from moesaic.models.tiny import PREFIX, materialise
 from moesaic.observe.spans import Kind, Span
 
 WARM_TOKENS = 8
 WARM_RUNS = 2
 ENGINE_SECONDS = 420.0
 SILENT_SECONDS = 60.0
+# What --ep decides, and what has nothing to say to one rank.
+LAID_OUT = ("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention", "nnodes")
+ALONE = {"moe_a2a_backend": "none", "deepep_mode": "auto", "deepep_config": None}
 
 
 @dataclass
@@ -89,10 +98,15 @@ class Row:
     stages_us: dict[str, float] = field(default_factory=dict)
     least_stages_us: dict[str, float] = field(default_factory=dict)
     of_single: float | None = None
+    backend: str = "deepep"
 
     @property
-    def key(self) -> tuple[str, int, str, str, int, int]:
-        return self.device, self.layers, self.model, self.dtype, self.ep, self.batch
+    def group(self) -> tuple[str, int, str, str, str]:
+        return self.device, self.layers, self.model, self.dtype, self.backend
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return *self.group, self.ep, self.batch
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "python -m bench.ep",
         description=(__doc__ or "").splitlines()[0],
-        epilog="Flags of the server are taken, too: --model-path, --device and all others.",
+        epilog="Flags of the engine are taken, too: --model-path, --device, --moe-a2a-backend and "
+        "all others but those that lay out ranks, which --ep does.",
         allow_abbrev=False,
     )
     made.add_argument("--ep", type=positive, nargs="+", default=[1, 2, 4, 8])
@@ -158,6 +173,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output-len", type=positive, default=128)
     made.add_argument("--layers", type=positive, help="of the model; unset: as many as it has")
     made.add_argument("--profile", action="store_true", help="stages by kernels, in one more run")
+    made.add_argument(
+        "--no-warm-up", action="store_true", help="where Triton has all kernels in its cache"
+    )
     made.add_argument("--out", type=Path, help="JSON list; rows of other models and sizes stay")
     made.add_argument(
         "--markdown", action="store_true", help="no run: what --out has, as tables for the docs"
@@ -166,32 +184,74 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def engine_args(rest: Sequence[str], options: argparse.Namespace, ep: int) -> dict[str, Any]:
-    """The server's flags, with what this benchmark wants where they say nothing."""
+def read_flags(rest: Sequence[str], options: argparse.Namespace) -> ServerArgs:
+    """The engine's, with what this benchmark wants where they say nothing."""
     flags = FlagParser("python -m bench.ep", "python -m bench.ep [flags]", "")
     add_model(flags)
     flags.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
     given = flags.parse(rest)
+    path = given["config"]
+    file = {} if path is None else read_config(ServerArgs, path)
     most = str(max(options.batch))
     defaults = {"max_running_requests": most, "log_level": "warning", "random_seed": "0"}
     # The first steps of several ranks compile kernels.
-    read = read_args(defaults | {"watchdog_timeout": "300"} | given)
+    defaults |= {"watchdog_timeout": "300", "moe_a2a_backend": "deepep"}
+    for name in LAID_OUT:
+        if name in given or name in file:
+            flag = specs(ServerArgs)[name].name
+            raise ValueError(f"{flag}: ranks are laid out by --ep here, so leave it out")
+    return read_args({k: v for k, v in defaults.items() if k not in file} | given)
+
+
+def engine_args(read: ServerArgs, options: argparse.Namespace, ep: int) -> dict[str, Any]:
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
-    made["device"] = device_of(read)
+    made |= {"device": device_of(read), "skip_server_warmup": options.no_warm_up}
     if options.layers is not None:
+        if not read.model_path.startswith((PREFIX, SHAPE)):
+            raise ValueError(
+                f"--layers {options.layers} is for {PREFIX} and {SHAPE} models, and a folder has "
+                f"the layers that it has: leave it out with {read.model_path}"
+            )
         made["model_path"] = f"{read.model_path},num_hidden_layers={options.layers}"
     if ep > 1:
         made |= {"tp_size": ep, "ep_size": ep, "dp_size": ep, "enable_dp_attention": True}
-        made["moe_a2a_backend"] = "deepep"
+    else:
+        made |= ALONE
     if made["device"] == "cuda" and not (read.disable_cuda_graph or read.cuda_graph_bs):
         # Others would be captured for steps that do not count.
         made["cuda_graph_bs"] = tuple(sorted({-(-batch // ep) for batch in options.batch}))
     return made
 
 
-def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) -> list[Row]:
+def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
+    """ValueError for what would go wrong once the engine is started."""
+    args = resolve(ServerArgs(**engine_args(read, options, ep)))
+    args = replace(args, model_path=materialise(args.model_path))
+    preview(args)
+    most = context_length(args, RawConfig.read(Path(args.model_path)))
+    if options.input_len + options.output_len > most:
+        raise ValueError(
+            f"--input-len {options.input_len} and --output-len {options.output_len} are more than "
+            f"the {most} tokens of the context: give less"
+        )
+    running = args.max_running_requests or 0
+    reasons = [unfit(batch, ep, running) for batch in options.batch]
+    if all(reasons):
+        raise ValueError(f"nothing to measure: {'; '.join(reasons)}")
+
+
+def unfit(batch: int, ep: int, running: int) -> str:
+    """Why so many requests are not measured with so many ranks; empty: they are."""
+    if batch % ep:
+        return f"batch {batch} cannot be laid evenly over {ep} ranks"
+    if batch > running:
+        return f"batch {batch} is more than the {running} of --max-running-requests"
+    return ""
+
+
+def measure_engine(read: ServerArgs, options: argparse.Namespace, ep: int) -> list[Row]:
     """In the process of this engine; what is found is written batch by batch."""
-    args = engine_args(rest, options, ep)
+    args = engine_args(read, options, ep)
     folder = options.part.parent
     begin = time.perf_counter()
     prepare_ranks(folder if options.profile else None)
@@ -200,11 +260,11 @@ def measure_engine(options: argparse.Namespace, rest: Sequence[str], ep: int) ->
         seconds = time.perf_counter() - begin
         say(f"{ep} ranks: ready after {seconds:.1f} s")
         for batch in options.batch:
-            if batch % ep or batch > engine.max_running:
-                say(f"batch {batch} cannot be laid evenly over {ep} ranks: left out")
+            if why := unfit(batch, ep, engine.max_running):
+                say(f"{why}: left out")
                 continue
             rows.append(measure(engine, options, ep, batch, folder))
-            rows[-1].start_s = seconds
+            rows[-1].start_s, rows[-1].backend = seconds, read.moe_a2a_backend
             write_part(options.part, rows)
         # Behind all that is timed: what has been profiled once may be slower from then on.
         for row in rows if options.profile else ():
@@ -316,9 +376,8 @@ def compare(rows: Iterable[Row]) -> list[Row]:
 
 def report(rows: Sequence[Row], markdown: bool = False) -> None:
     """A model after the other."""
-    for facts, same in groupby(rows, lambda row: (row.model, row.layers, row.dtype, row.device)):
-        model, layers, dtype, device = facts
-        print(f"\n{model}, {layers} layers, {dtype}, {device}")
+    for (device, layers, model, dtype, backend), same in groupby(rows, lambda row: row.group):
+        print(f"\n{model}, {layers} layers, {dtype}, {backend}, {device}")
         for title, header, cells in tables(list(same)):
             print(f"\n{title}\n")
             show_table(header, cells, markdown)
@@ -364,17 +423,13 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def merge(path: Path, rows: Sequence[Row]) -> None:
-    """Rows of the same model, device and size are replaced."""
+    """Rows of the same model, backend, device and size are replaced."""
     new = {row.key for row in rows}
-    kept = [row for row in read_rows(path) if row.key not in new] if path.exists() else []
+    kept = [row for row in read_rows(path, Row) if row.key not in new] if path.exists() else []
     made = [asdict(row) for row in sorted([*kept, *rows], key=lambda row: row.key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
-
-
-def read_rows(path: Path) -> list[Row]:
-    return [Row(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def run_apart(words: Sequence[str], ep: int, folder: Path) -> tuple[list[Row], bool]:
@@ -395,15 +450,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     options, rest = parser().parse_known_args(words)
     if options.markdown:
-        report(read_rows(options.out or RESULTS / "h200_ep.json"), markdown=True)
+        report(read_rows(options.out or RESULTS / "h200_ep.json", Row), markdown=True)
         return 0
+    if options.out is not None and options.out.exists():
+        read_rows(options.out, Row)  # before anything is measured that could not be written there
     try:
-        for ep in options.ep:  # before any is started
-            args = engine_args(rest, options, ep)
-            resolve(ServerArgs(**args))
-        materialise(args["model_path"])
+        read = read_flags(rest, options)
         if options.part is not None:
-            return 0 if measure_engine(options, rest, options.ep[0]) else 1
+            return 0 if measure_engine(read, options, options.ep[0]) else 1
+        if read.device == "auto" and device_of(read) == "cpu":
+            say(f"on the CPU: {why_device(read)}")
+        for ep in options.ep:
+            check(read, options, ep)
     except (ValueError, OSError, NotImplementedError) as error:
         raise SystemExit(f"error: {error}") from error
     rows: list[Row] = []

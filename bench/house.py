@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +91,11 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def accuracy(self) -> float:
         return self.right.count("1") / len(self.right)
+
+    @property
+    def last_words(self) -> str:
+        """Of its error, which may be the end of a log."""
+        return self.error.strip().rpartition("\n")[2]
 
 
 class Sheet(msgspec.Struct):
@@ -248,22 +254,41 @@ def write(path: Path, content: msgspec.Struct) -> None:
 
 
 def open_sheet(path: Path, question: Question, kind: type[S]) -> S:
-    """The one on disk if it is of this question, else a new one."""
+    """The one on disk if it is of this question, else a new one; the other is kept beside it."""
     if path.exists():
         sheet = read(path, kind)
         if sheet.question == question:
             return sheet
-        print(f"{path} is of another model, data or way to ask: starting anew")
+        fields = question.__struct_fields__
+        others = [
+            name for name in fields if getattr(question, name) != getattr(sheet.question, name)
+        ]
+        print(f"{path} has another {', '.join(others)}: starting anew, that is {keep(path)} now")
     return kind(question, machine(len(os.sched_getaffinity(0))))
 
 
-def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
+def keep(path: Path) -> Path:
+    """A copy beside it, in no other's place."""
+    content = path.read_bytes()
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in count())
+    free = next(name for name in names if not name.exists() or name.read_bytes() == content)
+    free.write_bytes(content)
+    return free
+
+
+def matching(cases: Sequence[Case], only: re.Pattern[str] | None) -> set[str]:
+    """Their names; SystemExit where there is none."""
+    names = {case.name for case in cases if only is None or only.search(case.name)}
+    if only is not None and not names:
+        some = ", ".join(repr(case.name) for case in (cases[0], cases[-1]))
+        raise SystemExit(f"--only {only.pattern!r}: no row has such a name; there are {some}, …")
+    return names
+
+
+def chosen(cases: Sequence[Case], only: re.Pattern[str] | None) -> list[Case]:
     """The first, and those whose names match."""
-    return [
-        case
-        for number, case in enumerate(cases)
-        if number == 0 or only is None or re.search(only, case.name)
-    ]
+    names = matching(cases, only)
+    return [case for case in cases if case is cases[0] or case.name in names]
 
 
 def in_order(sheet: Sheet, cases: Sequence[Case]) -> list[Row]:
@@ -271,8 +296,12 @@ def in_order(sheet: Sheet, cases: Sequence[Case]) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def house_parser(doc: str | None, name: str, num: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+def house_parser(
+    doc: str | None, name: str, num: int, parents: Sequence[argparse.ArgumentParser] = ()
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(doc or "").partition("\n")[0], parents=parents, allow_abbrev=False
+    )
     parser.add_argument("--model-path", default=str(MODEL))
     parser.add_argument("--tasks", default="all", metavar="A,B|all")
     parser.add_argument("--num", type=int, default=num, help="problems of each task")
@@ -286,15 +315,24 @@ def house_parser(doc: str | None, name: str, num: int) -> argparse.ArgumentParse
     return parser
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", metavar="REGEX", help="rows whose names match, and the first")
+def add_choice(parser: argparse.ArgumentParser, others: str = "the first") -> None:
+    how = f"rows whose names match, and {others}"
+    parser.add_argument("--only", metavar="REGEX", type=pattern, help=how)
     parser.add_argument("--again", action="store_true", help="also what is measured already")
+
+
+def pattern(word: str) -> re.Pattern[str]:
+    """Type of an argument."""
+    try:
+        return re.compile(word)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{word!r} is no regular expression: {error}") from None
 
 
 def show_errors(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.error:
-            print(f"- {row.name}: {row.error}")
+            print(f"- {row.name}: {row.last_words}")
 
 
 def question_of(args: argparse.Namespace, problems: Sequence[Problem]) -> Question:

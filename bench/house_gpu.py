@@ -1,8 +1,9 @@
 """The house model on ranks that share a GPU: every backend and payload at ep 4 against one rank.
 
-    python -m bench.house_grid --device cuda --jobs 6     # 50 problems of each task
+    python -m bench.house_grid --device cuda              # 50 problems of each task
     python -m bench.house_grid --device cuda --only 'bf16, deterministic'
     python -m bench.house_grid --device cuda --markdown   # what was measured, as a table
+    python -m bench.house_gpu --device cpu --num 1        # the same without a GPU, slowly
 
 Each arrangement runs twice, greedily. In deterministic mode its texts must be those of one rank
 that rounds rows to the same payload. In normal mode, where another order of sums may change a text,
@@ -45,7 +46,7 @@ from bench.house import (
     draw,
     flips,
     house_parser,
-    in_order,
+    matching,
     open_sheet,
     question_of,
     read,
@@ -54,6 +55,7 @@ from bench.house import (
     start,
     write,
 )
+from moesaic.config.devices import cuda_missing
 from moesaic.evals.figures import mcnemar
 from moesaic.moe.backends import load_backends
 from moesaic.moe.registry import A2A_REGISTRY
@@ -67,6 +69,7 @@ ON_DEVICE = {
     "--chunked-prefill-size 2048 --cuda-graph-bs 4 16 64 --dist-timeout 120",
     "cpu": "--device cpu --dtype bfloat16",
 }
+ON_CPU = "the same on a CPU: python -m bench.house_gpu --device cpu"
 ENGINE_SECONDS = 300.0
 IMPROBABLE = 0.01
 
@@ -219,9 +222,9 @@ def _is_there(sheet: GpuSheet, case: GpuCase) -> bool:
     return row is not None and not row.error and row.flags == case.flags
 
 
-def wanted_of(every: Sequence[GpuCase], only: str | None) -> list[GpuCase]:
+def wanted_of(every: Sequence[GpuCase], only: re.Pattern[str] | None) -> list[GpuCase]:
     """Those whose names match, with what they are compared with."""
-    names = {case.name for case in every if only is None or re.search(only, case.name)}
+    names = matching(every, only)
     needed = names | {case.against for case in every if case.name in names}
     return [case for case in every if case.name in needed]
 
@@ -242,7 +245,7 @@ def judge(sheet: GpuSheet, row: Row) -> tuple[int, int, float]:
 def faults(sheet: GpuSheet) -> Iterator[str]:
     for row in sheet.rows:
         if row.error:
-            yield f"{row.name} failed: {row.error}"
+            yield f"{row.name} failed: {row.last_words}"
         elif not is_compared(sheet, row):
             yield f"{row.name}: {against_of(row.name)} has failed since"
         elif row.name.endswith(BITS) and row.differing:
@@ -251,17 +254,26 @@ def faults(sheet: GpuSheet) -> Iterator[str]:
             yield f"{row.name}: scores otherwise than one rank, p = {p:.2g}"
 
 
-def report(sheet: GpuSheet, every: Sequence[GpuCase], markdown: bool) -> None:
+def in_order(sheet: GpuSheet) -> list[Row]:
+    """All rows, of whatever numbers of ranks, in the order of cases."""
+    ranks = sorted({arguments("", row.flags).tp_size for row in sheet.rows})
+    names = dict.fromkeys(case.name for number in ranks for case in cases(number))
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(sheet.rows, key=lambda row: places.get(row.name, len(places)))
+
+
+def report(sheet: GpuSheet, markdown: bool) -> None:
     """Both modes of an arrangement in one line."""
     header = ["arrangement, payload", "score", "lost", "won", "p", "same text"]
     header += ["deterministic: score", "texts ≠ 1 rank"]
-    rows = in_order(sheet, every)
+    rows = in_order(sheet)
     told = {row.name: row for row in rows if is_compared(sheet, row)}
     lines = []
     for name in dict.fromkeys(row.name.removesuffix(BITS) for row in rows):
         lines.append([name, *_plain(sheet, told.get(name)), *_bits(told.get(name + BITS))])
     show_table(header, lines, markdown)
-    show_errors(rows)
+    if markdown:  # else they are told as faults
+        show_errors(rows)
 
 
 def _plain(sheet: GpuSheet, row: Row | None) -> list[str]:
@@ -280,9 +292,10 @@ def _bits(row: Row | None) -> list[str]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = house_parser(__doc__, "h200_house", num=50)
-    add_choice(parser)
-    parser.add_argument("--device", choices=tuple(ON_DEVICE), default="cuda")
-    parser.add_argument("--jobs", type=positive, default=4, help="engines at a time")
+    parser.prog = "python -m bench.house_grid --device cuda"
+    add_choice(parser, "those that they are compared with")
+    parser.add_argument("--device", choices=tuple(ON_DEVICE), default="cuda", help=ON_CPU)
+    parser.add_argument("--jobs", type=positive, default=6, help="engines at a time")
     parser.add_argument("--ranks", type=positive, default=4)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
@@ -295,20 +308,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(words)
     every = cases(args.ranks, args.backends)
     if args.markdown:
-        report(read(args.out, GpuSheet), every, markdown=True)
+        report(read(args.out, GpuSheet), markdown=True)
         return 0
+    if args.device == "cuda" and (missing := cuda_missing()):
+        raise SystemExit(f"this benchmark needs a CUDA device: {missing}; {ON_CPU}")
     if args.part is not None:
         case: Any = next(case for case in every if case.name == args.row)
         args.part.write_bytes(msgspec.json.encode(serve(args, case)))
         return 0
-    question = question_of(args, draw(args))
+    wanted, question = wanted_of(every, args.only), question_of(args, draw(args))
     flags = f"{ON_DEVICE[args.device]} {args.flags}".strip()
     sheet = open_sheet(args.out, msgspec.structs.replace(question, flags=flags), GpuSheet)
-    todo = left(sheet, wanted_of(every, args.only), args.again)
+    todo = left(sheet, wanted, args.again)
     with tempfile.TemporaryDirectory() as folder:
         apart = Path(folder)
         measure(sheet, args.out, todo, lambda case: serve_apart(words, case, apart), args.jobs)
-    report(sheet, every, markdown=False)
+    report(sheet, markdown=False)
     found = list(faults(sheet))
     for line in found:
         print(line, file=sys.stderr)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import house_gpu
-from bench.common import show_table
+from bench.common import device_option, show_table
 from bench.house import (
     BACKENDS,
     DETERMINISTIC,
@@ -84,7 +84,7 @@ def faults(sheet: Sheet) -> list[str]:
     found = []
     for row in sheet.rows:
         if row.error:
-            found.append(f"{row.name} failed: {row.error}")
+            found.append(f"{row.name} failed: {row.last_words}")
         elif row.differing:
             found.append(f"{row.name}: {len(row.differing)} texts differ from those of one rank")
     return found
@@ -106,30 +106,29 @@ def report(sheet: Sheet, markdown: bool) -> None:
             + [str(len(row.differing)), f"{row.seconds:.0f}"]
         )
     show_table(header, lines, markdown)
-    show_errors(in_order(sheet, CASES))
+    if markdown:  # else they are told as faults
+        show_errors(in_order(sheet, CASES))
 
 
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
-    problems = draw(args)
+    problems, wanted = draw(args), chosen(cases, args.only)
     sheet = open_sheet(args.out, question_of(args, problems), Sheet)
 
     def measure(case: Case) -> Measured:
         with start(args.model_path, f"{case.flags} {DETERMINISTIC} {args.flags}") as engine:
             return Measured(ask(engine, problems, args.max_new_tokens), {})
 
-    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
+    measure_all(sheet, args.out, wanted, measure, args.again)
     return sheet
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    device = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    where, rest = device.parse_known_args(words)
+    where, rest = device_option().parse_known_args(words)
     return house_gpu.main(rest) if where.device == "cuda" else on_cpu(rest)
 
 
 def on_cpu(words: Sequence[str]) -> int:
-    parser = house_parser(__doc__, "house_grid", num=50)
+    parser = house_parser(__doc__, "house_grid", 50, [device_option()])
     add_choice(parser)
     args = parser.parse_args(words)
     if args.markdown:

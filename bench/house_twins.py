@@ -146,6 +146,7 @@ def mean_gap(ones: Sequence[float], others: Sequence[float]) -> float:
 
 def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
     problems = draw(args)
+    wanted = chosen(cases, args.only)
     sheet = open_sheet(args.out, question_of(args, problems), Sheet)
     some = problems[:: max(1, len(problems) // SHOWN_PROMPTS)]
 
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
             logprobs = prompt_logprobs(engine, some)
         return Measured(result, figures | {"gap": mean_gap(exact(), logprobs)})
 
-    measure_all(sheet, args.out, chosen(cases, args.only), measure, args.again)
+    measure_all(sheet, args.out, wanted, measure, args.again)
     return sheet
 
 

@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from bench import moe_layer_gpu
-from bench.common import machine, print_table, write_json
+from bench.common import device_option, machine, print_table, write_json
 from moesaic.core.step import DECODE
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.context import MoeContext
@@ -181,13 +181,6 @@ def show(points: list[Point], ours: list[str]) -> None:
         row += [f"{ms[peer]:.1f}", peer, f"{ms['loop']:.1f}"]
         rows.append(row + [f"{ms[peer] / ms[name]:.2f}x" for name in ours])
     print_table(header, rows)
-
-
-def device_option() -> argparse.ArgumentParser:
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    how = "cuda has flags of its own: --device cuda --help"
-    chooser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=how)
-    return chooser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

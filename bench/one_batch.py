@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import random
 import statistics
 import sys
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.common import cpu_name, positive, print_table
+from bench.common import above_zero, cpu_name, positive, print_table
 from bench.one_batch_peer import LIMIT_SECONDS, PeerPoint, run_apart
 from bench.step_limits import Ceilings, Forward, ModelLimit
 from bench.step_profile import profile_steps, show_profile
@@ -190,16 +189,6 @@ class Run:
         if out is not None:
             name = f"{out.stem}_profile_{name_of(self.core)}.json"
             write(out.with_name(name), self.profiles)
-
-
-def above_zero(word: str) -> float:
-    try:
-        number = float(word)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
-    return number
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,9 +14,14 @@ from tests.distributed.moe_ranks import Pools
 on_gpu = pytest.mark.skipif(bool(cuda_missing()), reason=f"needs a CUDA device: {cuda_missing()}")
 
 
-@pytest.mark.parametrize(("mode", "rows_back"), [("normal", 2), ("low_latency", 8)])
-def test_ranks_measure_what_they_have_checked(pools: Pools, mode: str, rows_back: int):
-    job = Job("deepep", mode, 64, 128, 8, "bf16", (3,), (False,), 1)
+@pytest.mark.parametrize(
+    ("backend", "mode", "rows_back"),
+    [("deepep", "normal", 2), ("deepep", "low_latency", 8), ("mooncake", "low_latency", 8)],
+)
+def test_ranks_measure_what_they_have_checked(
+    pools: Pools, backend: str, mode: str, rows_back: int
+):
+    job = Job(backend, mode, 64, 128, 8, "bf16", (3,), (False,), 1)
     pool, where = pools(2), places(2, None, "cpu")
     assert pool.run(device_name, where) == ["cpu", "cpu"]
     found = [ranks[0] for ranks in pool.run(work, job, where)]

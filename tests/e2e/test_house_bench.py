@@ -1,6 +1,7 @@
 """What the house model's measurements compute: by hand, and on a tiny model."""
 
 import argparse
+import re
 from pathlib import Path
 
 import matplotlib.image
@@ -109,6 +110,56 @@ def test_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Another question: nothing of the old sheet is taken over.
     other = house.question_of(asked(tmp_path, "--seed", "5"), house.draw(args))
     assert house.open_sheet(args.out, other, house.Sheet).rows == []
+    old = tmp_path / "sheet.json.old"
+    assert f"has another seed: starting anew, that is {old} now" in capsys.readouterr().out
+    assert old.read_bytes() == args.out.read_bytes()
+
+
+def test_no_old_file_takes_the_place_of_another(tmp_path: Path):
+    path = tmp_path / "sheet.json"
+    for content in ("one", "two", "two", "one"):
+        path.write_text(content)
+        house.keep(path)
+    assert {other.name: other.read_text() for other in tmp_path.iterdir() if other != path} == {
+        "sheet.json.old": "one",
+        "sheet.json.old1": "two",
+    }
+
+
+def test_rows_that_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names = [case.name for case in house.chosen(house_grid.CASES, re.compile("^ep 8"))]
+    assert names == ["1 rank", "ep 8 none", "ep 8 deepep, dp 8", "ep 8 deepep, dp 4"]
+    assert house.chosen(house_grid.CASES, None) == house_grid.CASES
+    out = ["--out", str(tmp_path / "sheet.json")]
+    for words in ([], ["--device", "cuda"]):
+        with pytest.raises(SystemExit):
+            house_grid.main([*words, *out, "--only", "ep ("])
+        assert "'ep (' is no regular expression: missing )" in capsys.readouterr().err
+    with pytest.raises(
+        SystemExit, match="--only 'ep 9': no row has such a name; there are '1 rank'"
+    ):
+        house_grid.main([*out, "--only", "ep 9"])
+    with pytest.raises(SystemExit, match="--only 'ep 9': no row has such a name"):
+        house_gpu.main(["--device", "cpu", *out, "--only", "ep 9"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """What was measured stays as it is."""
+    monkeypatch.setattr(house_gpu, "cuda_missing", lambda: "there is no NVIDIA GPU")
+    out = tmp_path / "sheet.json"
+    out.write_text("measured")
+    missing = "needs a CUDA device: there is no NVIDIA GPU; .*: python -m bench.house_gpu --device"
+    with pytest.raises(SystemExit, match=missing):
+        house_grid.main(["--device", "cuda", "--out", str(out)])
+    assert out.read_text() == "measured" and list(tmp_path.iterdir()) == [out]
+    helps = {(): "cuda has flags of its own", ("--device", "cuda"): "that they are compared with"}
+    for words, told in helps.items():
+        with pytest.raises(SystemExit):
+            house_grid.main([*words, "--help"])
+        assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_twins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -177,7 +228,7 @@ def test_cases_on_a_gpu():
         assert beyond_cuda(args) == ""
         assert by_name[case.against].is_reference
         assert args.enable_deterministic_inference == case.against.endswith("deterministic")
-    wanted = house_gpu.wanted_of(every, "mori, fp8, deterministic")
+    wanted = house_gpu.wanted_of(every, re.compile("mori, fp8, deterministic"))
     assert [case.name for case in wanted] == [
         "1 rank, fp8, deterministic",
         "ep 4 mori, fp8, deterministic",
@@ -199,7 +250,7 @@ def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     def serve(case: GpuCase) -> Answers:
         if case.name not in said:
-            raise RuntimeError("it died")
+            raise RuntimeError("it said much\nit died")
         replies, right = said[case.name]
         return Answers(list(replies), right, 1.0)
 
@@ -214,12 +265,15 @@ def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     written = house.read(path, GpuSheet)
     assert [case.name for case in house_gpu.left(written, wanted, False)] == ["ep 4 mooncake, bf16"]
     assert house_gpu.left(written, wanted, True) == wanted
-    house_gpu.report(written, every, markdown=True)
+    house_gpu.report(written, markdown=True)
     lines = capsys.readouterr().out.splitlines()
     assert "| ep 4 none, bf16 | 0.900 | 1 | 0 | 1 | 80.0% | 1.000 | 1 |" in lines
+    assert lines[-1] == "- ep 4 mooncake, bf16: it died"
+    house_gpu.report(written, markdown=False)
+    assert "it died" not in capsys.readouterr().out  # it is one of the faults
     # Without one rank to compare with there is nothing to tell, nor of what was measured before.
     del said["1 rank, bf16"]
-    some = house_gpu.wanted_of(every, "1 rank, bf16$|mori, bf16$")
+    some = house_gpu.wanted_of(every, re.compile("1 rank, bf16$|mori, bf16$"))
     house_gpu.measure(written, path, some, serve, jobs=3)
     assert list(written.replies) == ["1 rank, bf16, deterministic"]
     assert sorted(house_gpu.faults(written)) == [
@@ -229,7 +283,7 @@ def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "ep 4 none, bf16, deterministic: 1 texts differ from those of one rank",
         "ep 4 none, bf16: 1 rank, bf16 has failed since",
     ]
-    house_gpu.report(written, every, markdown=True)
+    house_gpu.report(written, markdown=True)
     lines = capsys.readouterr().out.splitlines()
     assert "| ep 4 none, bf16 | – | – | – | – | – | 1.000 | 1 |" in lines
 
@@ -242,6 +296,11 @@ def test_engines_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Captur
     assert house_gpu.main([*words, "--only", "none, int8, deterministic"]) == 0
     names = [row.name for row in house.read(out, GpuSheet).rows]
     assert names == ["1 rank, int8, deterministic", "ep 2 none, int8, deterministic"]
+    # Whatever --ranks says, all that there is.
+    capsys.readouterr()
+    assert house_gpu.main(["--markdown", "--ranks", "4", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1 rank, int8", "| ep 2 none, int8"]
     # What an engine says last is kept.
     words += ["--flags=--page-size 0", "--only", "1 rank, int8"]
     assert house_gpu.main(words) == 1

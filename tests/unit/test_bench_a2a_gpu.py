@@ -129,13 +129,93 @@ def test_the_grid():
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(a2a_gpu, "cuda_missing", lambda: "there is no NVIDIA GPU")
-    with pytest.raises(SystemExit, match="needs a CUDA device: there is no NVIDIA GPU"):
+    missing = (
+        "there is no NVIDIA GPU; the kernels' twins on a CPU: python -m bench.a2a_gpu --device"
+    )
+    with pytest.raises(SystemExit, match=f"needs a CUDA device: {missing} cpu"):
         a2a.main(["--device", "cuda", "--quick"])
     with pytest.raises(SystemExit, match="--tokens 512: low latency is for at most 256"):
         a2a_gpu.main("--device cpu --tokens 512 --backends deepep_low_latency".split())
+    for words, told in {
+        "--ranks 0": "'0' is no whole number above 0",
+        "--seconds -1": "'-1' is no number above 0",
+        "--mark": "unrecognized arguments: --mark",
+    }.items():
+        with pytest.raises(SystemExit):
+            a2a.main(["--device", "cuda", *words.split()])
+        assert told in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        a2a.main(["--device", "cuda", "--ranks", "0"])
-    assert "'0' is no whole number above 0" in capsys.readouterr().err
+        a2a.main(["--round", "3"])
+    assert "unrecognized arguments: --round 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        a2a.main(["--help"])
+    assert "cuda has flags of its own: --device cuda --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--ranks 4 1", "--ranks 1: give 2 to 62; one sends nothing"),
+        ("--ranks 64", "--ranks 64: give 2 to 62"),
+        ("--ranks 3", "3 ranks, H 2048, bf16: 128 expert slots cannot be laid evenly over ep 3"),
+        ("--hidden 24 --payload nvfp4", "hidden size 24 does not fit payload nvfp4"),
+        ("--payload nvfp4 --backends mori", "mori does not take payload nvfp4"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_refused_before_ranks_start(words: str, reason: str):
+    with pytest.raises(SystemExit, match=f"error: .*{reason}"):
+        a2a_gpu.main(["--device", "cpu", *words.split()])
+
+
+def test_what_a_cpu_measures(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="error: 3 ranks, H 2048: 128 expert slots"):
+        a2a.main(["--ranks", "3"])
+    with pytest.raises(SystemExit, match="hidden size 24 does not fit payload nvfp4"):
+        a2a.main(["--hidden", "24", "--payload", "nvfp4"])
+    assert a2a.usable(a2a.Load(4, 64, 128, 8, "bf16"), 2) == list(a2a.BACKENDS)
+    assert capsys.readouterr().out == ""
+    nvfp4 = a2a.usable(a2a.Load(4, 64, 128, 8, "nvfp4"), 2)
+    assert nvfp4 == [name for name in a2a.BACKENDS if name != "mori"]
+    assert "mori is left out: mori does not take payload nvfp4" in capsys.readouterr().out
+
+
+def test_payloads_that_nobody_asked_for_are_left_out():
+    found = jobs_of(parse("--backends mori mooncake --tokens 1 512".split()))
+    sent = {(job.backend, job.payload, job.tokens) for _, job in found}
+    assert sent == {
+        *(("mori", payload, (1, 512)) for payload in ("bf16", "fp8")),
+        *(("mooncake", payload, (1,)) for payload in ("bf16", "fp8", "nvfp4")),
+    }
+
+
+def test_without_mps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Where none is installed, and where one does not start."""
+    monkeypatch.setattr(a2a_gpu, "cuda_missing", lambda: "")
+    monkeypatch.setattr(a2a_gpu, "num_gpus", lambda: 1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^error: nvidia-cuda-mps-control is not on PATH"):
+        a2a_gpu.main(["--quick"])
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^error: no MPS daemon: "):
+        a2a_gpu.main(["--quick"])
+
+
+def test_files_that_are_none_of_its_own(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    for content in (None, "{", '{"rows": 1}', '[{"device": "cpu"}]', "3"):
+        if content is not None:
+            path.write_text(content)
+        wrong = f"^{path} cannot be read: .*; measure first, or name --out$"
+        with pytest.raises(SystemExit, match=wrong):
+            a2a.main(["--device", "cuda", "--markdown", "--out", str(path)])
+        if content is not None:  # before anything is measured
+            with pytest.raises(SystemExit, match=wrong):
+                a2a_gpu.main(["--device", "cpu", "--out", str(path)])
 
 
 def test_a_wrong_row_is_found():

@@ -13,7 +13,19 @@ import pytest
 from torch.autograd import DeviceType
 
 from bench import ep
-from bench.ep import Recorded, Row, compare, engine_args, host_ms, joined, merge, parser, read_trace
+from bench.ep import (
+    Recorded,
+    Row,
+    compare,
+    engine_args,
+    host_ms,
+    joined,
+    merge,
+    parser,
+    read_flags,
+    read_trace,
+    unfit,
+)
 from bench.ep_rank import FOLDER, TARGET, kernels_of
 from bench.one_batch import timing
 from bench.stages import KERNELS, STAGE_OF, StepKernels, stage_of, stages_of
@@ -157,7 +169,7 @@ def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert ep.main(["--markdown", "--out", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[1] == "m, 2 layers, bf16, NVIDIA H200"
+    assert told[1] == "m, 2 layers, bf16, deepep, NVIDIA H200"
     assert "| 1 | 32 | 10.00 | 3,200 | 1.00 | 10,000 | 5.0 |" in told
     assert "| 4 | 32 | 10.00 | 2,400 | 0.75 | 10,000 | 5.0 |" in told
     place = told.index("| ranks | batch | dense | wait | idle | step |")
@@ -168,15 +180,62 @@ def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "| 1 | 32 | 1.00 |" in told
 
 
-def test_flags_of_the_engines():
-    words = "--model-path tiny:qwen3_moe --device cpu --layers 3 --batch 8 16".split()
-    options, rest = parser().parse_known_args(words)
-    one, four = (engine_args(rest, options, number) for number in (1, 4))
+def test_rows_of_other_backends_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.json"
+    old = [{k: v for k, v in vars(ROW).items() if k != "backend"}]  # as they once were
+    path.write_text(json.dumps(old))
+    merge(path, [replace(ROW, backend="mori", decode_ms=3.0), replace(ROW, decode_ms=4.0)])
+    read = [Row(**one) for one in json.loads(path.read_text())]
+    assert [(row.backend, row.decode_ms) for row in read] == [("deepep", 4.0), ("mori", 3.0)]
+    capsys.readouterr()
+    assert ep.main(["--markdown", "--out", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "bf16, deepep, NVIDIA H200" in told and "bf16, mori, NVIDIA H200" in told
+
+
+def args_of(words: str, number: int) -> dict[str, Any]:
+    base = "--model-path tiny:qwen3_moe --device cpu --layers 3 --batch 8 16"
+    options, rest = parser().parse_known_args(f"{base} {words}".split())
+    return engine_args(read_flags(rest, options), options, number)
+
+
+def test_flags_of_the_engines(tmp_path: Path):
+    one, four = (args_of("", number) for number in (1, 4))
     assert one["model_path"] == "tiny:qwen3_moe,num_hidden_layers=3"
     assert (one["tp_size"], one["enable_dp_attention"]) == (1, False)
     assert (four["tp_size"], four["ep_size"], four["dp_size"]) == (4, 4, 4)
     assert four["enable_dp_attention"] and four["moe_a2a_backend"] == "deepep"
     assert four["max_running_requests"] == 16 and not four["skip_server_warmup"]
+    assert args_of("--no-warm-up", 4)["skip_server_warmup"]
+    assert one["moe_a2a_backend"] == "none"
+    given = "--moe-a2a-backend deepep --deepep-mode low_latency"
+    modes = [args_of(given, number)["deepep_mode"] for number in (1, 4)]
+    assert modes == ["auto", "low_latency"]
+    file = tmp_path / "flags.yaml"
+    file.write_text("moe-a2a-backend: mori\nrandom-seed: 7\n")
+    told = args_of(f"--config {file}", 4)
+    assert (told["moe_a2a_backend"], told["random_seed"], told["watchdog_timeout"]) == (
+        *("mori", 7, 300),
+    )
+    file.write_text("tp: 2\n")
+    with pytest.raises(ValueError, match="--tp-size: ranks are laid out by --ep here"):
+        args_of(f"--config {file}", 4)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--tp-size 2", "--dp-size 1", "--pp-size 2", "--ep-size 4", "--enable-dp-attention"]
+    + ["--nnodes 2"],
+)
+def test_ranks_are_laid_out_by_ep(flag: str):
+    with pytest.raises(SystemExit, match=f"error: {flag.split()[0]}: ranks are laid out by --ep"):
+        ep.main(f"--model-path tiny:qwen3_moe --device cpu {flag}".split())
+
+
+def test_why_a_batch_is_left_out():
+    assert unfit(8, 4, 8) == ""
+    assert unfit(6, 4, 8) == "batch 6 cannot be laid evenly over 4 ranks"
+    assert unfit(8, 4, 4) == "batch 8 is more than the 4 of --max-running-requests"
 
 
 def test_an_engine_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -186,6 +245,7 @@ def test_an_engine_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert ep.main([*words, "--output-len", "5", "--part", str(part)]) == 0
     (row,) = (Row(**one) for one in json.loads(part.read_text()))
     assert (row.model, row.layers, row.ep, row.batch) == ("tiny:qwen3_moe", 2, 1, 3)
+    assert row.backend == "deepep"
     assert row.decode_steps >= 2
     assert row.decode_tok_s == pytest.approx(3e3 / row.decode_ms)
     assert row.host_ms["attention"] > 0 and row.start_s > 0
@@ -217,6 +277,44 @@ def test_engines_one_after_the_other(tmp_path: Path):
 def test_what_is_refused_is_refused_before_any_engine_starts():
     with pytest.raises(SystemExit, match="--model-path is missing"):
         ep.main([])
-    wrong = "--model-path tiny:qwen3_moe --device cpu --ep 1 2 --ep-num-redundant-experts -1"
-    with pytest.raises(SystemExit, match="--ep-num-redundant-experts"):
-        ep.main(wrong.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--ep 1 2 --ep-num-redundant-experts -1", "--ep-num-redundant-experts"),
+        ("--ep 1 3 --batch 3", "8 expert slots cannot be laid evenly over ep 3"),
+        ("--ep 1 4 --batch 3", "nothing to measure: batch 3 cannot be laid evenly over 4 ranks"),
+        ("--ep 2 --batch 4 --max-running-requests 2", "more than the 2 of --max-running-requests"),
+        ("--input-len 2000", "--input-len 2000 and --output-len 128 are more than the 2048 tokens"),
+        ("--moe-a2a-backend deeppe", "did you mean deepep"),
+        ("--model-path nowhere", "nowhere/config.json does not exist"),
+        ("--model-path nowhere --layers 3", "--layers 3 is for tiny: and shape: models"),
+        ("--skip-server-warmup", "--skip-server-warmup is a flag of the HTTP server"),
+    ],
+)
+def test_mistakes_are_found_first(words: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ep, "ENGINE_SECONDS", 0.0)
+    base = ["--model-path", "tiny:qwen3_moe", "--device", "cpu", "--batch", "8"]
+    with pytest.raises(SystemExit, match=f"^error: .*{reason}"):
+        ep.main([*base, *words.split()])
+
+
+def test_it_says_that_it_is_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("MOESAIC_DEVICE", raising=False)
+    monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "there is no NVIDIA GPU")
+    for words, told in ((["--device", "cpu"], ""), ([], "on the CPU: there is no NVIDIA GPU\n")):
+        with pytest.raises(SystemExit, match="nothing to measure"):
+            ep.main(["--model-path", "tiny:qwen3_moe", "--ep", "2", "--batch", "3", *words])
+        assert capsys.readouterr().out == told
+
+
+def test_files_that_are_none_of_its_own(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    for content in (None, "{", '{"rows": 1}', '[{"ep": 1}]', "3"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(SystemExit, match=f"^{path} cannot be read: .*; measure first, or name"):
+            ep.main(["--markdown", "--out", str(path)])
