@@ -92,7 +92,10 @@ def covered() -> list[Combination]:
         return chosen
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+SLOW = [pytest.param(tp, marks=pytest.mark.slow) for tp in (3, 4)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, *SLOW])
 def test_conformance(tp: int, covered: list[Combination], pools: Pools):
     assert covered, f"{MODULE} registers no backend that works with anything"
     told = complaints(pools(tp), MODULE, [c for c in covered if c.tp == tp])

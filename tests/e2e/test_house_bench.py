@@ -288,6 +288,7 @@ def test_rows_of_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "| ep 4 none, bf16 | – | – | – | – | – | 1.000 | 1 |" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_engines_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "sheet.json"
