@@ -255,8 +255,8 @@ def test_error_at_start(what: str, told: str, capfd: pytest.CaptureFixture[str])
     with pytest.raises(RuntimeError) as caught:
         Service.start(spec(config={"rank": 1, "step": -1, "what": what}))
     assert told in str(caught.value)
-    # The caller has it; a ValueError is an answer to what was asked for, and no bug to trace. A rank
-    # that had begun may say that it gives up.
+    # The caller has it; a ValueError is an answer to what was asked for, and no bug to trace. Who
+    # had begun may say that it gives up.
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "abandoned: " not in line] == []
 
