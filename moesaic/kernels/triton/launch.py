@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ ALIGNED = 16
 MOST = 2**31 - 1
 # What the interpreter has not, or does otherwise than a GPU, asks this.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_BY_TRITON = bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,48 +100,55 @@ class Relaunch:
         names: list[str] = kernel.arg_names
         assert set(names) <= {*tensors, *numbers, *fixed}, "an argument is missing"
         self._kernel, self._varying, self._fixed = kernel, (*tensors, *numbers), fixed
+        self._tensors = [names.index(name) for name in tensors]
+        self._numbers = [names.index(name) for name in numbers]
         # The interpreter's kernels have none, and need none.
-        params = {param.name: param for param in getattr(kernel, "params", [])}
+        params = getattr(kernel, "params", [])
         # They would change what Triton looks at.
         assert not any(
-            param.annotation or param.do_not_specialize_on_alignment
-            for param in params.values()
-            if not param.is_constexpr
+            p.annotation or p.do_not_specialize_on_alignment for p in params if not p.is_constexpr
         )
         self._specialised = [
             place
             for place, name in enumerate(numbers)
-            if params and not params[name].do_not_specialize
+            if params and not params[names.index(name)].do_not_specialize
         ]
-        self._same = tuple(_address(fixed[name]) for name in names if name in fixed)
-        given = [*tensors, *numbers, *(name for name in names if name in fixed)]
-        self._in_order = itemgetter(*(given.index(name) for name in names))
+        self._arguments = [_address(fixed.get(name)) for name in names]
         self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> None:
-        if _BY_TRITON or _listened_to() or (numbers and max(numbers) > MOST):
+        if INTERPRETED.value or _listened_to():
             self._by_triton(programs, tensors, numbers)
             return
         active = driver.active
         device = active.get_current_device()
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key = [device, *[None if tensor is None else tensor.dtype for tensor in tensors]]
+        arguments, key, low = self._arguments.copy(), [device], 0
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            if tensor is None:
+                key.append(None)
+            else:
+                arguments[place] = address = tensor.data_ptr()
+                low |= address
+                key.append(tensor.dtype)
+        for place, number in zip(self._numbers, numbers, strict=True):
+            if not -MOST <= number <= MOST:
+                self._by_triton(programs, tensors, numbers)
+                return
+            arguments[place] = number
         for place in self._specialised:
             number = numbers[place]
             key.append(number == 1 or 2 * (number % ALIGNED == 0))
-        for address in addresses:
-            if address is not None and address % ALIGNED:
-                key += [address is None or address % ALIGNED == 0 for address in addresses]
-                break
+        if low % ALIGNED:
+            key += (tensor is None or tensor.data_ptr() % ALIGNED for tensor in tensors)
         found = self._found.get(tuple(key))
         if found is None:
-            self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
+            compiled = self._by_triton(programs, tensors, numbers)
+            self._found[tuple(key)] = compiled
             return
         stream = active.get_current_stream(device)
         function, metadata = found.function, found.packed_metadata
-        arguments = self._in_order((*addresses, *numbers, *self._same))
         found.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     def _by_triton(
