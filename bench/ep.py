@@ -17,8 +17,8 @@ until all have ended it, and has the tokens of all. `of single`: of the tokens a
 in the same run.
 
 Stages: from the host's record of all ranks, and with --profile by kernels, a few steps of one more
-run: the mean of the ranks and the least, which is nearly without waiting, as kernels that send and
-collect may wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
+run: the mean of the ranks and the least, which is nearly without waiting, as kernels that send may
+wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
 the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
 
 Flags of the engine are taken, too, but for those that lay out ranks; those of the HTTP server, such

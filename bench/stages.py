@@ -5,9 +5,9 @@ it. With programmatic dependent launch a kernel begins while the one before it r
 the stages of a step may add up to more than the step.
 
 Waiting for other ranks is in several stages: the kernel that sends waits for what others send where
-there is one lane, and those that collect wait for results themselves where rows are few; `wait` is
-what is left to kernels that do nothing else, and collectives wait, too. So a stage has its mean
-over ranks, and its least: the rank that comes last hardly waits.
+there is one lane, a kernel of its own (`wait`) for their results before these are collected, and
+collectives wait, too. So a stage has its mean over ranks, and its least: the rank that comes last
+hardly waits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Kernels differ by the power of two that the tokens of a step reach, and by wheth
 those of logits by the rows that sample; attention of single tokens by their number and the length
 of their context. What decodes alone is run when its graphs are captured; between ranks that may be
 another mode of dispatch, so steps for which there is no graph are run here. Several ranks run the
-same steps in the same order, as their kernels wait for each other.
+same steps in the same order, though their kernels do not wait for each other meanwhile
+(DeviceWindow.apart): who compiles for long holds up nobody. NCCL's do.
 """
 
 from __future__ import annotations

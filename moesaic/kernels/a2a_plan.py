@@ -8,9 +8,9 @@ A round is a load, and a store that is under way when the next load begins; an a
 program adds to a kernel that counts its programs before it signals. The plan is the best number of
 programs by that, and no more than asked for: fewer leave the GPU to others. On an H200 that four
 ranks share (2048 bfloat16 a row, 16 to 4096 rows), its plans were at most 4% slower than the best
-of up to 20 that `moesaic tune --a2a` measured; the worst of these took fifteen times as long. What
-the model says of 4.3 TB/s of reads and writes together, 4 ranks with a GPU each, 8 of 128 experts
-chosen, so that a token goes to 3.6 ranks on average:
+of up to 20 that `moesaic tune --a2a` measured. What the model says of 4.3 TB/s of reads and writes
+together, 4 ranks with a GPU each, 8 of 128 experts chosen, so that a token goes to 3.6 ranks on
+average:
 
     tokens of a rank    send: bytes, time      collect_rows: bytes, time
     1                   19 KB     2 us         19 KB     2 us

@@ -75,11 +75,13 @@ def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
 @lru_cache(maxsize=KEPT)
 def plan_of(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
     """What a kernel goes by; `ranks`: that a token may be sent to. Kept, as every launch asks."""
+    return planned(kernel, rows, machine, _guess(kernel, rows, machine, ranks))
+
+
+def _guess(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
     if kernel.name in COLLECTORS:
-        guess = collect_plan(rows, kernel.hidden, machine)
-    else:
-        guess = send_plan(rows, kernel.hidden, kernel.payload, ranks, machine)
-    return planned(kernel, rows, machine, guess)
+        return collect_plan(rows, kernel.hidden, machine)
+    return send_plan(rows, kernel.hidden, kernel.payload, ranks, machine)
 
 
 def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
@@ -104,10 +106,8 @@ def _measured(device: str, kernel: Kernel, rows: int) -> Plan | None:
 
 
 def _fits(kernel: Kernel, plan: Plan) -> bool:
-    """Scales must be of whole items; only who collects can wait."""
-    if kernel.sends:
-        return plan.block in blocks(kernel)
-    return True
+    """Scales must be of whole items."""
+    return not kernel.sends or plan.block in blocks(kernel)
 
 
 def blocks(kernel: Kernel) -> list[int]:
@@ -123,12 +123,7 @@ def blocks(kernel: Kernel) -> list[int]:
 
 def candidates(kernel: Kernel, rows: int, machine: Machine) -> list[Plan]:
     """Plans that are worth being measured; the guess comes first."""
-    guess = (
-        send_plan(rows, kernel.hidden, kernel.payload, kernel.ranks, machine)
-        if kernel.sends
-        else collect_plan(rows, kernel.hidden, machine)
-    )
-    found = dict.fromkeys([guess])
+    found = dict.fromkeys([_guess(kernel, rows, machine, kernel.ranks)])
     for block in blocks(kernel):
         items = rows * -(-kernel.hidden // block)
         counts = {min(items, int(machine.processors * part)) for part in (*PARTS, *DENSITIES)}
