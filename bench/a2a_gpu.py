@@ -48,7 +48,7 @@ from moesaic.comm.errors import RankFailed
 from moesaic.comm.local import LocalRanks, PerRank
 from moesaic.comm.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing, num_gpus
-from moesaic.config.gpus import is_shared, share_gpus
+from moesaic.config.gpus import most_on_one, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.kernels.timing_ranks import Place
 from moesaic.moe.backends import load_backends
@@ -174,8 +174,8 @@ def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
     if device == "cpu":
         return PerRank([Place({}, -1)] * ranks)
     gpus = share_gpus(ranks, num_gpus())
-    shared = mps is not None and is_shared(gpus)
-    return PerRank([Place(mps.environment if shared and mps else {}, gpu) for gpu in gpus])
+    shared = {} if mps is None else mps.for_ranks(most_on_one(gpus))
+    return PerRank([Place(shared, gpu) for gpu in gpus])
 
 
 @contextmanager

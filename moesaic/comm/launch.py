@@ -48,7 +48,7 @@ class Service:
         if spec.mesh.nnodes > 1:
             known = {**os.environ, **(environment or {})}
             check_meeting(spec.node_rank, spec.dist_init_addr or "", known)
-        self._mps = start_mps() if spec.shares_gpus else None
+        self._mps = start_mps() if spec.gpu_sharers > 1 else None
         """Before any rank opens CUDA; it ends after the last."""
         self.spec = spec
         self.farewell = Stop()
@@ -60,7 +60,7 @@ class Service:
         """Since when the supervisor has been seen stopped."""
         self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        shared = {} if self._mps is None else self._mps.environment
+        shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
         self._process = _spawn(spec, {**(environment or {}), **shared})
         self.folder: Path | None = None
         """Where the supervisor has its sockets; gone when the service has ended."""

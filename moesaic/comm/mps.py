@@ -21,6 +21,7 @@ from typing import Final
 from moesaic.comm import mps_watch
 from moesaic.comm.mps_watch import LOGS, PIPES, READY
 from moesaic.config.devices import VISIBLE
+from moesaic.config.gpus import PERCENT, processor_percent
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ INSTALL: Final = (
 
 @dataclass(slots=True)
 class Mps:
-    """A daemon that ranks can use. `environment`: to be set in a rank before it opens CUDA."""
+    """A daemon that ranks can use. `environment`: what leads a process to it."""
 
     environment: dict[str, str]
     _watch: subprocess.Popen[str] | None = field(default=None, repr=False)
@@ -49,6 +50,16 @@ class Mps:
     def is_own(self) -> bool:
         """Whether it ends with this process."""
         return self._watch is not None
+
+    def for_ranks(self, sharers: int) -> dict[str, str]:
+        """To be set in each of so many ranks on a GPU before it opens CUDA: nothing for one alone.
+        What the user says of their processors holds."""
+        if sharers == 1:
+            return {}
+        percent = processor_percent(sharers)
+        if percent == 100 or os.environ.get(PERCENT):
+            return self.environment
+        return {**self.environment, PERCENT: str(percent)}
 
     def stop(self) -> None:
         """When its ranks have ended. May be repeated."""

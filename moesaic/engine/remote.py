@@ -17,7 +17,7 @@ from moesaic.comm.launch import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
-from moesaic.config.gpus import describe_shares, is_shared
+from moesaic.config.gpus import describe_shares, most_on_one
 from moesaic.core.messages import (
     Abort,
     Ask,
@@ -252,7 +252,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         threads=args.num_threads or max(1, len(os.sched_getaffinity(0)) // mesh.ranks_per_node),
         preload=("moesaic.engine.rank",),
         log_level=args.log_level,
-        shares_gpus=args.device == "cuda" and is_shared(gpus_of(args)),
+        gpu_sharers=most_on_one(gpus_of(args)) if args.device == "cuda" else 0,
     )
 
 

@@ -102,7 +102,7 @@ def operations(group: RankGroup, environment: dict[str, str]) -> int:
 
 
 def test_every_operation(ranks: LocalRanks, mps: Mps) -> None:
-    assert ranks.run(operations, mps.environment) == [60] * ranks.size
+    assert ranks.run(operations, mps.for_ranks(ranks.size)) == [60] * ranks.size
 
 
 def replays(group: RankGroup, environment: dict[str, str], tokens: int) -> float:
@@ -134,7 +134,7 @@ def replays(group: RankGroup, environment: dict[str, str], tokens: int) -> float
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 def test_replays_in_a_row(tokens: int, ranks: LocalRanks, mps: Mps) -> None:
     """Each takes microseconds: time slices instead would take milliseconds."""
-    found = ranks.run(replays, mps.environment, tokens)
+    found = ranks.run(replays, mps.for_ranks(ranks.size), tokens)
     print(f"{ranks.size} ranks, {tokens} rows of {HIDDEN} float32: {max(found):.1f} us")
     assert max(found) < 500
 
@@ -166,6 +166,6 @@ def missing(group: RankGroup, environment: dict[str, str]) -> str:
 
 def test_a_missing_rank_is_named(ranks: LocalRanks, mps: Mps) -> None:
     last = ranks.size - 1
-    told = ranks.run(missing, mps.environment)
+    told = ranks.run(missing, mps.for_ranks(ranks.size))
     named = f"({last},) layer 3, dense sum (sum_rows float32 {4 * HIDDEN})"
     assert told == [named] * last + [""]

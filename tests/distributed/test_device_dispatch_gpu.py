@@ -56,7 +56,7 @@ def ranks() -> Iterator[Ranks]:
                 pools.pop().close()
             if not pools:
                 pools.append(LocalRanks(size, timeout=500, peer_timeout=60.0))
-            return pools[0].run(on_gpu, mps.environment, function, *args)
+            return pools[0].run(on_gpu, mps.for_ranks(size), function, *args)
 
         yield run
         for pool in pools:

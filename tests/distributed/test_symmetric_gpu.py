@@ -102,7 +102,7 @@ def numbers(ranks: list[int], steps: range) -> list[list[float]]:
 def test_numbers_between_ranks(ranks: LocalRanks, mps: Mps):
     wanted = numbers(list(range(ranks.size)), range(STEPS))
     for _ in range(2):
-        assert ranks.run(steps, mps.environment) == [wanted] * ranks.size
+        assert ranks.run(steps, mps.for_ranks(ranks.size)) == [wanted] * ranks.size
 
 
 def replay(group: RankGroup, environment: dict[str, str]) -> list[float]:
@@ -137,7 +137,7 @@ def replay(group: RankGroup, environment: dict[str, str]) -> list[float]:
 
 
 def test_a_graph_is_replayed(ranks: LocalRanks, mps: Mps):
-    found = ranks.run(replay, mps.environment)
+    found = ranks.run(replay, mps.for_ranks(ranks.size))
     for rank in range(ranks.size):
         for step in range(8):
             origin = (rank - step - 2) % ranks.size
@@ -187,7 +187,7 @@ def round_trip(group: RankGroup, environment: dict[str, str]) -> tuple[float, fl
 
 
 def test_tokens_go_and_come_back(ranks: LocalRanks, mps: Mps):
-    for worst, largest in ranks.run(round_trip, mps.environment):
+    for worst, largest in ranks.run(round_trip, mps.for_ranks(ranks.size)):
         assert worst == 0.0 and largest >= 8.0
 
 
@@ -211,7 +211,7 @@ def absent(group: RankGroup, environment: dict[str, str]) -> tuple[tuple[int, ..
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: LocalRanks, mps: Mps):
-    for rank, (missing, text, seconds) in enumerate(ranks.run(absent, mps.environment)):
+    for rank, (missing, text, seconds) in enumerate(ranks.run(absent, mps.for_ranks(ranks.size))):
         if rank != VICTIM:
             assert missing == (VICTIM,)
             assert text == (
@@ -236,7 +236,7 @@ def another_layer(group: RankGroup, environment: dict[str, str]) -> str:
 
 
 def test_ranks_in_different_layers(ranks: LocalRanks, mps: Mps):
-    told = ranks.run(another_layer, mps.environment)
+    told = ranks.run(another_layer, mps.for_ranks(ranks.size))
     assert told[0] == "OutOfStep: layer 0: rank 1 is in layer 1, this rank in layer 0"
     assert all(told)
 
@@ -258,7 +258,7 @@ def aborted(group: RankGroup, environment: dict[str, str]) -> tuple[str, float]:
 
 
 def test_a_wait_is_given_up(ranks: LocalRanks, mps: Mps):
-    for rank, (text, seconds) in enumerate(ranks.run(aborted, mps.environment)):
+    for rank, (text, seconds) in enumerate(ranks.run(aborted, mps.for_ranks(ranks.size))):
         if rank != VICTIM:
             assert text == "the step is called back"
             assert 0.2 < seconds < 5.0
@@ -273,7 +273,7 @@ def too_large(group: RankGroup, environment: dict[str, str]) -> tuple[str, int]:
 
 
 def test_too_large_a_window_is_refused_on_all_ranks(ranks: LocalRanks, mps: Mps):
-    told = ranks.run(too_large, mps.environment)
+    told = ranks.run(too_large, mps.for_ranks(ranks.size))
     assert len(set(told)) == 1
     text, nbytes = told[0]
     assert nbytes > 1 << 40
@@ -296,7 +296,7 @@ def memory(group: RankGroup, environment: dict[str, str]) -> int:
 
 
 def test_a_closed_window_gives_its_memory_back(ranks: LocalRanks, mps: Mps):
-    assert max(ranks.run(memory, mps.environment)) < 64 << 20
+    assert max(ranks.run(memory, mps.for_ranks(ranks.size))) < 64 << 20
 
 
 def until_killed(group: RankGroup, environment: dict[str, str]) -> list[list[float]]:
@@ -320,13 +320,13 @@ def until_killed(group: RankGroup, environment: dict[str, str]) -> list[list[flo
 def test_a_killed_rank_takes_nobody_along(ranks: LocalRanks, mps: Mps):
     """And a new process in its place meets those that have met before."""
     with pytest.raises(RankFailed, match=rf"rank {VICTIM}: process \d+ died") as failed:
-        ranks.run(until_killed, mps.environment)
+        ranks.run(until_killed, mps.for_ranks(ranks.size))
     assert list(failed.value.failures) == [VICTIM]
     others = [rank for rank in range(ranks.size) if rank != VICTIM]
     for rank in others:
         assert failed.value.results[rank] == numbers(others, range(2, 6))
     wanted = numbers(list(range(ranks.size)), range(STEPS))
-    assert ranks.run(steps, mps.environment) == [wanted] * ranks.size
+    assert ranks.run(steps, mps.for_ranks(ranks.size)) == [wanted] * ranks.size
 
 
 def test_the_daemon_goes_and_leaves_nothing():

@@ -2,7 +2,14 @@
 
 import pytest
 
-from moesaic.config.gpus import crowding, describe_shares, is_shared, share_gpus, share_of
+from moesaic.config.gpus import (
+    crowding,
+    describe_shares,
+    is_shared,
+    processor_percent,
+    share_gpus,
+    share_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +48,16 @@ def test_what_is_said():
     assert describe_shares((0, 1)) == "2 ranks, a GPU each"
     assert describe_shares((0, 0, 1)) == (
         "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has its part of "
-        "the memory, 1/2 of a GPU or more"
+        "the memory, 1/2 of a GPU or more, and computes on 100% of its processors at most, unless "
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set"
     )
+
+
+def test_part_of_the_processors():
+    """Twice what is even."""
+    assert [processor_percent(sharers) for sharers in (1, 2, 3, 4, 6, 8)] == [
+        100, 100, 67, 50, 34, 25,
+    ]  # fmt: skip
 
 
 def test_more_ranks_on_a_gpu_than_were_tried():

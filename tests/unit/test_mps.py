@@ -19,6 +19,7 @@ from moesaic.comm.launch import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.mps import PROGRAM, QUEUES, start_mps
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
+from moesaic.config.gpus import PERCENT
 
 PROGRAM_TEXT = """#!/bin/sh
 control="${CUDA_MPS_PIPE_DIRECTORY:-/nowhere}/control"
@@ -145,6 +146,21 @@ def test_queues_are_left_for_other_ranks(
         assert mps.environment.get(QUEUES) == wanted
 
 
+@pytest.mark.parametrize(
+    ("sharers", "given", "wanted"),
+    [(2, "", None), (3, "", "67"), (4, "", "50"), (8, "", "25"), (8, "60", None)],
+)
+def test_processors_are_left_for_other_ranks(
+    sharers: int, given: str, wanted: str | None, fake: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A rank may use twice its part; what the user has set is inherited."""
+    monkeypatch.setenv(PERCENT, given)
+    with start_mps() as mps:
+        assert mps.for_ranks(sharers).get(PERCENT) == wanted
+        assert mps.for_ranks(sharers)[PIPES] == mps.environment[PIPES]
+        assert mps.for_ranks(1) == {}
+
+
 def test_a_folder_without_a_daemon(fake: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(PIPES, str(fake / "stale"))
     with start_mps() as mps:
@@ -189,13 +205,13 @@ def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
     fake: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("TMPDIR")  # too long for the supervisor's sockets
-    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", shares_gpus=True)
+    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", gpu_sharers=4)
     service = Service.start(spec)
     try:
         rank = service.facts["ranks"][0]["pid"]  # type: ignore[index]
         environment = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
         (pipes,) = (fake / "starts").read_text().split()[:1]
-        assert f"{PIPES}={pipes}" in environment
+        assert f"{PIPES}={pipes}" in environment and f"{PERCENT}=50" in environment
         assert len(list(mps_processes(pipes))) == 1
     finally:
         service.close()
@@ -204,6 +220,6 @@ def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
 
 def test_without_the_program_no_rank_is_started(fake: Path):
     (fake / PROGRAM).unlink()
-    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", shares_gpus=True)
+    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", gpu_sharers=4)
     with pytest.raises(RuntimeError, match=f"{PROGRAM} is not on PATH: ranks that share a GPU"):
         Service.start(spec)

@@ -44,7 +44,7 @@ class ServiceSpec:
     """`target`: "package.module:function" that every rank calls with its RankLink. `config`: what
     the ranks read as link.config. `dist_init_addr`: HOST:PORT of node 0 where several nodes meet;
     `host`: this node's own address, found out where it is empty. `threads`: of each rank.
-    `shares_gpus`: several ranks are on one GPU, and want CUDA's MPS."""
+    `gpu_sharers`: ranks on one GPU at most; several want CUDA's MPS."""
 
     mesh: Mesh
     target: str
@@ -57,7 +57,7 @@ class ServiceSpec:
     threads: int = 1
     preload: tuple[str, ...] = ()
     log_level: str = "info"
-    shares_gpus: bool = False
+    gpu_sharers: int = 0
 
     def __post_init__(self) -> None:
         mesh = self.mesh
