@@ -70,7 +70,6 @@ def serve(folder: Path, radix: bool, dtype: str = "float32", device: str = "cpu"
         page_size=16,
         disable_radix_cache=not radix,
         max_running_requests=32,
-        num_threads=2,
     )
 
 
