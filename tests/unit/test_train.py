@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from examples.train import data, optim
@@ -193,8 +194,9 @@ def test_the_template_makes_what_training_saw(folder: Path):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its attention by products alone, which are quick."""
     monkeypatch.setattr("examples.train.train.Shape", lambda: SMALL)
-    with QuickProducts():
+    with QuickProducts(), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
