@@ -8,6 +8,10 @@ import pytest
 
 import moesaic  # noqa: F401  before torch, as in every program that uses the engine
 
+# Each of several workers has one core; read by OpenMP when torch is loaded.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before anything imports Triton: without a GPU its kernels run in its interpreter.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

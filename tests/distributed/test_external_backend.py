@@ -92,10 +92,7 @@ def covered() -> list[Combination]:
         return chosen
 
 
-SLOW = [pytest.param(tp, marks=pytest.mark.slow) for tp in (3, 4)]
-
-
-@pytest.mark.parametrize("tp", [1, 2, *SLOW])
+@pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 3, 4))])
 def test_conformance(tp: int, covered: list[Combination], pools: Pools):
     assert covered, f"{MODULE} registers no backend that works with anything"
     told = complaints(pools(tp), MODULE, [c for c in covered if c.tp == tp])

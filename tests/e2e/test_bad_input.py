@@ -28,6 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(CASES["mixtral"], tmp_path_factory.mktemp("mixtral"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    """An engine sets their number for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def make_engine(folder: Path, **changes: Any) -> Engine:
     settings: dict[str, Any] = {
         "model_path": str(folder),

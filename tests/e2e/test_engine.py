@@ -46,7 +46,6 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
         "dtype": "float32",
         "skip_tokenizer_init": True,
         "max_total_tokens": 16384,
-        "num_threads": 2,
     }
     return Engine(**(settings | changes))
 

@@ -248,6 +248,13 @@ class Faltering(BaseHTTPRequestHandler):
         pass
 
 
+class Crowded(ThreadingHTTPServer):
+    """Takes all calls that come at once: one that finds the queue full is made again after a
+    second, after three, after seven."""
+
+    request_queue_size = 128
+
+
 def _answer(text: str, reason: str) -> Body:
     return {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
 
@@ -260,7 +267,7 @@ def faltering() -> Iterator[tuple[str, type[Faltering]]]:
         (Faltering,),
         {"asked": Counter(), "keys": set(), "bodies": [], "released": released},
     )
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server = Crowded(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}", kind

@@ -223,7 +223,8 @@ def test_an_abort_ends_all_samples(http: httpx.Client, engine: Engine, path: str
     with ThreadPoolExecutor() as pool:
         with held(engine):
             answer = pool.submit(http.post, path, json={**body, **LONG, "n": 3, "rid": "job"})
-            other = pool.submit(http.post, CHAT, json={"messages": USER, "rid": "job-x"})
+            short = {"messages": USER, "max_tokens": 8}
+            other = pool.submit(http.post, CHAT, json={**short, "rid": "job-x"})
             number = 3 if path == CHAT else 6
             wait_until(lambda: len(engine._desk) == number + 1)
             assert http.post("/abort_request", json={"rid": "job"}).status_code == 200

@@ -2,6 +2,7 @@
 and its data and steps can be repeated."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from examples.train import data, optim
@@ -20,6 +22,7 @@ from examples.train.tokenizer import SPECIAL, make_tokenizer, save_tokenizer
 from examples.train.train import Run, Settings, train
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.tasks.problem import is_kept
+from tests.bfloat16 import QuickProducts
 
 SMALL = Shape(
     vocab=1024, hidden=64, dense_inner=96, layers=2, heads=2, q_rank=32, kv_rank=32, nope=8, rope=8,
@@ -190,8 +193,11 @@ def test_the_template_makes_what_training_saw(folder: Path):
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its attention by products alone, which are quick."""
     monkeypatch.setattr("examples.train.train.Shape", lambda: SMALL)
+    with QuickProducts(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @pytest.mark.usefixtures("small")
