@@ -51,11 +51,14 @@ def describe_shares(devices: Sequence[int]) -> str:
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
     used, most = sorted(set(devices)), most_on_one(devices)
     parts = ", ".join(f"GPU {gpu}: {_ranks_on(gpu, devices)}" for gpu in used)
-    return (
+    text = (
         f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
-        f"part of the memory, 1/{most} of a GPU or more, and computes on "
-        f"{processor_percent(most)}% of its processors at most, unless {PERCENT} is set"
+        f"part of the memory, 1/{most} of a GPU or more"
     )
+    percent = processor_percent(most)
+    if percent == 100:
+        return text
+    return f"{text}, and computes on {percent}% of the processors at most, unless {PERCENT} is set"
 
 
 def crowding(devices: Sequence[int]) -> str:

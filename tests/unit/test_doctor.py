@@ -411,8 +411,7 @@ GROUPS = "--device cuda --dp {0} --tp {0} --ep {0} --enable-dp-attention --moe-a
             2,
             [[0, 1], [2, 3]],
             "4 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: ranks 2-3); each has its "
-            "part of the memory, 1/2 of a GPU or more, and computes on 100% of its processors at "
-            "most, unless CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set",
+            "part of the memory, 1/2 of a GPU or more",
         ),
     ],
 )

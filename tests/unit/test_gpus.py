@@ -48,7 +48,11 @@ def test_what_is_said():
     assert describe_shares((0, 1)) == "2 ranks, a GPU each"
     assert describe_shares((0, 0, 1)) == (
         "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has its part of "
-        "the memory, 1/2 of a GPU or more, and computes on 100% of its processors at most, unless "
+        "the memory, 1/2 of a GPU or more"
+    )
+    assert describe_shares((0, 0, 0, 0)) == (
+        "4 ranks share 1 GPU under MPS (GPU 0: ranks 0-3); each has its part of the memory, 1/4 of "
+        "a GPU or more, and computes on 50% of the processors at most, unless "
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set"
     )
 
