@@ -29,6 +29,7 @@ from moesaic.comm.collective import (
 from moesaic.comm.device_window import DeviceWindow, create, window_bytes
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.window import PlaneSpec
+from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, Call, Desk
 from moesaic.kernels.collectives import (
     BLOCK_BYTES,
@@ -45,10 +46,12 @@ from moesaic.kernels.collectives import (
 )
 
 # Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
-# may wait, and must leave most processors to that one's kernels, some of which need each a whole
-# one.
+# may wait, and must leave some processors to that one's kernels, some of which need each a whole
+# one: most of an H200's, and some even if all that wait are on those that it may compute on.
 MOST_LANES: Final = 32
 MOST_WAITING: Final = 56
+PROCESSORS: Final = 132
+LEFT: Final = 4
 # Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
 PUSH_BYTES: Final = 128 * BLOCK_BYTES
 # Where a share of a sum begins, so that it can be read in whole words of memory.
@@ -344,9 +347,10 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 8 of 32 for 8."""
-    lanes = MOST_LANES
-    while lanes > 1 and (size - 1) * lanes > MOST_WAITING:
+    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 4 of 64 for 8."""
+    share = PROCESSORS * processor_percent(size) // 100
+    lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
+    while lanes > 1 and (size - 1) * lanes > most:
         lanes //= 2
     return lanes, PUSH_BYTES // lanes
 

@@ -21,6 +21,7 @@ from moesaic.comm.device_collective import (
 from moesaic.comm.device_window import HostWindow
 from moesaic.comm.errors import PeerTimeout, RankFailed
 from moesaic.comm.group import LOOPBACK, RankGroup, _gloo
+from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import State
 from tests.distributed.moe_ranks import Pools
 from tests.distributed.test_collective import (
@@ -177,7 +178,7 @@ def chosen_kind(group: RankGroup) -> str:
     crowded = DeviceCollective.create(group, LARGE, SECONDS, CPU, neighbours=8)
     told = DeviceCollective.window_bytes(group.size, LARGE, CPU, 8)
     assert crowded.window.region_bytes == told
-    assert (crowded._board.lanes, comm._board.lanes) == (8, 32)
+    assert (crowded._board.lanes, comm._board.lanes) == (4, 32)
     return type(comm).__name__
 
 
@@ -195,11 +196,14 @@ def test_bytes_are_known_before() -> None:
 
 def test_programs_that_wait_leave_room_for_a_peer() -> None:
     """All ranks but one wait, each program on a processor of its own: of an H200's 132 more than
-    half are left. And what goes in one kernel does not depend on the number of ranks."""
+    half are left, and some of those that the one may compute on, wherever the others are. And what
+    goes in one kernel does not depend on the number of ranks."""
     for size in range(2, 9):
         lanes, lane_bytes = lanes_of(size)
-        assert lanes >= 8 and (size - 1) * lanes < 132 / 2
+        waiting, open_to_one = (size - 1) * lanes, int(1.32 * processor_percent(size))
+        assert waiting < 132 / 2 and waiting <= open_to_one - 4
         assert lanes * lane_bytes == 64 * 2048 * 2
+    assert [lanes_of(size)[0] for size in (2, 4, 8)] == [32, 16, 4]
 
 
 def test_tensors_of_another_device_are_refused() -> None:
