@@ -17,6 +17,9 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 # They judge ranks by how long these take, and run alone: beside others that are busy they may misjudge them.
 WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm links)
+# Tests on a GPU have it to themselves. Nothing to run, of what PYTEST_ARGS choose, is no error.
+BESIDE := -n 2 -m "not slow and not gpu"
+NONE := || [ $$? -eq 5 ]
 STAMP := .venv/.stamp
 
 .PHONY: setup test test-slow serve format docs bench clean
@@ -34,10 +37,11 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 tests/unit tests/kernels $(PYTEST_ARGS)
-	$(BIN)/pytest -n 2 --dist loadfile tests/distributed $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS)
-	$(BIN)/pytest $(WATCHFUL) $(PYTEST_ARGS)
-	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/server $(PYTEST_ARGS)
+	$(BIN)/pytest $(BESIDE) tests/unit tests/kernels $(PYTEST_ARGS) $(NONE)
+	$(BIN)/pytest $(BESIDE) --dist loadfile tests/distributed $(WATCHFUL:%=--ignore=%) $(PYTEST_ARGS) $(NONE)
+	$(BIN)/pytest $(WATCHFUL) $(PYTEST_ARGS) $(NONE)
+	$(BIN)/pytest $(BESIDE) --dist loadfile tests/e2e tests/server $(PYTEST_ARGS) $(NONE)
+	[ ! -e /dev/nvidiactl ] || $(BIN)/pytest -m "gpu and not slow" tests $(PYTEST_ARGS) $(NONE)
 
 test-slow: setup
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)

@@ -12,6 +12,7 @@ part of the experts and all of the rest, and has its part of the batch. Engines 
 other, each in a process of its own. They warm up as a server does, unless --no-warm-up says that
 Triton has all kernels in its cache, and each batch is run twice before it counts: a rank that
 compiled a kernel would hold up all.
+A batch of 1 is taken, too: one rank has it, and the others no more than experts for it.
 Requests, and which steps count, are those of bench/one_batch.py; a step of several ranks lasts
 until all have ended it, and has the tokens of all. `of single`: of the tokens a second of one rank
 in the same run.
@@ -71,6 +72,7 @@ WARM_TOKENS = 8
 WARM_RUNS = 2
 ENGINE_SECONDS = 420.0
 SILENT_SECONDS = 60.0
+ALONE_BATCH = 1
 # What --ep decides, and what has nothing to say to one rank.
 LAID_OUT = ("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention", "nnodes")
 ALONE = {"moe_a2a_backend": "none", "deepep_mode": "auto", "deepep_config": None}
@@ -242,7 +244,7 @@ def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
 
 def unfit(batch: int, ep: int, running: int) -> str:
     """Why so many requests are not measured with so many ranks; empty: they are."""
-    if batch % ep:
+    if batch % ep and batch != ALONE_BATCH:
         return f"batch {batch} cannot be laid evenly over {ep} ranks"
     if batch > running:
         return f"batch {batch} is more than the {running} of --max-running-requests"
@@ -268,6 +270,8 @@ def measure_engine(read: ServerArgs, options: argparse.Namespace, ep: int) -> li
             write_part(options.part, rows)
         # Behind all that is timed: what has been profiled once may be slower from then on.
         for row in rows if options.profile else ():
+            if row.batch < ep:
+                continue  # ranks that only serve others have no step that decodes
             prompts = prompts_of(engine, options, row.batch, 2000)
             found = stages_of(kernels(engine, prompts, options, ep, folder))
             row.stages_us, row.least_stages_us = found.mean, found.least

@@ -22,7 +22,8 @@ PRODUCTS = {
 
 
 class QuickProducts(TorchDispatchMode):
-    """On CPU they are summed in float32 and rounded once, the bits that torch gives slowly."""
+    """On CPU they are summed in float32 and rounded once, as torch does: all but a few results, of
+    another order of sums, have the same bits."""
 
     def __torch_dispatch__(
         self,

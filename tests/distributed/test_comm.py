@@ -344,7 +344,7 @@ def test_killed_rank_is_named_and_replaced(three: LocalRanks):
         assert failed.value.results[rank].missing == (2,)
     assert three.run(roundtrip) == [3 * ROWS * WIDTH * 8] * 3
     assert [pid in before for pid in three.pids] == [True, True, False]
-    assert nothing_new_in_shm(shm)
+    assert set(os.listdir("/dev/shm")) == shm
 
 
 def listening() -> set[tuple[str, int]]:
@@ -422,14 +422,6 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def nothing_new_in_shm(before: set[str]) -> bool:
-    """Tests that run beside this one may have something there for a while."""
-    deadline = time.monotonic() + 20
-    while (new := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not new
-
-
 def test_nothing_is_left_after_close():
     shm = set(os.listdir("/dev/shm"))
     with LocalRanks(2, timeout=1.0) as ranks:
@@ -439,7 +431,7 @@ def test_nothing_is_left_after_close():
         ranks.kill(0)
         pids = ranks.pids
     assert all(gone(pid) for pid in pids)
-    assert nothing_new_in_shm(shm)
+    assert set(os.listdir("/dev/shm")) == shm
     with pytest.raises(ValueError, match="closed"):
         ranks.run(sleep, -1)
 

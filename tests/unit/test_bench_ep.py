@@ -233,7 +233,7 @@ def test_ranks_are_laid_out_by_ep(flag: str):
 
 
 def test_why_a_batch_is_left_out():
-    assert unfit(8, 4, 8) == ""
+    assert unfit(8, 4, 8) == unfit(1, 4, 8) == ""
     assert unfit(6, 4, 8) == "batch 6 cannot be laid evenly over 4 ranks"
     assert unfit(8, 4, 4) == "batch 8 is more than the 4 of --max-running-requests"
 
