@@ -24,6 +24,7 @@ from moesaic.comm.mps import Mps, start_mps
 from moesaic.comm.mps_watch import PIPES, mps_processes
 from moesaic.comm.window import PlaneSpec
 from moesaic.config.devices import cuda_missing
+from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import (
     Inbox,
     Spread,
@@ -279,6 +280,19 @@ def test_too_large_a_window_is_refused_on_all_ranks(ranks: LocalRanks, mps: Mps)
     assert nbytes > 1 << 40
     assert text.startswith(f"no window of {nbytes / (1 << 20):.1f} MiB a rank on the GPU: rank 0: ")
     assert text.count("MiB free: lower --mem-fraction-static") == ranks.size
+
+
+def processors(group: RankGroup, environment: dict[str, str]) -> int:
+    return torch.cuda.get_device_properties(open_gpu(environment)).multi_processor_count
+
+
+def test_a_rank_sees_the_processors_that_it_may_compute_on(ranks: LocalRanks, mps: Mps):
+    """By which kernels choose how many programs to have."""
+    with LocalRanks(1, timeout=100) as one:
+        (every,) = one.run(processors, mps.environment)
+    wanted = every * processor_percent(ranks.size) / 100
+    for found in ranks.run(processors, mps.for_ranks(ranks.size)):
+        assert wanted - 2 <= found <= wanted
 
 
 def memory(group: RankGroup, environment: dict[str, str]) -> int:

@@ -206,6 +206,7 @@ def check_on_gpu(family: str, flags: dict[str, Any]) -> None:
     of_gpu(
         *((family, 2, "deepep") for family in FAMILIES),
         *(("qwen3_moe", 4, backend) for backend in ("deepep", *BACKENDS)),
+        ("qwen3_moe", 8, "deepep"),
     ),
 )
 def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backend: str) -> None:
@@ -222,13 +223,14 @@ def test_ranks_on_one_gpu_give_the_tokens_of_one(family: str, ranks: int, backen
         ("deepseek_v3", parts("deepep", moe_dense_tp_size=1, **LAUNCHES)),
         ("qwen3_moe", pairs_of_ranks("deepep")),
         ("deepseek_v3", pairs_of_ranks("none")),
+        ("qwen3_moe", pairs_of_ranks("deepep") | {"tp_size": 8, "ep_size": 8}),
     ),
 )
 def test_a_model_cut_over_ranks_on_one_gpu(family: str, flags: dict[str, Any]) -> None:
     check_on_gpu(family, flags)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=GPU) for count in (2, 4)])
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=GPU) for count in (2, 4, 8)])
 def test_a_rank_that_dies_leaves_nothing_on_the_gpu(ranks: int) -> None:
     flags = {**ON_GPU, "max_total_tokens": 4096, **groups(ranks, "deepep")}
     with nothing_left(), Engine(model_path=model_path("qwen3_moe"), **flags) as engine:
