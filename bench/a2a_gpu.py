@@ -74,7 +74,7 @@ LAUNCH = {True: "in a graph", False: "one by one"}
 @dataclass
 class Row:
     """Microseconds of the slowest rank; bytes of the rank with the most. `of_limit`: 1 is as fast
-    as the copies and one meeting; so for the halves."""
+    as the copies and one meeting; of a half, which is without one, as its copy."""
 
     backend: str
     mode: str
@@ -113,7 +113,7 @@ def summarise(job: Job, found: Sequence[Found], graph: bool, device: str) -> Row
     halves = [max(us(name) - meet, 0.0) for name in ("dispatch", "combine")]
     pair, limit = us("pair"), sum(copies) + meet
     pairs = zip(copies, halves, strict=True)
-    of_limit = [(copy + meet) / half if half else 0.0 for copy, half in pairs]
+    of_limit = [copy / half if half else 0.0 for copy, half in pairs]
     tokens = found[0].tokens
     return Row(
         *(job.backend, job.mode, len(found), tokens, job.hidden, job.payload, graph),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -55,10 +56,11 @@ def describe_shares(devices: Sequence[int]) -> str:
         f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
         f"part of the memory, 1/{most} of a GPU or more"
     )
-    percent = processor_percent(most)
-    if percent == 100:
+    if given := os.environ.get(PERCENT):
+        return f"{text}, and computes on as many processors as {PERCENT}={given} says"
+    if (percent := processor_percent(most)) == 100:
         return text
-    return f"{text}, and computes on {percent}% of the processors at most, unless {PERCENT} is set"
+    return f"{text}, and computes on {percent}% of the processors at most ({PERCENT})"
 
 
 def crowding(devices: Sequence[int]) -> str:

@@ -37,8 +37,8 @@ def test_the_slowest_rank_of_each_round_counts():
     assert (row.dispatch_us, row.combine_us) == (16 - 5, 15 - 5)
     assert (row.bytes, row.error) == (151, 0.001)
     assert row.limit_us == 4 + 2 + 5 and row.of_limit == pytest.approx(11 / 26)
-    assert row.dispatch_of_limit == pytest.approx(9 / 11)
-    assert row.combine_of_limit == pytest.approx(7 / 10)
+    assert row.dispatch_of_limit == pytest.approx(4 / 11)
+    assert row.combine_of_limit == pytest.approx(2 / 10)
 
 
 def test_what_others_take():

@@ -43,7 +43,8 @@ def test_parts_of_the_memory():
     assert share_of(1, share_gpus(2, 2)) == 1.0
 
 
-def test_what_is_said():
+def test_what_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     assert describe_shares((0,)) == "1 rank, a GPU each"
     assert describe_shares((0, 1)) == "2 ranks, a GPU each"
     assert describe_shares((0, 0, 1)) == (
@@ -52,8 +53,12 @@ def test_what_is_said():
     )
     assert describe_shares((0, 0, 0, 0)) == (
         "4 ranks share 1 GPU under MPS (GPU 0: ranks 0-3); each has its part of the memory, 1/4 of "
-        "a GPU or more, and computes on 50% of the processors at most, unless "
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set"
+        "a GPU or more, and computes on 50% of the processors at most "
+        "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)"
+    )
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "80")
+    assert describe_shares((0, 0)).endswith(
+        ", and computes on as many processors as CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=80 says"
     )
 
 
