@@ -60,7 +60,7 @@ def test_halves_are_shown_of_graphs_only(capsys: pytest.CaptureFixture[str]):
     a2a_gpu.show([row, single])
     graph, alone = ([*line.split()] for line in capsys.readouterr().out.splitlines()[-2:])
     assert graph[:5] == ["3", "graph", "11.0", "10.0", "11.6"]
-    assert graph[-6:] == ["70%", "FlashInfer", "in", "a", "graph", "2.0x"]
+    assert graph[-6:] == ["20%", "FlashInfer", "in", "a", "graph", "2.0x"]
     assert alone[:4] == ["3", "single", "32.8", "0.00"]
     assert alone[-6:] == ["42%", "DeepEP", "one", "by", "one", "4.0x"]
 
