@@ -64,7 +64,6 @@ def device_collective(
     device: torch.device,
     *,
     shares_gpu: bool,
-    deterministic: bool,
     neighbours: int = 0,
 ) -> Collective:
     """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
@@ -74,7 +73,7 @@ def device_collective(
         return Alone()
     if shares_gpu:
         return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
-    return NcclCollective(group.collectives(), timeout, device, deterministic)
+    return NcclCollective(group.collectives(), timeout, device)
 
 
 class DeviceCollective(Collective):
@@ -258,18 +257,16 @@ class NcclCollective(Collective):
     """Ranks with a GPU each.
 
     NCCL adds in an order of its own, in the type of the tensor, and rounds at every step: its sums
-    are not those of other collectives to the bit, nor the same for every number of rows. In
-    deterministic mode parts are gathered instead and added in rank order, in float32, as everywhere
-    else. None knows which rows of a sum the others want, so all of it is summed.
+    are not those of other collectives to the bit, nor the same for every number of rows.
+    Deterministic mode has no sums whose order matters: it cuts no inputs of a product. None knows
+    which rows of a sum the others want, so all of it is summed.
 
     A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`.
     """
 
-    def __init__(
-        self, group: RankGroup, timeout: float, device: torch.device, deterministic: bool
-    ) -> None:
+    def __init__(self, group: RankGroup, timeout: float, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
-        self._timeout, self._device, self._deterministic = timeout, device, deterministic
+        self._timeout, self._device = timeout, device
         # Keys that nobody has used: what another collective of the group left would be taken.
         name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
         self._store = PrefixStore(f"nccl {name.decode()}", group.store)
@@ -277,13 +274,6 @@ class NcclCollective(Collective):
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
-        if self._deterministic and x_NH.is_floating_point():
-            parts = self._gather(x_NH.detach()[None], [1] * self.size)
-            first, *others = (part[0] for part in parts)
-            total = first.float() if first.element_size() < 4 else first
-            for other in others:
-                total = total + other
-            return total.to(x_NH.dtype)[rows]
         total = x_NH.detach().clone(memory_format=torch.contiguous_format)
         if total.numel():
             self._nccl.allreduce([total]).wait()
