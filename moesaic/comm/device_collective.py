@@ -182,7 +182,7 @@ class DeviceCollective(Collective):
             )
         channel = int(desk[Desk.CHANNEL])
         # The window does not know what tags stand for: not all of them, on all channels.
-        flags = self.window.mail.flag(self.rank, channel).tolist()
+        flags = self.window.flags_seen(desk.tolist()).values()
         for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
             self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
         self.window.check()
