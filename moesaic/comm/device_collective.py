@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
@@ -27,6 +29,7 @@ from moesaic.comm.collective import (
     cut_into,
 )
 from moesaic.comm.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.errors import WindowAborted
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.window import PlaneSpec
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, Call, Desk
@@ -162,6 +165,9 @@ class DeviceCollective(Collective):
         self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
         return out
 
+    def abandon(self, reason: str) -> None:
+        self.window.abort(reason)
+
     def restart(self, generation: int) -> None:
         super().restart(generation)
         self.window.restart(generation)
@@ -261,8 +267,12 @@ class NcclCollective(Collective):
     Deterministic mode has no sums whose order matters: it cuts no inputs of a product. None knows
     which rows of a sum the others want, so all of it is summed.
 
-    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`.
+    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
+    unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
+    lives as long as they do: they must be dropped between `abandon` and `restart`.
     """
+
+    keeps_graphs = False
 
     def __init__(self, group: RankGroup, timeout: float, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
@@ -271,12 +281,16 @@ class NcclCollective(Collective):
         name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
         self._store = PrefixStore(f"nccl {name.decode()}", group.store)
         self._nccl = self._form(self._store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Future[None] | None = None
+        """That of the communicator, once it is abandoned for `_reason`."""
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
         total = x_NH.detach().clone(memory_format=torch.contiguous_format)
         if total.numel():
-            self._nccl.allreduce([total]).wait()
+            self._run(lambda nccl: nccl.allreduce([total]))
         return total[rows]
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
@@ -290,18 +304,49 @@ class NcclCollective(Collective):
         parts = self._gather(x_RV.detach().t(), widths)
         return torch.cat(parts).t()[rows].contiguous()
 
+    def abandon(self, reason: str) -> None:
+        """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
+        waited for here, as who abandons a step has yet to drop its graphs."""
+        with self._lock:
+            if self._end is None:
+                self._reason, self._end = reason, Future()
+                ends = (self._nccl, self._end)
+                threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
+
     def restart(self, generation: int) -> None:
-        """Ends what waits for a rank that will not come, and meets the others anew: after an
-        operation that was abandoned ranks may have begun different numbers of them."""
+        """Meets the others anew: after an operation that was abandoned ranks may have begun
+        different numbers of them."""
         super().restart(generation)
-        self._nccl.abort()
+        self.abandon("it begins anew")
+        assert self._end is not None
+        try:
+            self._end.result(self._timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
+                "may still hold operations of it"
+            ) from None
         self._nccl = self._form(PrefixStore(str(generation), self._store))
+        with self._lock:
+            self._reason, self._end = "", None
 
     def check(self) -> None:
-        """As of other collectives on a device; NCCL raises by itself."""
+        """What was abandoned has left no results. Anything else NCCL raises by itself."""
+        if self._end is not None:
+            raise WindowAborted(self._reason)
 
     def close(self) -> None:
-        self._nccl.shutdown()
+        if self._end is None:
+            self._nccl.shutdown()
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        self.check()
+        try:
+            start(self._nccl).wait()
+        except RuntimeError as error:
+            if self._end is not None:  # abandoned meanwhile, which NCCL says in words of its own
+                raise WindowAborted(self._reason) from error
+            raise
 
     def _form(self, store: Store) -> Any:
         """Connects at once: later it might be in the midst of a graph's capture."""
@@ -321,8 +366,17 @@ class NcclCollective(Collective):
         own[: len(x_NH)] = x_NH
         parts = [torch.empty_like(own) for _ in counts]
         wires = [part.view(torch.uint8) for part in parts]
-        self._nccl.allgather([wires], [own.view(torch.uint8)]).wait()
+        self._run(lambda nccl: nccl.allgather([wires], [own.view(torch.uint8)]))
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _abort(nccl: Any, end: Future[None]) -> None:
+    try:
+        nccl.abort()
+    except Exception as error:
+        end.set_exception(error)
+    else:
+        end.set_result(None)
 
 
 @lru_cache(maxsize=4096)
