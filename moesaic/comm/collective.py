@@ -38,6 +38,8 @@ class Collective(ABC):
 
     rank: int
     size: int
+    keeps_graphs: bool = True
+    """Whether a CUDA graph that holds its operations can be replayed after a restart."""
 
     @abstractmethod
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -53,6 +55,16 @@ class Collective(ABC):
     ) -> Tensor:
         """Rows `rows` with the columns of all ranks side by side; rank r brings widths[r] columns
         of all R rows."""
+
+    def abandon(self, reason: str) -> None:
+        """Ends what waits on a device for a rank that may not come, and makes `check` raise
+        WindowAborted until the restart. Comes back at once. Any thread may call it, and repeat it.
+        Waits of the host look themselves whether their rank is called back."""
+        assert reason
+
+    def check(self) -> None:
+        """Raises what went wrong on a device, as far as it has come; the host raises at once."""
+        return
 
     def restart(self, generation: int) -> None:
         """After an operation that was abandoned. All ranks call it with one number, higher than any

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
@@ -27,6 +29,7 @@ from moesaic.comm.collective import (
     cut_into,
 )
 from moesaic.comm.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.errors import WindowAborted
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
@@ -67,7 +70,6 @@ def device_collective(
     device: torch.device,
     *,
     shares_gpu: bool,
-    deterministic: bool,
     neighbours: int = 0,
 ) -> Collective:
     """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
@@ -77,7 +79,7 @@ def device_collective(
         return Alone()
     if shares_gpu:
         return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
-    return NcclCollective(group.collectives(), timeout, device, deterministic)
+    return NcclCollective(group.collectives(), timeout, device)
 
 
 class DeviceCollective(Collective):
@@ -166,6 +168,9 @@ class DeviceCollective(Collective):
         self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
         return out
 
+    def abandon(self, reason: str) -> None:
+        self.window.abort(reason)
+
     def restart(self, generation: int) -> None:
         super().restart(generation)
         self.window.restart(generation)
@@ -186,7 +191,7 @@ class DeviceCollective(Collective):
             )
         channel = int(desk[Desk.CHANNEL])
         # The window does not know what tags stand for: not all of them, on all channels.
-        flags = self.window.mail.flag(self.rank, channel).tolist()
+        flags = self.window.flags_seen(desk.tolist()).values()
         for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
             self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
         self.window.check()
@@ -261,35 +266,34 @@ class NcclCollective(Collective):
     """Ranks with a GPU each.
 
     NCCL adds in an order of its own, in the type of the tensor, and rounds at every step: its sums
-    are not those of other collectives to the bit, nor the same for every number of rows. In
-    deterministic mode parts are gathered instead and added in rank order, in float32, as everywhere
-    else. None knows which rows of a sum the others want, so all of it is summed.
+    are not those of other collectives to the bit, nor the same for every number of rows.
+    Deterministic mode has no sums whose order matters: it cuts no inputs of a product. None knows
+    which rows of a sum the others want, so all of it is summed.
 
-    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`.
+    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
+    unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
+    lives as long as they do: they must be dropped between `abandon` and `restart`.
     """
 
-    def __init__(
-        self, group: RankGroup, timeout: float, device: torch.device, deterministic: bool
-    ) -> None:
+    keeps_graphs = False
+
+    def __init__(self, group: RankGroup, timeout: float, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
-        self._timeout, self._device, self._deterministic = timeout, device, deterministic
+        self._timeout, self._device = timeout, device
         # Keys that nobody has used: what another collective of the group left would be taken.
         name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
         self._store = PrefixStore(f"nccl {name.decode()}", group.store)
         self._nccl = self._form(self._store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Future[None] | None = None
+        """That of the communicator, once it is abandoned for `_reason`."""
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
-        if self._deterministic and x_NH.is_floating_point():
-            parts = self._gather(x_NH.detach()[None], [1] * self.size)
-            first, *others = (part[0] for part in parts)
-            total = first.float() if first.element_size() < 4 else first
-            for other in others:
-                total = total + other
-            return total.to(x_NH.dtype)[rows]
         total = x_NH.detach().clone(memory_format=torch.contiguous_format)
         if total.numel():
-            self._nccl.allreduce([total]).wait()
+            self._run(lambda nccl: nccl.allreduce([total]))
         return total[rows]
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
@@ -303,18 +307,49 @@ class NcclCollective(Collective):
         parts = self._gather(x_RV.detach().t(), widths)
         return torch.cat(parts).t()[rows].contiguous()
 
+    def abandon(self, reason: str) -> None:
+        """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
+        waited for here, as who abandons a step has yet to drop its graphs."""
+        with self._lock:
+            if self._end is None:
+                self._reason, self._end = reason, Future()
+                ends = (self._nccl, self._end)
+                threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
+
     def restart(self, generation: int) -> None:
-        """Ends what waits for a rank that will not come, and meets the others anew: after an
-        operation that was abandoned ranks may have begun different numbers of them."""
+        """Meets the others anew: after an operation that was abandoned ranks may have begun
+        different numbers of them."""
         super().restart(generation)
-        self._nccl.abort()
+        self.abandon("it begins anew")
+        assert self._end is not None
+        try:
+            self._end.result(self._timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
+                "may still hold operations of it"
+            ) from None
         self._nccl = self._form(PrefixStore(str(generation), self._store))
+        with self._lock:
+            self._reason, self._end = "", None
 
     def check(self) -> None:
-        """As of other collectives on a device; NCCL raises by itself."""
+        """What was abandoned has left no results. Anything else NCCL raises by itself."""
+        if self._end is not None:
+            raise WindowAborted(self._reason)
 
     def close(self) -> None:
-        self._nccl.shutdown()
+        if self._end is None:
+            self._nccl.shutdown()
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        self.check()
+        try:
+            start(self._nccl).wait()
+        except RuntimeError as error:
+            if self._end is not None:  # abandoned meanwhile, which NCCL says in words of its own
+                raise WindowAborted(self._reason) from error
+            raise
 
     def _form(self, store: Store) -> Any:
         """Connects at once: later it might be in the midst of a graph's capture."""
@@ -334,8 +369,17 @@ class NcclCollective(Collective):
         own[: len(x_NH)] = x_NH
         parts = [torch.empty_like(own) for _ in counts]
         wires = [part.view(torch.uint8) for part in parts]
-        self._nccl.allgather([wires], [own.view(torch.uint8)]).wait()
+        self._run(lambda nccl: nccl.allgather([wires], [own.view(torch.uint8)]))
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _abort(nccl: Any, end: Future[None]) -> None:
+    try:
+        nccl.abort()
+    except Exception as error:
+        end.set_exception(error)
+    else:
+        end.set_result(None)
 
 
 @lru_cache(maxsize=4096)

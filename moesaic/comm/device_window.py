@@ -36,6 +36,7 @@ ALIGN: Final = 512
 MAX_RANKS: Final = 63
 # Flags are signed words.
 MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
+UNREADABLE: Final = "unknown: the GPU can no longer be read"
 
 
 def create(
@@ -188,10 +189,21 @@ class DeviceWindow(ABC):
         if desk[Desk.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
         if desk[Desk.FAILURE] == Failure.TIMEOUT:
-            flags = self.mail.flag(self.rank, channel).tolist()
-            last_seen = {rank: self._last_seen(channel, flags[rank], wanted) for rank in peers}
+            last_seen = dict.fromkeys(peers, UNREADABLE)
+            for rank, flag in self.flags_seen(desk).items():
+                if rank in last_seen:
+                    last_seen[rank] = self._last_seen(channel, flag, wanted)
             return PeerTimeout(peers, operation, self.timeout, last_seen)
         return OutOfStep(f"{operation}: {_difference(peers[0], seen, wanted)}")
+
+    def flags_seen(self, desk: Sequence[int]) -> dict[int, int]:
+        """By rank, on the channel of which the desk complains. After an error of CUDA's own only
+        the desk can still be read, which has that of the first rank that was not there."""
+        try:
+            return dict(enumerate(self.mail.flag(self.rank, desk[Desk.CHANNEL]).tolist()))
+        except RuntimeError:
+            peers = desk[Desk.PEERS]
+            return {(peers & -peers).bit_length() - 1: desk[Desk.SEEN]}
 
     def _last_seen(self, channel: int, flag: int, wanted: int) -> str:
         """What a rank did last on a channel, as far as its flag tells."""

@@ -53,7 +53,8 @@ class OutOfStep(RuntimeError):
 
 
 class WindowAborted(RuntimeError):
-    """Somebody called `abort` on the window: the step in progress is to be abandoned."""
+    """Somebody called `abort` on the window, or `abandon` on a collective: the step in progress is
+    to be abandoned."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -61,7 +61,8 @@ class Service:
         self._ringing = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         shared = {} if self._mps is None else self._mps.for_ranks(spec.gpu_sharers)
-        self._process = _spawn(spec, {**(environment or {}), **shared})
+        # What the caller says holds.
+        self._process = _spawn(spec, {**shared, **(environment or {})})
         self.folder: Path | None = None
         """Where the supervisor has its sockets; gone when the service has ended."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

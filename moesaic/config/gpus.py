@@ -31,11 +31,6 @@ def is_shared(devices: Sequence[int]) -> bool:
     return len(set(devices)) < len(devices)
 
 
-def share_of(rank: int, devices: Sequence[int]) -> float:
-    """The part of its GPU's memory that a rank may count on."""
-    return 1 / devices.count(devices[rank])
-
-
 def processor_percent(sharers: int) -> int:
     """The part of a GPU's processors that each of so many ranks on it may compute on.
 

@@ -213,6 +213,7 @@ class GpuRunner(ModelRunner):
             raise
 
     def abandon(self, reason: str) -> None:
+        # Before anything that waits for the device: that may be waiting for another rank.
         self._windows.abort(reason)
         self._forget()
 
@@ -234,6 +235,8 @@ class GpuRunner(ModelRunner):
         if self.device.type == "cuda" and not self._stuck:
             try:
                 torch.cuda.synchronize(self.device)
+                if not self._windows.keep_graphs:
+                    self.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
                 logger.error("the GPU is lost to this process: %s", error)

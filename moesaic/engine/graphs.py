@@ -73,6 +73,13 @@ class GraphCache:
         else:
             graph.replay()
 
+    def drop(self) -> None:
+        """From now on steps go kernel by kernel. No graph may be under way."""
+        if self._graphs:
+            logger.warning("CUDA graphs are given up: steps go kernel by kernel from now on")
+        self._graphs.clear()
+        self.nbytes = 0
+
     def capture(self) -> None:
         """The largest first: smaller ones then find room in the memory that it has used."""
         if not self.sizes:

@@ -64,7 +64,6 @@ class RankContext:
             self.timeout,
             device,
             shares_gpu=shares_gpu or device.type == "cpu",
-            deterministic=False,
             neighbours=self.mesh.tp,
         )
         return replace(self, on_device=collective)

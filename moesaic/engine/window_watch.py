@@ -2,7 +2,8 @@
 
 A kernel that waits for another rank does not come back before that is there, its time is over, or
 the host gives it up. So one thread looks whether the supervisor calls the rank back, which it does
-as soon as another rank has failed or died, and then makes the kernels give up.
+as soon as another rank has failed or died, and then makes the kernels give up. NCCL's are no
+different, though it has no window.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
+from moesaic.comm.collective import Alone, Collective
 from moesaic.comm.control import Seat
 from moesaic.comm.device_window import DeviceWindow
 from moesaic.comm.errors import WindowAborted
@@ -34,10 +36,14 @@ class Owner(Protocol):
 
 
 class WindowWatch:
-    def __init__(self, owners: Sequence[Owner], seat: Seat | None) -> None:
+    def __init__(
+        self, owners: Sequence[Owner], seat: Seat | None, collective: Collective | None = None
+    ) -> None:
+        """`collective`: what waits on the device and is no window's."""
         self.owners, self._seat = tuple(owners), seat
+        self._collective = Alone() if collective is None else collective
         self._lock = threading.Lock()
-        if self.owners and seat is not None:
+        if (self.owners or collective is not None) and seat is not None:
             threading.Thread(target=self._watch, args=(seat,), daemon=True, name="recall").start()
 
     @classmethod
@@ -45,7 +51,7 @@ class WindowWatch:
         """Of dispatchers and collectives on a device."""
         owners = [*moe.comm.buffers.values(), ranks.on_device]
         found = [one for one in owners if isinstance(getattr(one, "window", None), DeviceWindow)]
-        return cls(found, ranks.seat)
+        return cls(found, ranks.seat, None if ranks.on_device in found else ranks.on_device)
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +62,7 @@ class WindowWatch:
         """Raises what a kernel has found wrong."""
         for owner in self.owners:
             owner.check()
+        self._collective.check()
 
     def explain(self, error: Exception) -> None:
         """Raises why kernels gave up where that is the error: the rank is called back."""
@@ -73,6 +80,12 @@ class WindowWatch:
     def abort(self, reason: str) -> None:
         for owner in self.owners:
             owner.window.abort(reason)
+        self._collective.abandon(reason)
+
+    @property
+    def keep_graphs(self) -> bool:
+        """Whether graphs captured before can be replayed once all has restarted."""
+        return self._collective.keeps_graphs
 
     @property
     @contextmanager

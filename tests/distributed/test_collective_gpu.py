@@ -43,9 +43,7 @@ def ranks(request: pytest.FixtureRequest, mps: Mps) -> Iterator[LocalRanks]:
 
 
 def make(group: RankGroup, environment: dict[str, str], seconds: float) -> DeviceCollective:
-    comm = device_collective(
-        group, 1 << 20, seconds, open_gpu(environment), shares_gpu=True, deterministic=False
-    )
+    comm = device_collective(group, 1 << 20, seconds, open_gpu(environment), shares_gpu=True)
     assert isinstance(comm, DeviceCollective)
     return comm
 

@@ -9,11 +9,13 @@ from math import prod
 
 import pytest
 import torch
+from torch import Tensor
 
 from moesaic.comm import device_window
 from moesaic.comm.device_window import (
     ALIGN,
     MAX_GENERATION,
+    UNREADABLE,
     DeviceWindow,
     HostWindow,
     layout,
@@ -22,7 +24,7 @@ from moesaic.comm.device_window import (
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.group import RankGroup
 from moesaic.comm.window import PlaneSpec
-from moesaic.kernels.a2a import signal, wait
+from moesaic.kernels.a2a import Mail, signal, wait
 
 SPECS = (PlaneSpec("x", (3, 5), torch.float32), PlaneSpec("ids", (7,), torch.int32))
 CPU = torch.device("cpu")
@@ -121,6 +123,24 @@ def test_missing_ranks_are_named():
         f"'dispatch, layer 1')"
         for rank in (1, 3)
     )
+
+
+def lost(mail: Mail, rank: int, channel: int) -> Tensor:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_missing_ranks_are_named_though_the_gpu_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """The desk is the host's. Of the first of them it has the flag too."""
+    ranks = windows(4)
+    step(ranks)
+    for rank in (0, 2):
+        signal(ranks[rank].call(0, "dispatch, layer 2", 2))
+    wait(ranks[0].call(0, "dispatch, layer 2", 2))
+    monkeypatch.setattr(Mail, "flag", lost)
+    with pytest.raises(PeerTimeout) as caught:
+        ranks[0].check()
+    assert caught.value.missing == (1, 3)
+    assert caught.value.last_seen == {1: "dispatch, layer 0", 3: UNREADABLE}
 
 
 def test_a_rank_that_never_came():

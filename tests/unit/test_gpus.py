@@ -8,7 +8,6 @@ from moesaic.config.gpus import (
     is_shared,
     processor_percent,
     share_gpus,
-    share_of,
 )
 
 
@@ -35,12 +34,6 @@ def test_no_gpu_is_left_out_and_none_has_two_more_than_another():
             counts = [devices.count(gpu) for gpu in range(min(ranks, gpus))]
             assert sum(counts) == ranks and max(counts) - min(counts) <= 1
             assert list(devices) == sorted(devices)
-
-
-def test_parts_of_the_memory():
-    devices = share_gpus(5, 2)
-    assert [share_of(rank, devices) for rank in range(5)] == [1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]
-    assert share_of(1, share_gpus(2, 2)) == 1.0
 
 
 def test_what_is_said(monkeypatch: pytest.MonkeyPatch):

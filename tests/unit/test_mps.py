@@ -201,17 +201,22 @@ def test_files_that_ranks_import_open_no_cuda():
         assert "torch.cuda" not in "\n".join(map(ast.unparse, at_import)), path
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"), [({}, "50"), ({PERCENT: "70"}, "70")], ids=["ours", "the caller's"]
+)
 def test_ranks_that_share_a_gpu_have_the_daemon_of_their_service(
-    fake: Path, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], wanted: str, fake: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """And of its processors what the caller of the service says, if anything."""
     monkeypatch.delenv("TMPDIR")  # too long for the supervisor's sockets
+    monkeypatch.delenv(PERCENT, raising=False)
     spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", gpu_sharers=4)
-    service = Service.start(spec)
+    service = Service.start(spec, given)
     try:
         rank = service.facts["ranks"][0]["pid"]  # type: ignore[index]
         environment = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
         (pipes,) = (fake / "starts").read_text().split()[:1]
-        assert f"{PIPES}={pipes}" in environment and f"{PERCENT}=50" in environment
+        assert f"{PIPES}={pipes}" in environment and f"{PERCENT}={wanted}" in environment
         assert len(list(mps_processes(pipes))) == 1
     finally:
         service.close()
