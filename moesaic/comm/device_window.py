@@ -28,6 +28,7 @@ from moesaic.kernels.a2a import (
     Failure,
     Mail,
     State,
+    ahead,
 )
 
 # Planes begin at multiples of this, so that rows of 16 bytes can be copied at once.
@@ -207,9 +208,9 @@ class DeviceWindow(ABC):
 
     def _last_seen(self, channel: int, flag: int, wanted: int) -> str:
         """What a rank did last on a channel, as far as its flag tells."""
-        if flag >= wanted:
+        if ahead(flag, wanted) >= 0:
             return "it came later"
-        if not flag & (1 << GENERATION_SHIFT) - 1 or flag >> GENERATION_SHIFT != self.generation:
+        if not flag or flag >> GENERATION_SHIFT != self.generation:
             return ""
         return self._operation(channel, flag)
 

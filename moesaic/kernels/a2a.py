@@ -18,15 +18,18 @@ of -1 and may hold anything.
 A region is what a rank shows to its peers: planes at the same offsets on all ranks, and flags. A
 rank raises its flag on a channel by writing a word into everybody's region:
 
-    (generation << 48) + (count << 16) + tag
+    (generation << 32) + (count % 2**16 << 16) + tag
 
 `count` is how often it has done so in this generation, which each rank keeps on its device, so that
-a graph can be replayed; `tag` is what it was of (a layer). A count of more than 32 bits, which
-takes days, goes on into the generation: words still grow, as a sum. Who waits wants the word that
-it has written itself last: an older one means that the peer is not here yet, any other that the two
-are not in the same operation. A wait that fails writes on its desk, and goes on; all that follow
-neither wait nor signal until the rank restarts. So a kernel ends whatever its peers do, and the
-host finds out why (comm/device_window.py).
+a graph can be replayed; `tag` is what it was of (a layer). Who waits wants the word that it has
+written itself last: an older one means that the peer is not here yet, any other that the two are
+not in the same operation. Flags stay as they are when ranks restart, so any word of a generation
+must be above all of the ones before, after however many days: a count begins at 0 again before it
+would reach into the generation. That does no harm, as ranks that wait for each other are never far
+apart: within a generation the shorter way around tells which of two words is older (`ahead`). A
+wait that fails writes on its desk, and goes on; all that follow neither wait nor signal until the
+rank restarts. So a kernel ends whatever its peers do, and the host finds out why
+(comm/device_window.py).
 
 Why nothing is overwritten too early is told in moe/dispatch/exchange.py; it is the same here.
 """
@@ -47,8 +50,9 @@ from torch import Tensor
 from moesaic.kernels.native import native
 
 A2A = "moesaic.kernels.triton.a2a"
-COUNT_SHIFT, GENERATION_SHIFT = 16, 48
+COUNT_SHIFT, GENERATION_SHIFT = 16, 32
 MAX_TAG = (1 << COUNT_SHIFT) - 1
+COUNT_MASK = (1 << GENERATION_SHIFT - COUNT_SHIFT) - 1
 
 
 class State(IntEnum):
@@ -210,7 +214,7 @@ def wait(call: Call) -> None:
     for rank in _active(mail):
         while (seen := int(flags[rank])) != wanted:
             late = time.monotonic_ns() > deadline
-            if seen > wanted or late or mail.desk[Desk.ABORT]:
+            if ahead(seen, wanted) > 0 or late or mail.desk[Desk.ABORT]:
                 _fail(call, wanted)
                 return
             time.sleep(0)
@@ -221,7 +225,7 @@ def _fail(call: Call, wanted: int) -> None:
     """Writes down who is not here; of those, the first one's flag."""
     mail, desk = call.mail, call.mail.desk
     flags = mail.flag(mail.rank, call.channel).tolist()
-    strange = [rank for rank in _active(mail) if flags[rank] > wanted]
+    strange = [rank for rank in _active(mail) if ahead(flags[rank], wanted) > 0]
     missing = strange or [rank for rank in _active(mail) if flags[rank] != wanted]
     failure = Failure.OUT_OF_STEP if strange else Failure.TIMEOUT
     if desk[Desk.ABORT] and not strange:
@@ -373,7 +377,19 @@ def _exchange_flags(call: Call, signals: bool) -> None:
 
 def _word(call: Call, count: int) -> int:
     generation = int(call.mail.state[State.GENERATION])
-    return (generation << GENERATION_SHIFT) + (count << COUNT_SHIFT) + call.tag
+    turn = count & COUNT_MASK
+    return (generation << GENERATION_SHIFT) + (turn << COUNT_SHIFT) + call.tag
+
+
+def ahead(seen: int, wanted: int) -> int:
+    """Above 0 of a flag beyond what is wanted, below 0 of one that is behind.
+
+    In one generation count 0 is ahead of count 65535, and 65535 behind 0.
+    """
+    if seen >> GENERATION_SHIFT != wanted >> GENERATION_SHIFT:
+        return seen - wanted
+    half = 1 << GENERATION_SHIFT - 1
+    return (seen - wanted + half) % (2 * half) - half
 
 
 def _active(mail: Mail) -> Iterator[int]:

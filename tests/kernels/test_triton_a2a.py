@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.comm.device_window import HostWindow, OutOfStep
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.kernels import a2a as twins
-from moesaic.kernels.a2a import Failure, State, Tokens
+from moesaic.kernels.a2a import MAX_TAG, Desk, Failure, State, Tokens
 from moesaic.kernels.triton import a2a as kernels
 from tests.kernels.a2a_cases import (
     RESULTS,
@@ -154,29 +154,124 @@ def test_results_are_summed_as_by_the_twins(case: Case) -> None:
     assert_same_memory(case, ours, theirs)
 
 
-@pytest.mark.parametrize("by", [kernels, None] if not GPU else [kernels])
-def test_a_count_of_more_than_32_bits(by: object) -> None:
-    """The next word is above the last one all the same: a peer is late, and not in another step."""
+# The last but one before the count in a word begins anew, and a count that takes days.
+BEFORE = (2**16 - 2, 2**32 - 2)
+EITHER = [(kernels.signal, kernels.wait)]
+if not GPU:
+    EITHER.append((twins.signal.twin, twins.wait.twin))
+Do = Callable[[twins.Call], None]
+
+
+def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.Call]]:
+    """Two ranks that have raised their flags so often, in generation 1, and once more."""
     case = Case(counts=(1, 1), rows=1, hidden=16)
-    windows = case.windows(DEVICE if by else "cpu")
-    signal = kernels.signal if by else twins.signal.twin
-    wait = kernels.wait if by else twins.wait.twin
-    calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
+    windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
     for window in windows:
-        window.mail.state[State.GENERATION] = 1
-        window.mail.state[State.TIMEOUT_NS] = int(0.05e9)
-        window.mail.state[State.CHANNELS + 2 * RESULTS] = 2**32 - 2
+        window.timeout = 0.05
+        window.restart(1)
+        window.mail.state[State.CHANNELS + 2 * RESULTS] = count
+    calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
+    together(calls, signal, wait)
+    return windows, calls
+
+
+def together(calls: list[twins.Call], signal: Do, wait: Do) -> None:
     for call in calls:
         signal(call)
     for call in calls:
         wait(call)
-    signal(calls[0])
-    wait(calls[0])
+
+
+def check(window: HostWindow) -> None:
     if GPU:
         torch.cuda.synchronize()
-    windows[1].check()
-    with pytest.raises(PeerTimeout, match=r"\b1\b"):
-        windows[0].check()
+    window.check()
+
+
+@pytest.mark.parametrize("signal, wait", EITHER)
+@pytest.mark.parametrize("count", BEFORE)
+def test_a_count_that_begins_anew(count: int, signal: Do, wait: Do) -> None:
+    """The next word is above the last one all the same: a peer is late, and not in another step."""
+    windows, calls = after_days(count, signal, wait)
+    generations = [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)]
+    together(calls, signal, wait)
+    together(calls, signal, wait)
+    assert [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)] == generations == [1, 1]
+    windows, calls = after_days(count, signal, wait)
+    signal(calls[0])
+    wait(calls[0])
+    check(windows[1])
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'combine'.*last seen: 'combine'"):
+        check(windows[0])
+
+
+@pytest.mark.parametrize("signal, wait", EITHER)
+@pytest.mark.parametrize("count", BEFORE)
+def test_a_peer_that_has_gone_on_to_a_count_that_begins_anew(
+    count: int, signal: Do, wait: Do
+) -> None:
+    windows, calls = after_days(count, signal, wait)
+    signal(calls[1])
+    wait(calls[0])
+    with pytest.raises(OutOfStep, match="rank 1 has gone on without this one"):
+        check(windows[0])
+
+
+# (generation, count, tag) of two flags, in the order in which a rank raises them.
+IN_ORDER = [
+    ((0, 1, 9), (0, 1, 10)),
+    ((0, 1, 9), (0, 2, 0)),
+    ((0, 1, 0), (0, 2**15, MAX_TAG)),
+    ((0, 2**16 - 1, MAX_TAG), (0, 2**16, 0)),
+    ((0, 2**16 - 1, 0), (0, 2**16 + 2**15 - 2, MAX_TAG)),
+    ((6, 2**32 - 1, 5), (6, 2**32, 5)),
+    ((0, 2**16 - 1, MAX_TAG), (1, 1, 0)),
+    ((0, 2**40, 9), (1, 1, 9)),
+    ((7, 3, 1), (2**30, 2, 0)),
+    ((2**31 - 2, 2**16 - 1, MAX_TAG), (2**31 - 1, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("signal, wait", EITHER)
+@pytest.mark.parametrize("earlier, later", IN_ORDER)
+def test_which_of_two_flags_is_older(
+    earlier: tuple[int, int, int], later: tuple[int, int, int], signal: Do, wait: Do
+) -> None:
+    case = Case(counts=(1, 1), rows=1, hidden=16)
+    for order, failure in (
+        ((earlier, later), Failure.OUT_OF_STEP),
+        ((later, earlier), Failure.TIMEOUT),
+    ):
+        windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
+        for window, (generation, count, tag) in zip(windows, order, strict=True):
+            window.mail.state[State.TIMEOUT_NS] = 1_000_000
+            window.mail.state[State.GENERATION] = generation
+            window.mail.state[State.CHANNELS + 2 * RESULTS] = count - 1
+            signal(window.call(RESULTS, "combine", tag))
+        wait(windows[0].call(RESULTS, "combine", order[0][2]))
+        if GPU:
+            torch.cuda.synchronize()
+        desk = windows[0].mail.desk
+        assert (desk[Desk.FAILURE], desk[Desk.PEERS]) == (failure, 0b10), order
+        assert desk[Desk.SEEN] == windows[0].mail.flag(0, RESULTS)[1]
+
+
+@pytest.mark.parametrize("signal, wait", EITHER)
+@pytest.mark.parametrize("count", [2**16 + 9, 2**32 + 9, 3 * 2**32 + 9])
+def test_a_peer_that_is_late_after_a_restart(count: int, signal: Do, wait: Do) -> None:
+    """What it has raised before, however often, is of a generation that is over."""
+    windows, calls = after_days(count, signal, wait)
+    for window in windows:
+        window.restart(2)
+    signal(calls[0])
+    wait(calls[0])
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'combine'.*not seen before"):
+        check(windows[0])
+    for window in windows:
+        window.restart(3)
+    together(calls, signal, wait)
+    for window in windows:
+        check(window)
 
 
 FAILURES = [

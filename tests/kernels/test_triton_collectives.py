@@ -224,6 +224,36 @@ def large_sum(
 
 
 @pytest.mark.parametrize("kernels", EITHER)
+@pytest.mark.parametrize("count", [2**16 - 2, 2**32 - 2])
+def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
+    """And after a restart, in which a rank that is late is only that."""
+    ranks = make_ranks(2)
+    parts = [draw(5, torch.float32, rank) for rank in range(2)]
+    for comm in ranks:
+        comm.window.timeout = 0.001
+        comm.restart(1)
+        comm.window.mail.state[State.CHANNELS :: 2] = count
+
+    def rounds() -> None:
+        for _ in range(6):
+            outs = [garbage(5, torch.float32) for _ in ranks]
+            push_all([kernels] * 2, ranks, parts, outs, Cut(0, 5), [Sum()] * 2)
+            assert all(torch.equal(one, add(parts)) for one in outs)
+        check_fine(ranks)
+
+    rounds()
+    for comm in ranks:
+        comm.restart(2)
+    out = garbage(5, torch.float32)
+    kernels.push(*on(ranks[0], False), parts[0], out, Cut(0, 5), Sum())
+    assert out.tolist() == [0.0] * 5
+    assert ranks[0].window.mail.desk[Desk.FAILURE] == Failure.TIMEOUT
+    for comm in ranks:
+        comm.restart(3)
+    rounds()
+
+
+@pytest.mark.parametrize("kernels", EITHER)
 def test_who_is_missing(kernels: Any) -> None:
     """Rank 2 does not come: zeros, a word on the desk, and nothing more to anybody until all begin
     anew."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.kernels.a2a import COUNT_SHIFT, GENERATION_SHIFT, Desk, Failure, State
+from moesaic.kernels.a2a import COUNT_MASK, COUNT_SHIFT, GENERATION_SHIFT, Desk, Failure, State
 from moesaic.kernels.triton.launch import INTERPRETED
 
 # What differs from step to step or from layer to layer, and must not give a kernel of its own.
@@ -26,6 +26,7 @@ TIMEOUT = tl.constexpr(Failure.TIMEOUT.value)
 OUT_OF_STEP = tl.constexpr(Failure.OUT_OF_STEP.value)
 ABORTED = tl.constexpr(Failure.ABORTED.value)
 COUNT_BITS, GENERATION_BITS = tl.constexpr(COUNT_SHIFT), tl.constexpr(GENERATION_SHIFT)
+TURNS = tl.constexpr(COUNT_MASK)
 # How a peer stands, and so the worst of them.
 HERE, BEHIND, GIVEN_UP, BEYOND = (tl.constexpr(level) for level in range(4))
 # After so many looks at the flags one at the clock and at the host's memory, which is far away. In
@@ -154,7 +155,15 @@ def times_raised(at):
 @triton.jit
 def flag_word(state_ptr, count, tag):
     generation = tl.load(state_ptr + GENERATION)
-    return (generation << GENERATION_BITS) + (count << COUNT_BITS) + tag
+    return (generation << GENERATION_BITS) + ((count & TURNS) << COUNT_BITS) + tag
+
+
+@triton.jit
+def _ahead(seen, wanted):
+    """Above 0 of a flag beyond what is wanted, below 0 of one that is behind."""
+    generations = (seen >> GENERATION_BITS) - (wanted >> GENERATION_BITS)
+    # What lies below the generation has 32 bits: their difference wraps around as counts do.
+    return tl.where(generations == 0, (seen - wanted).to(tl.int32).to(tl.int64), generations)
 
 
 @triton.jit
@@ -286,7 +295,8 @@ def await_flags(
 
 @triton.jit
 def _worst(seen, wanted, counts):
-    levels = tl.where(seen > wanted, BEYOND, tl.where(seen < wanted, BEHIND, HERE))
+    ahead = _ahead(seen, wanted)
+    levels = tl.where(ahead > 0, BEYOND, tl.where(ahead < 0, BEHIND, HERE))
     return tl.max(tl.where(counts, levels, HERE), 0)
 
 
@@ -294,8 +304,9 @@ def _worst(seen, wanted, counts):
 def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted):
     """On the desk, by the first of all programs that give up: who is not here; of those, the first
     one's flag."""
-    strange = tl.max((counts & (seen > wanted)).to(tl.int32), 0) != 0
-    missing = counts & tl.where(strange, seen > wanted, seen != wanted)
+    beyond = counts & (_ahead(seen, wanted) > 0)
+    strange = tl.max(beyond.to(tl.int32), 0) != 0
+    missing = tl.where(strange, beyond, counts & (seen != wanted))
     peers = tl.sum(tl.where(missing, tl.full(lane.shape, 1, tl.int64) << (lane & 63), 0), 0)
     first = tl.min(tl.where(missing, lane, 64), 0)
     flag = tl.sum(tl.where(lane == first, seen, 0), 0)
