@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.comm.group import Peers
 from moesaic.comm.mesh import share
-from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
 
 HALVES: Final = 2
 # What stands before each part: how much of the sum its rank wants, and what the part is of.
@@ -201,7 +201,7 @@ class WindowCollective(Collective):
     def restart(self, generation: int) -> None:
         if self.size > 1:
             self._window.forget()
-            self._round = generation << 32
+            self._round = first_epoch(generation)
 
     def close(self) -> None:
         """Give the memory back. May be repeated."""

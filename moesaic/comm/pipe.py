@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.group import Peers
-from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
 
 # What stands before a message in its slot: words of the enumeration below.
 HEAD_BYTES: Final = 64
@@ -129,7 +129,7 @@ class Pipe:
         """Forgets what is under way. All stages call it with one number, higher than any before,
         and none sends before all have stopped."""
         self._window.forget()
-        self._start = self._sent = self._taken = generation << 32
+        self._start = self._sent = self._taken = first_epoch(generation)
         self._pieces = []
         self._arrived.clear()
 

@@ -19,6 +19,13 @@ from moesaic.comm.signals import MAX_RANKS, Signals, page_bytes
 
 PAGE: Final = 4096
 CHANNELS: Final = 16
+EPOCH_BITS: Final = 40
+MOST_GENERATIONS: Final = 1 << 63 - EPOCH_BITS
+
+
+def first_epoch(generation: int) -> int:
+    """Above all epochs of earlier generations: even a year of thousands a second is below 2**40."""
+    return generation << EPOCH_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,6 +281,24 @@ def out_of_step(group: RankGroup) -> str:
     return ""
 
 
+def long_run(group: RankGroup) -> list[float]:
+    """Sums before and after a restart that comes after more rounds than 32 bits can count."""
+    comm = WindowCollective(group, LARGE, SECONDS)
+    comm._round = 2**32 + 9
+    found = []
+    for generation in (1, 2):
+        found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
+        comm.restart(generation)
+        group.barrier("all have restarted")
+    found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
+    comm.close()
+    return found
+
+
+def test_restarts_after_a_long_run(pools: Pools):
+    assert pools(2).run(long_run) == [[2.0] * 3] * 2
+
+
 def test_parts_that_differ_are_refused(pools: Pools):
     first, second, third = pools(3).run(out_of_step)
     assert first == (

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.errors import OutOfStep
-from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.window import (
+    MOST_GENERATIONS,
+    PlaneSpec,
+    SharedWindow,
+    first_epoch,
+    window_bytes,
+)
 from moesaic.kernels.cpu.rows import Terms, Tokens, sum_rows
 from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.formats import TopKOutput
@@ -119,7 +125,7 @@ class InFlight:
         """Forgets what is in flight. All ranks that go on call it with one number, higher than any
         before; `active`: who goes on, all unless given."""
         ranks = range(self.size) if active is None else active
-        if generation <= self.generation or generation >= 1 << 31:
+        if generation <= self.generation or generation >= MOST_GENERATIONS:
             raise ValueError(f"generation {generation}: give one above {self.generation}")
         if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
             raise ValueError(
@@ -147,7 +153,7 @@ class Lanes(InFlight):
 
     def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
         super().restart(generation, active)
-        self._epochs = [generation << 32] * (LANES * len(Signal))
+        self._epochs = [first_epoch(generation)] * (LANES * len(Signal))
         self.window.forget()
         # Before any new data: whoever sees that sees this too.
         self._tags[self.rank] = self._tag(NOWHERE)
