@@ -359,7 +359,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench.a2a",
         description=__doc__.splitlines()[0],
-        parents=[device_option()],
+        parents=[device_option("a2a")],
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=positive, default=4)
@@ -375,7 +375,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    chosen, rest = device_option().parse_known_args(words)
+    chosen, rest = device_option("a2a").parse_known_args(words)
     if chosen.device == "cuda":
         return a2a_gpu.main(rest, "python -m bench.a2a --device cuda")
     on_cpu(rest)

@@ -4,7 +4,8 @@
     python -m bench.a2a --device cuda --quick            # 4 ranks, H 2048, below a minute
     python -m bench.a2a --device cuda --ranks 8 --tokens 1 128 --hidden 7168 --payload fp8
     python -m bench.a2a --device cuda --markdown         # no run: tables of what was measured
-    python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins
+    python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins, and
+                                     # bench/results/cpu_a2a.json, which git ignores
 
 Ranks are processes, on a GPU each or, where there are fewer, sharing them under MPS. Top-8 of 128
 experts, uniformly drawn, of 256 from H 7168 on. Every point is checked against a plain computation

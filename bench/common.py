@@ -225,9 +225,11 @@ def check_out(path: Path) -> None:
         check_target("--out", str(path))
 
 
-def device_option() -> argparse.ArgumentParser:
+def device_option(module: str) -> argparse.ArgumentParser:
     """Read before all else, as on CUDA a benchmark is another program."""
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = argparse.ArgumentParser(
+        f"python -m bench.{module}", add_help=False, allow_abbrev=False
+    )
     how = "cuda has flags of its own: --device cuda --help"
     chooser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=how)
     return chooser

@@ -22,6 +22,9 @@ run: the mean of the ranks and the least, which is nearly without waiting, as ke
 wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
 the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
 
+Rows go to --out, on an H200 to bench/results/h200_ep.json and elsewhere to ep.json beside it, which
+git ignores, unless told.
+
 Flags of the engine are taken, too, but for those that lay out ranks; those of the HTTP server, such
 as --skip-server-warmup, are not.
 """

@@ -239,6 +239,7 @@ def test_programs_are_named_as_they_are_called(capsys: pytest.CaptureFixture[str
     hint = "unrecognized arguments: --markdown (--device cuda has flags of its own"
     for main, words, told in (
         (a2a.main, ["--markdown"], f"python -m bench.a2a: error: {hint}"),
+        (a2a.main, ["--device", "tpu"], "python -m bench.a2a: error: argument --device: "),
         (a2a.main, ["--device", "cuda", "--no"], "python -m bench.a2a --device cuda: error: "),
         (a2a_gpu.main, ["--no"], "python -m bench.a2a_gpu: error: "),
     ):
