@@ -276,7 +276,7 @@ def read_rows(path: Path, kind: type[T]) -> list[T]:
         found = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
         known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
         if unknown := sorted({name for row in found for name in row} - known):
-            raise ValueError(f"rows have no {', '.join(unknown)}")
+            raise ValueError(f"unknown fields {', '.join(unknown)}")
         return msgspec.convert(found, list[kind])  # type: ignore[valid-type]
     except (OSError, ValueError, msgspec.DecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error

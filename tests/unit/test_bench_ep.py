@@ -333,7 +333,7 @@ def test_files_that_are_none_of_its_own(tmp_path: Path):
         "[{": "Input data was truncated",
         '{"rows": 1}': "Expected `array`, got `object`",
         '[{"ep": 1}]': "Object missing required field `model`",
-        '[{"wrong": 1}]': "rows have no wrong",
+        '[{"wrong": 1}]': "unknown fields wrong",
         "3": "Expected `array`, got `int`",
     }.items():
         if content is not None:
