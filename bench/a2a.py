@@ -9,6 +9,8 @@ weighted sum is counted, wherever a backend does it. gloo sends the same rows as
 mode by all_to_all, counts first, and adds them up in float32; the copy moves as many bytes as that
 in this process's own memory. All take turns on the same ranks; a round starts when all ranks are
 there. Seconds are those of the slowest rank, CPU seconds those of a rank on average.
+
+bench/results/a2a-4ranks-bf16.json, so named after --ranks and --payload, is replaced by each run.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import a2a_gpu
-from bench.common import device_option, machine, positive, print_table, write_json
+from bench.common import (
+    RESULTS,
+    Distinct,
+    check_out,
+    device_option,
+    machine,
+    parse_on_cpu,
+    positive,
+    print_table,
+    write_json,
+)
 from moesaic.comm.group import RankGroup
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.window import SharedWindow
@@ -121,6 +133,8 @@ def usable(load: Load, ranks: int) -> list[str]:
     """Backends that an engine would take; SystemExit where `none`, which takes all payloads, is not
     among them."""
     load_backends()
+    if load.top_k > load.experts:
+        raise SystemExit(f"error: --top-k {load.top_k}: give at most --experts {load.experts}")
     found = {name: supports(problem_of(name, load, ranks)) for name in BACKENDS}
     if not found["none"].ok:
         raise SystemExit(f"error: {ranks} ranks, H {load.hidden}: {found['none'].reason}")
@@ -345,11 +359,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench.a2a",
         description=__doc__.splitlines()[0],
-        parents=[device_option()],
+        parents=[device_option("a2a")],
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=positive, default=4)
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[128])
+    parser.add_argument("--tokens", type=positive, nargs="+", action=Distinct, default=[128])
     parser.add_argument("--hidden", type=positive, default=2048)
     parser.add_argument("--experts", type=positive, default=128)
     parser.add_argument("--top-k", type=positive, default=8)
@@ -357,13 +371,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--payload", default="bf16", choices=["bf16", "fp8", "int8", "nvfp4", "mxfp4"]
     )
     parser.add_argument("--rounds", type=positive, default=30)
-    return parser.parse_args(words)
+    return parse_on_cpu(parser, words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    chosen, rest = device_option().parse_known_args(words)
+    chosen, rest = device_option("a2a").parse_known_args(words)
     if chosen.device == "cuda":
-        return a2a_gpu.main(rest)
+        return a2a_gpu.main(rest, "python -m bench.a2a --device cuda")
     on_cpu(rest)
     return 0
 
@@ -374,6 +388,8 @@ def on_cpu(words: Sequence[str]) -> None:
         Load(tokens, args.hidden, args.experts, args.top_k, args.payload) for tokens in args.tokens
     ]
     names = usable(first, args.ranks)
+    out = f"a2a-{args.ranks}ranks-{args.payload}"
+    check_out(RESULTS / f"{out}.json")
     points = []
     with LocalRanks(args.ranks, timeout=600) as ranks:
         for load in tqdm(loads, desc="tokens", disable=None, leave=False):
@@ -388,7 +404,7 @@ def on_cpu(words: Sequence[str]) -> None:
         "ranks": args.ranks,
         "points": points,
     }
-    write_json(f"a2a-{args.ranks}ranks-{args.payload}", payload)
+    write_json(out, payload)
 
 
 if __name__ == "__main__":

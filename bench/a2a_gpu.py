@@ -4,7 +4,8 @@
     python -m bench.a2a --device cuda --quick            # 4 ranks, H 2048, below a minute
     python -m bench.a2a --device cuda --ranks 8 --tokens 1 128 --hidden 7168 --payload fp8
     python -m bench.a2a --device cuda --markdown         # no run: tables of what was measured
-    python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins
+    python -m bench.a2a_gpu --device cpu --ranks 2 --hidden 64 --tokens 1 4   # kernels' twins, and
+                                     # bench/results/cpu_a2a.json, which git ignores
 
 Ranks are processes, on a GPU each or, where there are fewer, sharing them under MPS. Top-8 of 128
 experts, uniformly drawn, of 256 from H 7168 on. Every point is checked against a plain computation
@@ -42,7 +43,15 @@ from tqdm import tqdm
 from bench import a2a_tables
 from bench.a2a_peers import Key, Peer, peers_of
 from bench.a2a_rank import FEW_TOKENS, Found, Job, device_name, work
-from bench.common import RESULTS, above_zero, positive, print_table, read_rows
+from bench.common import (
+    RESULTS,
+    Distinct,
+    above_zero,
+    check_out,
+    positive,
+    print_table,
+    read_rows,
+)
 from bench.gpu import named
 from moesaic.comm.errors import RankFailed
 from moesaic.comm.local import LocalRanks, PerRank
@@ -67,6 +76,7 @@ PAYLOADS = ("bf16", "fp8", "nvfp4")
 TOP_K, WIDE, WIDE_EXPERTS, EXPERTS = 8, 7168, 256, 128
 MAIN_RANKS = 4
 JOB_SECONDS = 120.0
+PROG = "python -m bench.a2a_gpu"
 TWINS = "the kernels' twins on a CPU: python -m bench.a2a_gpu --device cpu"
 LAUNCH = {True: "in a graph", False: "one by one"}
 
@@ -273,18 +283,17 @@ def faster(row: Row, peer: Peer) -> str:
     return f"{peer.name} {LAUNCH[row.graph]} {peer.pair_us / row.pair_us:.1f}x"
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m bench.a2a --device cuda",
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
+        prog, description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=TWINS)
-    parser.add_argument("--ranks", type=positive, nargs="+")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS))
-    parser.add_argument("--hidden", type=positive, nargs="+")
-    parser.add_argument("--payload", nargs="+", choices=(*PAYLOADS, "int8", "mxfp4"))
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS)[:2])
+    parser.add_argument("--ranks", type=positive, nargs="+", action=Distinct)
+    parser.add_argument("--tokens", type=positive, nargs="+", action=Distinct, default=list(TOKENS))
+    parser.add_argument("--hidden", type=positive, nargs="+", action=Distinct)
+    several: dict[str, Any] = {"nargs": "+", "action": Distinct}
+    parser.add_argument("--payload", choices=(*PAYLOADS, "int8", "mxfp4"), **several)
+    parser.add_argument("--backends", choices=BACKENDS, default=list(BACKENDS)[:2], **several)
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument(
         "--seconds", type=above_zero, default=225.0, help="no window is begun after so many"
@@ -300,20 +309,21 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    args = parse(sys.argv[1:] if words is None else words)
+def main(words: Sequence[str] | None = None, prog: str = PROG) -> int:
+    args = parse(sys.argv[1:] if words is None else words, prog)
     if args.markdown:
         rows = read_rows(args.out or RESULTS / "h200_a2a.json", Row)
         a2a_tables.report([asdict(row) for row in rows])
         return 0
     if args.device == "cuda" and (missing := cuda_missing()):
         raise SystemExit(f"this benchmark needs a CUDA device: {missing}; {TWINS}")
-    if args.out is not None and args.out.exists():
-        read_rows(args.out, Row)  # before anything is measured that could not be written there
     try:
         jobs = jobs_of(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+    check_out(args.out or RESULTS / "a2a.json")
+    if args.out is not None and args.out.exists():
+        read_rows(args.out, Row)  # before anything is measured that could not be written there
     run = Run(args)
     try:
         run.all(jobs)

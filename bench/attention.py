@@ -320,7 +320,9 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.attention", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a few points of each kind")
     parser.add_argument("--sweep", action="store_true", help="try other tiles and splits")
     parser.add_argument("--kind", choices=("enter", "decode", "prefill"), help="only this one")

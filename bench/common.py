@@ -9,13 +9,17 @@ import platform
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
+
+from moesaic.evals.data import check_target
 
 RESULTS = Path(__file__).parent / "results"
 T = TypeVar("T")
@@ -195,12 +199,49 @@ def above_zero(word: str) -> float:
     return number
 
 
-def device_option() -> argparse.ArgumentParser:
+class Distinct(argparse.Action):
+    """Of several values, each once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
+
+
+@contextmanager
+def complaints_in_a_line() -> Iterator[None]:
+    """As the commands have them."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def check_out(path: Path) -> None:
+    """Before anything is measured: SystemExit where the file could not be written."""
+    with complaints_in_a_line():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {path}: {error.filename}: {error.strerror}") from None
+        check_target("--out", str(path))
+
+
+def device_option(module: str) -> argparse.ArgumentParser:
     """Read before all else, as on CUDA a benchmark is another program."""
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = argparse.ArgumentParser(
+        f"python -m bench.{module}", add_help=False, allow_abbrev=False
+    )
     how = "cuda has flags of its own: --device cuda --help"
     chooser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=how)
     return chooser
+
+
+def parse_on_cpu(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What is left over may be a flag of the benchmark on CUDA."""
+    args, rest = parser.parse_known_args(words)
+    if rest:
+        others = "--device cuda has flags of its own, see --device cuda --help"
+        parser.error(f"unrecognized arguments: {' '.join(rest)} ({others})")
+    return args
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -228,12 +269,18 @@ def write_json(name: str, payload: dict[str, Any] | list[Any]) -> Path:
     return path
 
 
-def read_rows(path: Path, kind: Callable[..., T]) -> list[T]:
-    """Those that a JSON list has, each made by `kind`; SystemExit where it has none."""
+def read_rows(path: Path, kind: type[T]) -> list[T]:
+    """Those that a JSON list has, each a `kind`, which is a dataclass; SystemExit where there are
+    none, or others."""
     try:
-        return [kind(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}; measure first, or name --out") from None
+        found = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+        if unknown := sorted({name for row in found for name in row} - known):
+            raise ValueError(f"unknown fields {', '.join(unknown)}")
+        return msgspec.convert(found, list[kind])  # type: ignore[valid-type]
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SystemExit(f"{path} cannot be read: {why}; measure first, or name --out") from None
 
 
 def spare_larger(path: Path, number: int, measured: Callable[[Any], int], again: bool) -> None:
@@ -243,10 +290,10 @@ def spare_larger(path: Path, number: int, measured: Callable[[Any], int], again:
         return
     try:
         before = measured(json.loads(path.read_bytes()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise SystemExit(
-            f"{path} is there and not of this benchmark ({error!r}): name another --out, or give "
-            "--again to replace it"
+            f"{path} is there and not of this benchmark: name another --out, or give --again to "
+            "replace it"
         ) from None
     if before > number:
         raise SystemExit(

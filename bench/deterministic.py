@@ -60,7 +60,9 @@ def compare(engines: list[Engine], requests: list[Request], repeats: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.deterministic", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=3)

@@ -22,6 +22,9 @@ run: the mean of the ranks and the least, which is nearly without waiting, as ke
 wait for other ranks themselves. `idle`: of the step, when no kernel of the rank was on
 the GPU; stages may overlap, and add up to more than that leaves (bench/stages.py).
 
+Rows go to --out, on an H200 to bench/results/h200_ep.json and elsewhere to ep.json beside it, which
+git ignores, unless told.
+
 Flags of the engine are taken, too, but for those that lay out ranks; those of the HTTP server, such
 as --skip-server-warmup, are not.
 """
@@ -29,7 +32,6 @@ as --skip-server-warmup, are not.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import statistics
@@ -37,7 +39,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -45,13 +46,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from bench.common import RESULTS, cpu_name, positive, read_rows, show_table
+from bench.common import (
+    RESULTS,
+    Distinct,
+    check_out,
+    complaints_in_a_line,
+    cpu_name,
+    positive,
+    read_rows,
+    show_table,
+)
 from bench.ep_rank import FOLDER, TARGET, WANTED
+from bench.ep_trace import host_ms, joined, read_trace
 from bench.one_batch import Timing, draw_prompts, generate, say, timing
 from bench.stages import ORDER, StepKernels, stages_of
-from bench.step_profile import profile_steps
+from bench.step_profile import DECODE_STEPS, profile_steps
 from moesaic import Engine
 from moesaic.cli.common import add_model, read_args
 from moesaic.comm.launch import Timeouts
@@ -66,13 +75,15 @@ from moesaic.engine.core import EngineCore
 from moesaic.engine.layout import context_length, preview
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import PREFIX, materialise
-from moesaic.observe.spans import Kind, Span
 
 WARM_TOKENS = 8
 WARM_RUNS = 2
 ENGINE_SECONDS = 420.0
 SILENT_SECONDS = 60.0
 ALONE_BATCH = 1
+# Prompts give the first token, and between two more there is a step; what is profiled must be over
+# before the requests are.
+LEAST_OUTPUT, LEAST_PROFILED = 3, DECODE_STEPS + 2
 # What --ep decides, and what has nothing to say to one rank.
 LAID_OUT = ("tp_size", "dp_size", "pp_size", "ep_size", "enable_dp_attention", "nnodes")
 ALONE = {"moe_a2a_backend": "none", "deepep_mode": "auto", "deepep_config": None}
@@ -103,62 +114,13 @@ class Row:
     backend: str = "deepep"
 
     @property
-    def group(self) -> tuple[str, int, str, str, str]:
-        return self.device, self.layers, self.model, self.dtype, self.backend
+    def group(self) -> tuple[Any, ...]:
+        made = (self.device, self.layers, self.model, self.dtype, self.backend)
+        return *made, self.input_len, self.output_len
 
     @property
     def key(self) -> tuple[Any, ...]:
         return *self.group, self.ep, self.batch
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A track of a trace: `spans` of one rank."""
-
-    rank: int
-    spans: list[Span]
-
-
-def read_trace(path: Path) -> list[Recorded]:
-    """The ranks' tracks; the first one is of the process that asks them."""
-    kinds = {kind.name.lower(): kind for kind in Kind}
-    found: dict[int, list[Span]] = defaultdict(list)
-    for event in msgspec.json.decode(gzip.decompress(path.read_bytes()))["traceEvents"]:
-        if event["ph"] != "X" or event["pid"] == 0:
-            continue
-        args, begin = event["args"], round(event["ts"] * 1e3)
-        end = begin + round(event["dur"] * 1e3)
-        place = (args.get("layer", -1), args["step"], args["tokens"])
-        span = Span(kinds[event["name"]], *place, begin, end, 0, event["tid"])
-        found[event["pid"] - 1].append(span)
-    return [Recorded(rank, spans) for rank, spans in sorted(found.items())]
-
-
-def joined(ranks: Sequence[Recorded]) -> list[Span]:
-    """Steps of all ranks together: the tokens of all, until the last has ended."""
-    steps: dict[int, list[Span]] = defaultdict(list)
-    for span in (span for rank in ranks for span in rank.spans):
-        if span.kind == Kind.STEP:
-            steps[span.step].append(span)
-    return [
-        first._replace(
-            tokens=sum(one.tokens for one in same),
-            begin=min(one.begin for one in same),
-            end=max(one.end for one in same),
-        )
-        for same in steps.values()
-        for first in same[:1]
-    ]
-
-
-def host_ms(ranks: Sequence[Recorded], batch: int) -> dict[str, float]:
-    """Of a rank in a step in which all requests decode."""
-    decoding = {span.step for span in joined(ranks) if span.tokens == batch}
-    total: dict[str, float] = defaultdict(float)
-    for span in (span for rank in ranks for span in rank.spans):
-        if span.step in decoding and span.kind != Kind.STEP:
-            total[Kind(span.kind).name.lower()] += (span.end - span.begin) / 1e6
-    return {name: ms / len(decoding) / len(ranks) for name, ms in total.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -169,8 +131,8 @@ def parser() -> argparse.ArgumentParser:
         "all others but those that lay out ranks, which --ep does.",
         allow_abbrev=False,
     )
-    made.add_argument("--ep", type=positive, nargs="+", default=[1, 2, 4, 8])
-    made.add_argument("--batch", type=positive, nargs="+", default=[32, 128, 256])
+    made.add_argument("--ep", type=positive, nargs="+", action=Distinct, default=[1, 2, 4, 8])
+    made.add_argument("--batch", type=positive, nargs="+", action=Distinct, default=[32, 128, 256])
     made.add_argument("--input-len", type=positive, default=1024)
     made.add_argument("--output-len", type=positive, default=128)
     made.add_argument("--layers", type=positive, help="of the model; unset: as many as it has")
@@ -236,6 +198,10 @@ def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
             f"--input-len {options.input_len} and --output-len {options.output_len} are more than "
             f"the {most} tokens of the context: give less"
         )
+    least = LEAST_PROFILED if options.profile else LEAST_OUTPUT
+    if options.output_len < least:
+        profiled = " with --profile" if options.profile else ""
+        raise ValueError(f"--output-len {options.output_len}{profiled}: give at least {least}")
     running = args.max_running_requests or 0
     reasons = [unfit(batch, ep, running) for batch in options.batch]
     if all(reasons):
@@ -277,6 +243,15 @@ def measure_engine(read: ServerArgs, options: argparse.Namespace, ep: int) -> li
             row.stages_us, row.least_stages_us = found.mean, found.least
             write_part(options.part, rows)
     return rows
+
+
+def part_of(read: ServerArgs, options: argparse.Namespace) -> int:
+    """Its exit status. What ranks say when they fail names the rank and the reason."""
+    (ep,) = options.ep
+    try:
+        return 0 if measure_engine(read, options, ep) else 1
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"error: {ep} rank{'s' * (ep > 1)}: {error}") from error
 
 
 def prepare_ranks(folder: Path | None) -> None:
@@ -380,8 +355,10 @@ def compare(rows: Iterable[Row]) -> list[Row]:
 
 def report(rows: Sequence[Row], markdown: bool = False) -> None:
     """A model after the other."""
-    for (device, layers, model, dtype, backend), same in groupby(rows, lambda row: row.group):
-        print(f"\n{model}, {layers} layers, {dtype}, {backend}, {device}")
+    for group, same in groupby(rows, lambda row: row.group):
+        device, layers, model, dtype, backend, *lengths = group
+        told = "--input-len {} --output-len {}".format(*lengths)
+        print(f"\n{model}, {layers} layers, {dtype}, {backend}, {device}, {told}")
         for title, header, cells in tables(list(same)):
             print(f"\n{title}\n")
             show_table(header, cells, markdown)
@@ -454,20 +431,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     options, rest = parser().parse_known_args(words)
     if options.markdown:
+        if rest:
+            parser().error(f"--markdown measures nothing: leave out {' '.join(rest)}")
         report(read_rows(options.out or RESULTS / "h200_ep.json", Row), markdown=True)
         return 0
-    if options.out is not None and options.out.exists():
-        read_rows(options.out, Row)  # before anything is measured that could not be written there
-    try:
+    with complaints_in_a_line():
         read = read_flags(rest, options)
         if options.part is not None:
-            return 0 if measure_engine(read, options, options.ep[0]) else 1
+            return part_of(read, options)
         if read.device == "auto" and device_of(read) == "cpu":
             say(f"on the CPU: {why_device(read)}")
         for ep in options.ep:
             check(read, options, ep)
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise SystemExit(f"error: {error}") from error
+    check_out(options.out or RESULTS / "ep.json")
+    if options.out is not None and options.out.exists():
+        read_rows(options.out, Row)  # before anything is measured that could not be written there
     rows: list[Row] = []
     failed = []
     with tempfile.TemporaryDirectory() as folder:

@@ -82,7 +82,9 @@ def measure(shape: Shape, weight_format: str, tokens: int, configs: list[str]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.experts_large", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--shape", nargs="+", default=[*SHAPES], choices=[*SHAPES])
     parser.add_argument(
         "--format", nargs="+", default=["bf16", "fp8_block"], choices=["bf16", "fp8_block"]

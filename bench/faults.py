@@ -217,7 +217,9 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.faults", description=(__doc__ or "").partition("\n\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a few cases only")
     parser.add_argument("--markdown", action="store_true", help="tables of the last full run")
     return parser.parse_args()

@@ -298,7 +298,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.fuzz_server", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--number", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)

@@ -128,7 +128,9 @@ def run(args: argparse.Namespace, folder: Path, size: Size) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.growth", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--model-path", type=Path, help="a checkpoint that --size wrote before")
     parser.add_argument(

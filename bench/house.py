@@ -21,14 +21,16 @@ import msgspec
 from tqdm import tqdm
 
 import moesaic
-from bench.common import RESULTS, machine
+from bench.common import RESULTS, check_out, complaints_in_a_line, machine, positive
 from moesaic import Engine
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
+from moesaic.config.resolve import resolve
 from moesaic.evals.ask import Options
 from moesaic.evals.data import draw_tasks, write_whole
 from moesaic.evals.result import Result, digest
 from moesaic.evals.run import evaluate
+from moesaic.models.config import RawConfig
 from moesaic.models.tiny import materialise
 from moesaic.tasks.problem import Problem
 
@@ -136,7 +138,7 @@ Measure = Callable[[Case], Measured]
 
 
 def arguments(model: str, flags: str) -> ServerArgs:
-    parser = FlagParser("house", "house", "")
+    parser = FlagParser("moesaic serve", "moesaic serve MODEL [flags]", "")
     parser.add_flags(ServerArgs)
     given = parser.parse(f"{COMMON} {flags}".split())
     return merge(ServerArgs, {**given, "model_path": model}, {})
@@ -255,6 +257,7 @@ def write(path: Path, content: msgspec.Struct) -> None:
 
 def open_sheet(path: Path, question: Question, kind: type[S]) -> S:
     """The one on disk if it is of this question, else a new one; the other is kept beside it."""
+    check_out(path)
     if path.exists():
         sheet = read(path, kind)
         if sheet.question == question:
@@ -299,14 +302,18 @@ def in_order(sheet: Sheet, cases: Sequence[Case]) -> list[Row]:
 def house_parser(
     doc: str | None, name: str, num: int, parents: Sequence[argparse.ArgumentParser] = ()
 ) -> argparse.ArgumentParser:
+    """`name`: of the module, and of the file that it writes."""
     parser = argparse.ArgumentParser(
-        description=(doc or "").partition("\n")[0], parents=parents, allow_abbrev=False
+        f"python -m bench.{name}",
+        description=(doc or "").partition("\n")[0],
+        parents=parents,
+        allow_abbrev=False,
     )
     parser.add_argument("--model-path", default=str(MODEL))
     parser.add_argument("--tasks", default="all", metavar="A,B|all")
-    parser.add_argument("--num", type=int, default=num, help="problems of each task")
+    parser.add_argument("--num", type=positive, default=num, help="problems of each task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--flags", default="", help="of the engine, for every row")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
     parser.add_argument(
@@ -319,6 +326,13 @@ def add_choice(parser: argparse.ArgumentParser, others: str = "the first") -> No
     how = f"rows whose names match, and {others}"
     parser.add_argument("--only", metavar="REGEX", type=pattern, help=how)
     parser.add_argument("--again", action="store_true", help="also what is measured already")
+
+
+def check_choice(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """What is chosen is what is measured; a table has all rows, and the first among them."""
+    if args.markdown and (args.only or args.again):
+        parser.error("--markdown prints all that --out holds: leave out --only and --again")
+    return args
 
 
 def pattern(word: str) -> re.Pattern[str]:
@@ -335,11 +349,16 @@ def show_errors(rows: Sequence[Row]) -> None:
             print(f"- {row.name}: {row.last_words}")
 
 
-def question_of(args: argparse.Namespace, problems: Sequence[Problem]) -> Question:
+def question_of(args: argparse.Namespace, problems: Sequence[Problem], flags: str = "") -> Question:
+    """`flags`: in front of those given. SystemExit for a model or flags that no engine takes."""
+    flags = f"{flags} {args.flags}".strip()
+    with complaints_in_a_line():
+        folder = Path(materialise(args.model_path))
+        RawConfig.read(folder)
+        resolve(arguments(args.model_path, flags))
     tasks: dict[str, int] = {}
     for problem in problems:
         tasks[problem.task] = tasks.get(problem.task, 0) + 1
-    folder = Path(materialise(args.model_path))
     return Question(
         model=args.model_path if args.model_path.startswith("tiny:") else folder.name,
         weights=weights_hash(folder),
@@ -348,9 +367,10 @@ def question_of(args: argparse.Namespace, problems: Sequence[Problem]) -> Questi
         tasks=tasks,
         seed=args.seed,
         max_new_tokens=args.max_new_tokens,
-        flags=args.flags,
+        flags=flags,
     )
 
 
 def draw(args: argparse.Namespace) -> list[Problem]:
-    return draw_tasks(args.tasks, args.seed, args.num)
+    with complaints_in_a_line():
+        return draw_tasks(args.tasks, args.seed, args.num)

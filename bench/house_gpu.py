@@ -3,7 +3,8 @@
     python -m bench.house_grid --device cuda              # 50 problems of each task
     python -m bench.house_grid --device cuda --only 'bf16, deterministic'
     python -m bench.house_grid --device cuda --markdown   # what was measured, as a table
-    python -m bench.house_gpu --device cpu --num 1        # the same without a GPU, slowly
+    python -m bench.house_gpu --device cpu --num 1        # the same without a GPU, slowly, and
+                                     # bench/results/cpu_house.json, which git ignores
 
 Each arrangement runs twice, greedily. In deterministic mode its texts must be those of one rank
 that rounds rows to the same payload. In normal mode, where another order of sums may change a text,
@@ -30,7 +31,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from bench.common import positive, show_table
+from bench.common import RESULTS, Distinct, complaints_in_a_line, positive, show_table
 from bench.house import (
     BACKENDS,
     DETERMINISTIC,
@@ -43,6 +44,7 @@ from bench.house import (
     add_choice,
     arguments,
     ask,
+    check_choice,
     draw,
     flips,
     house_parser,
@@ -56,7 +58,10 @@ from bench.house import (
     write,
 )
 from moesaic.config.devices import cuda_missing
+from moesaic.config.resolve import MAX_RANKS_PER_NODE, resolve
+from moesaic.engine.layout import preview
 from moesaic.evals.figures import mcnemar
+from moesaic.models.tiny import materialise
 from moesaic.moe.backends import load_backends
 from moesaic.moe.registry import A2A_REGISTRY
 
@@ -69,6 +74,7 @@ ON_DEVICE = {
     "--chunked-prefill-size 2048 --cuda-graph-bs 4 16 64 --dist-timeout 120",
     "cpu": "--device cpu --dtype bfloat16",
 }
+OUT = {"cuda": "h200_house.json", "cpu": "cpu_house.json"}
 ON_CPU = "the same on a CPU: python -m bench.house_gpu --device cpu"
 ENGINE_SECONDS = 300.0
 IMPROBABLE = 0.01
@@ -290,23 +296,38 @@ def _bits(row: Row | None) -> list[str]:
     return [f"{row.accuracy:.3f}", str(len(row.differing))]
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = house_parser(__doc__, "h200_house", num=50)
-    parser.prog = "python -m bench.house_grid --device cuda"
+def parse(words: Sequence[str], prog: str = "") -> argparse.Namespace:
+    parser = house_parser(__doc__, "house_gpu", num=50)
+    parser.set_defaults(out=None)
+    parser.prog = prog or parser.prog
     add_choice(parser, "those that they are compared with")
     parser.add_argument("--device", choices=tuple(ON_DEVICE), default="cuda", help=ON_CPU)
     parser.add_argument("--jobs", type=positive, default=6, help="engines at a time")
     parser.add_argument("--ranks", type=positive, default=4)
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--backends", nargs="+", action=Distinct, choices=BACKENDS, default=list(BACKENDS)
+    )
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    args = check_choice(parser, parser.parse_args(words))
+    args.out = args.out or RESULTS / OUT[args.device]
+    return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def check(args: argparse.Namespace) -> None:
+    """ValueError for what an engine of so many ranks would refuse."""
+    if not 2 <= args.ranks <= MAX_RANKS_PER_NODE:
+        raise ValueError(f"--ranks {args.ranks}: give 2 to {MAX_RANKS_PER_NODE}")
+    ranks = " ".join(f"--{kind} {args.ranks}" for kind in ("tp", "ep", "dp"))
+    flags = f"{ON_DEVICE[args.device]} {ranks} --enable-dp-attention {args.flags}"
+    folder = materialise(args.model_path)
+    preview(resolve(arguments(folder, flags)))
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    args = parse(words)
-    every = cases(args.ranks, args.backends)
+    args = parse(words, prog)
+    every, on_device = cases(args.ranks, args.backends), ON_DEVICE[args.device]
     if args.markdown:
         report(read(args.out, GpuSheet), markdown=True)
         return 0
@@ -316,9 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         case: Any = next(case for case in every if case.name == args.row)
         args.part.write_bytes(msgspec.json.encode(serve(args, case)))
         return 0
-    wanted, question = wanted_of(every, args.only), question_of(args, draw(args))
-    flags = f"{ON_DEVICE[args.device]} {args.flags}".strip()
-    sheet = open_sheet(args.out, msgspec.structs.replace(question, flags=flags), GpuSheet)
+    wanted, question = wanted_of(every, args.only), question_of(args, draw(args), on_device)
+    with complaints_in_a_line():
+        check(args)
+    sheet = open_sheet(args.out, question, GpuSheet)
     todo = left(sheet, wanted, args.again)
     with tempfile.TemporaryDirectory() as folder:
         apart = Path(folder)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import house_gpu
-from bench.common import device_option, show_table
+from bench.common import device_option, parse_on_cpu, show_table
 from bench.house import (
     BACKENDS,
     DETERMINISTIC,
@@ -28,6 +28,7 @@ from bench.house import (
     add_choice,
     arguments,
     ask,
+    check_choice,
     chosen,
     draw,
     house_parser,
@@ -123,14 +124,16 @@ def run(args: argparse.Namespace, cases: Sequence[Case] = CASES) -> Sheet:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    where, rest = device_option().parse_known_args(words)
-    return house_gpu.main(rest) if where.device == "cuda" else on_cpu(rest)
+    where, rest = device_option("house_grid").parse_known_args(words)
+    if where.device == "cuda":
+        return house_gpu.main(rest, "python -m bench.house_grid --device cuda")
+    return on_cpu(rest)
 
 
 def on_cpu(words: Sequence[str]) -> int:
-    parser = house_parser(__doc__, "house_grid", 50, [device_option()])
+    parser = house_parser(__doc__, "house_grid", 50, [device_option("house_grid")])
     add_choice(parser)
-    args = parser.parse_args(words)
+    args = check_choice(parser, parse_on_cpu(parser, words))
     if args.markdown:
         report(read(args.out, Sheet), markdown=True)
         return 0

@@ -90,7 +90,9 @@ def report(rows: list[Overlap], markdown: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m bench.house_overlap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--markdown", action="store_true", help="print what was measured")
     if parser.parse_args().markdown:

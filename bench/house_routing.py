@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from bench.common import machine, show_table, spare_larger
+from bench.common import check_out, machine, show_table, spare_larger
 from bench.house import Question, ask, draw, house_parser, question_of, read, start, write
 from moesaic import Engine
 from moesaic.evals.result import by_task
@@ -227,6 +227,7 @@ def main() -> int:
         return 0
     picture = args.picture or (PICTURE if args.out == usual else args.out.with_suffix(".png"))
     spare_larger(args.out, len(draw(args)), _problems_of, args.again)
+    check_out(args.out)
     routing = measure(args)
     write(args.out, routing)
     paint(picture, with_mix(routing.domains), f"{routing.question.model}: where tokens go")

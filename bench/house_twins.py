@@ -37,6 +37,7 @@ from bench.house import (
     accuracies,
     add_choice,
     ask,
+    check_choice,
     chosen,
     draw,
     flips,
@@ -211,7 +212,7 @@ def report(sheet: Sheet, markdown: bool) -> None:
 def main() -> int:
     parser = house_parser(__doc__, "house_twins", num=50)
     add_choice(parser)
-    args = parser.parse_args()
+    args = check_choice(parser, parser.parse_args())
     if args.markdown:
         report(read(args.out, Sheet), markdown=True)
         return 0

@@ -280,7 +280,9 @@ def table(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.http", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")

@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from bench import moe_layer_gpu
-from bench.common import device_option, machine, print_table, write_json
+from bench.common import device_option, machine, parse_on_cpu, print_table, write_json
 from moesaic.core.step import DECODE
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.context import MoeContext
@@ -184,7 +184,11 @@ def show(points: list[Point], ours: list[str]) -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], parents=[device_option()])
+    parser = argparse.ArgumentParser(
+        "python -m bench.moe_layer",
+        description=__doc__.splitlines()[0],
+        parents=[device_option("moe_layer")],
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
@@ -192,11 +196,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--deterministic", action="store_true", help="measure that mode too")
-    return parser.parse_args(words)
+    return parse_on_cpu(parser, words)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    chosen, rest = device_option().parse_known_args(words)
+    chosen, rest = device_option("moe_layer").parse_known_args(words)
     if chosen.device == "cuda":
         moe_layer_gpu.main(rest)
     else:

@@ -170,7 +170,7 @@ def row(name: str, found: Score) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m bench.mtp", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", default="models/house-moe")
     parser.add_argument("--num", type=int, default=50, help="problems of each task")
     parser.add_argument("--seed", type=int, default=0)

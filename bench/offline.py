@@ -267,7 +267,9 @@ def run(args: argparse.Namespace, folder: Path, size: Size) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.offline", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--model-path", type=Path, help="a checkpoint that --size wrote before")
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64])

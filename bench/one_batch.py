@@ -22,8 +22,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from itertools import pairwise
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.common import above_zero, cpu_name, positive, print_table
+from bench.common import above_zero, complaints_in_a_line, cpu_name, positive, print_table
 from bench.one_batch_peer import LIMIT_SECONDS, PeerPoint, run_apart
 from bench.step_limits import Ceilings, Forward, ModelLimit
 from bench.step_profile import profile_steps, show_profile
@@ -116,15 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.failed:
         say(f"batches of {', '.join(map(str, run.failed))} failed: see above")
     return 1 if run.failed or not run.points else 0
-
-
-@contextmanager
-def complaints_in_a_line() -> Iterator[None]:
-    """As the commands have them."""
-    try:
-        yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise SystemExit(f"error: {error}") from error
 
 
 def give_up_at_once(core: EngineCore) -> None:

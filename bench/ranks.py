@@ -159,7 +159,7 @@ def report(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m bench.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)

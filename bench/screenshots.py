@@ -75,7 +75,7 @@ def picture(browser: Browser, url: str, scheme: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench.screenshots", description=__doc__)
     parser.add_argument("--seconds", type=float, default=100, help="of load before the first one")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--model", default=MODEL)

@@ -142,7 +142,9 @@ def cases() -> list[Callable[[], list[Case]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.small_kernels", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the rows of the table")
     args = parser.parse_args()
     gpu.require()

@@ -375,7 +375,9 @@ def run(server: Server, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.soak", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--clients", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--url", help="of a server that runs; unset: one is started")

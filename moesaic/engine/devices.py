@@ -21,6 +21,7 @@ from moesaic.engine.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
 from moesaic.models.blocks import CausalLM
+from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
 
 logger = logging.getLogger(__name__)
@@ -205,11 +206,19 @@ def default_share(total: int, step: StepBytes) -> float:
     return min(max(share, SMALLEST_SHARE), LARGEST_SHARE)
 
 
-def check_weights_fit(name: str, weight_bytes: int, room: Room) -> None:
+def smaller_weights(moe: MoeContext) -> str:
+    """What to use where they do not fit; flags that are given already, or declared, do not help."""
+    flags = ["--dtype bfloat16"] if moe.dtype.itemsize > torch.bfloat16.itemsize else []
+    flags += [] if moe.weight_format.quantised else ["--quantization fp8"]
+    return "a smaller model" + (f" or fewer bits ({', '.join(flags)})" if flags else "")
+
+
+def check_weights_fit(name: str, weight_bytes: int, room: Room, smaller: str) -> None:
+    """`smaller`: see `smaller_weights`."""
     if weight_bytes > room.free:
         raise ValueError(
-            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use a smaller "
-            "model, fewer bits (--quantization fp8), or end what else runs there"
+            f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use {smaller}, or "
+            "end what else runs there"
         )
 
 

@@ -23,6 +23,7 @@ from moesaic.engine.devices import (
     device_cache_tokens,
     gpu_room,
     gpu_sharers,
+    smaller_weights,
 )
 from moesaic.engine.memory import (
     DEFAULT_FREE_SHARE,
@@ -113,7 +114,8 @@ class Layout:
         """ValueError where a machine like this one cannot hold the ranks of a node."""
         if self.moe.choice.device == "cuda":
             most = max(share.fixed_bytes for share in self.ranks)
-            check_weights_fit("the model", most, gpu_room().part(self.sharers))
+            room = gpu_room().part(self.sharers)
+            check_weights_fit("the model", most, room, smaller_weights(self.moe))
             return
         most = max(map(self.fixed_bytes, range(self.mesh.nnodes)))
         if most > total_memory():
@@ -121,8 +123,7 @@ class Layout:
             raise ValueError(
                 f"weights and buffers of the {count} rank{'s' * (count > 1)} of a node take "
                 f"{most / GIB:.1f} GiB and this machine has {total_memory() / GIB:.1f} GiB: use "
-                "more nodes (--nnodes), a smaller model or fewer bits (--dtype bfloat16, "
-                "--quantization fp8)"
+                f"more nodes (--nnodes), {smaller_weights(self.moe)}"
             )
 
     def cache_tokens(self, args: ServerArgs) -> int:

@@ -31,6 +31,7 @@ from moesaic.engine.devices import (
     compute_device,
     device_cache_tokens,
     gpu_sharers,
+    smaller_weights,
 )
 from moesaic.engine.grammar import Compiler
 from moesaic.engine.layout import (
@@ -169,15 +170,15 @@ class ModelRunner:
         if self.device.type == "cuda":
             room = Room.of(self.device).part(self.sharers)
             self.ranks.least(0, "look at what is free")  # before any of them takes some of it
-            check_weights_fit(str(folder), weight_bytes, room)
+            check_weights_fit(str(folder), weight_bytes, room, smaller_weights(self.moe))
             return
         ranks = self.ranks.mesh.ranks_per_node
         if weight_bytes * ranks > total_memory():
             each = f" in {ranks} ranks" if ranks > 1 else ""
             raise ValueError(
                 f"the weights of {folder} take {weight_bytes * ranks / GIB:.1f} GiB{each} and this "
-                f"machine has {total_memory() / GIB:.1f} GiB: use a smaller model or fewer "
-                "bits (--dtype bfloat16, --quantization fp8)"
+                f"machine has {total_memory() / GIB:.1f} GiB: use "
+                f"{smaller_weights(self.moe)}"
             )
 
     def _why_cache(self, args: ServerArgs) -> str:

@@ -144,6 +144,70 @@ def test_rows_that_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--flags=--pagesize 1", "^error: unknown flag --pagesize; did you mean --page-size"),
+        ("--flags=--page-size 0", "^error: --page-size is 0"),
+        ("--tasks foo", "^error: --tasks: unknown task foo: choose of "),
+        ("--model-path /nope", "^error: /nope/config.json does not exist"),
+        ("--model-path tiny:nope", "^error: .*nope"),
+        ("--num 0", "'0' is no whole number above 0"),
+        ("--num -1", "'-1' is no whole number above 0"),
+        ("--max-new-tokens 0", "'0' is no whole number above 0"),
+        ("--out {folder}/sheet.json/a", "^error: --out .*/sheet.json/a: .*sheet.json: "),
+        ("--markdown --only ep", "leave out --only and --again"),
+    ],
+)
+def test_what_was_measured_stays_where_nothing_can_be(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Of flags that are wrong, no sheet is moved aside and no engine starts."""
+    out = tmp_path / "sheet.json"
+    words = words.format(folder=tmp_path)
+    given = [words] if words.startswith("--flags=") else words.split()
+    question = house.Question("", "", "", "", {"lists": 1}, 0, 8, "")
+    common = ["--model-path", TINY, "--tasks", "lists", "--num", "1", "--out", str(out)]
+    for main, more in ((house_grid.main, []), (house_gpu.main, ["--device", "cpu"])):
+        house.write(out, house.Sheet(question, {}))
+        before = out.read_bytes()
+        with pytest.raises(SystemExit) as refusal:
+            main([*common, *more, *given])
+        said = refusal.value.code if isinstance(refusal.value.code, str) else ""
+        assert re.search(told, said or capsys.readouterr().err)
+        assert list(tmp_path.iterdir()) == [out] and out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (1, "--ranks 1: give 2 to 62"),
+        (63, "--ranks 63: give 2 to 62"),
+        (3, "8 expert slots cannot be laid evenly over ep 3"),
+    ],
+)
+def test_ranks_that_cannot_be(ranks: int, told: str, tmp_path: Path):
+    words = ["--device", "cpu", "--model-path", TINY, "--tasks", "lists", "--num", "1"]
+    with pytest.raises(SystemExit, match=f"^error: .*{told}"):
+        house_gpu.main([*words, "--ranks", str(ranks), "--out", str(tmp_path / "sheet.json")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_and_files_are_named_as_they_are_called(capsys: pytest.CaptureFixture[str]):
+    hint = "unrecognized arguments: --jobs 2 (--device cuda has flags of its own"
+    for main, words, told in (
+        (house_grid.main, ["--jobs", "2"], f"python -m bench.house_grid: error: {hint}"),
+        (house_grid.main, ["--device", "cuda", "--no"], "bench.house_grid --device cuda: error: "),
+        (house_gpu.main, ["--no"], "python -m bench.house_gpu: error: "),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert told in capsys.readouterr().err
+    assert house_gpu.parse([]).out == house.RESULTS / "h200_house.json"
+    assert house_gpu.parse(["--device", "cpu"]).out == house.RESULTS / "cpu_house.json"
+    assert house_gpu.parse(["--backends", "none", "mori", "none"]).backends == ["none", "mori"]
+
+
 def test_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -303,7 +367,7 @@ def test_engines_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1 rank, int8", "| ep 2 none, int8"]
     # What an engine says last is kept.
-    words += ["--flags=--page-size 0", "--only", "1 rank, int8"]
+    words += ["--flags=--max-total-tokens 1", "--only", "1 rank, int8"]
     assert house_gpu.main(words) == 1
-    (row,) = house.read(out, GpuSheet).rows
-    assert "--page-size is 0" in row.error and "page-size" in capsys.readouterr().err
+    row = house.read(out, GpuSheet).rows[0]
+    assert "--max-total-tokens 1" in row.error and "max-total-tokens" in capsys.readouterr().err

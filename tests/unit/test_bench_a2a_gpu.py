@@ -172,6 +172,8 @@ def test_what_a_cpu_measures(capsys: pytest.CaptureFixture[str]):
         a2a.main(["--ranks", "3"])
     with pytest.raises(SystemExit, match="hidden size 24 does not fit payload nvfp4"):
         a2a.main(["--hidden", "24", "--payload", "nvfp4"])
+    with pytest.raises(SystemExit, match=r"^error: --top-k 9: give at most --experts 4$"):
+        a2a.main(["--experts", "4", "--top-k", "9"])
     assert a2a.usable(a2a.Load(4, 64, 128, 8, "bf16"), 2) == list(a2a.BACKENDS)
     assert capsys.readouterr().out == ""
     nvfp4 = a2a.usable(a2a.Load(4, 64, 128, 8, "nvfp4"), 2)
@@ -216,6 +218,34 @@ def test_files_that_are_none_of_its_own(tmp_path: Path):
         if content is not None:  # before anything is measured
             with pytest.raises(SystemExit, match=wrong):
                 a2a_gpu.main(["--device", "cpu", "--out", str(path)])
+
+
+def test_where_nothing_can_be_written(tmp_path: Path):
+    """Before ranks start."""
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "rows.json"
+    with pytest.raises(SystemExit, match=f"^error: --out {out}: {tmp_path}/file: "):
+        a2a_gpu.main(["--device", "cpu", "--out", str(out)])
+
+
+def test_each_point_once():
+    args = parse("--ranks 2 4 2 --hidden 64 64 --tokens 1 1 --payload bf16 bf16".split())
+    assert (args.ranks, args.hidden) == ([2, 4], [64])
+    assert (args.tokens, args.payload) == ([1], ["bf16"])
+    assert a2a.parse(["--tokens", "4", "1", "4"]).tokens == [4, 1]
+
+
+def test_programs_are_named_as_they_are_called(capsys: pytest.CaptureFixture[str]):
+    hint = "unrecognized arguments: --markdown (--device cuda has flags of its own"
+    for main, words, told in (
+        (a2a.main, ["--markdown"], f"python -m bench.a2a: error: {hint}"),
+        (a2a.main, ["--device", "tpu"], "python -m bench.a2a: error: argument --device: "),
+        (a2a.main, ["--device", "cuda", "--no"], "python -m bench.a2a --device cuda: error: "),
+        (a2a_gpu.main, ["--no"], "python -m bench.a2a_gpu: error: "),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert told in capsys.readouterr().err
 
 
 def test_a_wrong_row_is_found():

@@ -13,20 +13,18 @@ import pytest
 from torch.autograd import DeviceType
 
 from bench import ep
+from bench.common import RESULTS, read_rows
 from bench.ep import (
-    Recorded,
     Row,
     compare,
     engine_args,
-    host_ms,
-    joined,
     merge,
     parser,
     read_flags,
-    read_trace,
     unfit,
 )
 from bench.ep_rank import FOLDER, TARGET, kernels_of
+from bench.ep_trace import Recorded, host_ms, joined, read_trace
 from bench.one_batch import timing
 from bench.stages import KERNELS, STAGE_OF, StepKernels, stage_of, stages_of
 from moesaic.comm.arrange import mesh_of
@@ -169,7 +167,8 @@ def test_tables_of_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert ep.main(["--markdown", "--out", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[1] == "m, 2 layers, bf16, deepep, NVIDIA H200"
+    lengths = "--input-len 64 --output-len 8"
+    assert told[1] == f"m, 2 layers, bf16, deepep, NVIDIA H200, {lengths}"
     assert "| 1 | 32 | 10.00 | 3,200 | 1.00 | 10,000 | 5.0 |" in told
     assert "| 4 | 32 | 10.00 | 2,400 | 0.75 | 10,000 | 5.0 |" in told
     place = told.index("| ranks | batch | dense | wait | idle | step |")
@@ -191,6 +190,20 @@ def test_rows_of_other_backends_stay(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ep.main(["--markdown", "--out", str(path)]) == 0
     told = capsys.readouterr().out
     assert "bf16, deepep, NVIDIA H200" in told and "bf16, mori, NVIDIA H200" in told
+
+
+def test_rows_of_other_sizes_stay(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    merge(path, [ROW])
+    merge(path, [replace(ROW, input_len=32), replace(ROW, output_len=16)])
+    merge(path, [replace(ROW, input_len=32, decode_ms=4.0)])
+    read = [Row(**one) for one in json.loads(path.read_text())]
+    assert [(row.input_len, row.output_len, row.decode_ms) for row in read] == [
+        (32, 8, 4.0),
+        (64, 8, 10.0),
+        (64, 16, 10.0),
+    ]
+    assert {row.input_len for row in read_rows(RESULTS / "h200_ep.json", Row)} == {1024}
 
 
 def args_of(words: str, number: int) -> dict[str, Any]:
@@ -290,6 +303,8 @@ def test_what_is_refused_is_refused_before_any_engine_starts():
         ("--moe-a2a-backend deeppe", "did you mean deepep"),
         ("--model-path nowhere", "nowhere/config.json does not exist"),
         ("--model-path nowhere --layers 3", "--layers 3 is for tiny: and shape: models"),
+        ("--output-len 2", "--output-len 2: give at least 3"),
+        ("--output-len 5 --profile", "--output-len 5 with --profile: give at least 6"),
         ("--skip-server-warmup", "--skip-server-warmup is a flag of the HTTP server"),
     ],
 )
@@ -313,8 +328,50 @@ def test_it_says_that_it_is_on_the_cpu(
 
 def test_files_that_are_none_of_its_own(tmp_path: Path):
     path = tmp_path / "rows.json"
-    for content in (None, "{", '{"rows": 1}', '[{"ep": 1}]', "3"):
+    for content, why in {
+        None: "No such file or directory",
+        "[{": "Input data was truncated",
+        '{"rows": 1}': "Expected `array`, got `object`",
+        '[{"ep": 1}]': "Object missing required field `model`",
+        '[{"wrong": 1}]': "unknown fields wrong",
+        "3": "Expected `array`, got `int`",
+    }.items():
         if content is not None:
             path.write_text(content)
-        with pytest.raises(SystemExit, match=f"^{path} cannot be read: .*; measure first, or name"):
+        wrong = f"^{path} cannot be read: {why}.*; measure first, or name --out$"
+        with pytest.raises(SystemExit, match=wrong):
             ep.main(["--markdown", "--out", str(path)])
+
+
+def test_each_number_of_ranks_once():
+    options = parser().parse_args("--ep 2 1 2 --batch 4 4".split())
+    assert (options.ep, options.batch) == ([2, 1], [4])
+
+
+def test_tables_take_no_other_flags(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        ep.main(["--markdown", "--dtype", "bfloat16"])
+    told = capsys.readouterr().err
+    assert "python -m bench.ep: error: --markdown measures nothing: leave out --dtype" in told
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ep, "ENGINE_SECONDS", 0.0)
+    file = tmp_path / "file"
+    file.touch()
+    words = "--model-path tiny:qwen3_moe --device cpu --ep 1 --batch 4 --out".split()
+    for out, why in {file / "rows.json": f": {file}: ", tmp_path: " is a folder: name"}.items():
+        with pytest.raises(SystemExit, match=f"^error: --out {out}{why}"):
+            ep.main([*words, str(out)])
+
+
+def test_an_engine_that_does_not_start_says_why_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise RuntimeError("rank 1 failed: the weights take 60 GiB")
+
+    monkeypatch.setattr(ep, "measure_engine", fail)
+    words = "--model-path tiny:qwen3_moe --device cpu --ep 2 --batch 4 --part".split()
+    with pytest.raises(SystemExit, match=r"^error: 2 ranks: rank 1 failed: the weights take"):
+        ep.main([*words, str(tmp_path / "rows.json")])

@@ -1,6 +1,8 @@
 """What the benchmarks of a GPU do with words and files, where there is none."""
 
+import ast
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -57,3 +59,17 @@ def test_the_device_of_the_layer(
 def test_configurations_of_many_rows_are_ones_that_exist() -> None:
     for changes in experts_large.CONFIGS.values():
         replace(LargeConfig(), **changes)
+
+
+def parsers(path: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "argparse.ArgumentParser":
+            yield node
+
+
+def test_every_benchmark_is_named_by_how_it_is_called() -> None:
+    """With `python -m` argparse would tell the name of the file."""
+    bench = Path(gpu.__file__).parent
+    found = [(path.name, one) for path in bench.glob("*.py") for one in parsers(path)]
+    assert len(found) > 20
+    assert [name for name, one in found if not one.args] == []

@@ -21,6 +21,7 @@ from moesaic.engine.devices import (
     default_share,
     device_cache_tokens,
     gpu_sharers,
+    smaller_weights,
 )
 from moesaic.engine.layout import chunk_tokens, max_running
 from moesaic.engine.memory import GIB
@@ -32,6 +33,7 @@ from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_config
 from moesaic.moe.context import MoeContext
 from moesaic.moe.outline import OutlineGroup
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import Problem
 
 H200 = Room(total=140 * GIB, free=82 * GIB, held=57 * GIB)
@@ -82,8 +84,8 @@ def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ValueError, match="is less than one page of 16 tokens"):
         tokens(ServerArgs(max_total_tokens=15))
     with pytest.raises(ValueError, match=r"the weights of m take 83.0 GiB; the GPU has 140.0 GiB"):
-        check_weights_fit("m", 83 * GIB, H200)
-    check_weights_fit("m", 82 * GIB, H200)
+        check_weights_fit("m", 83 * GIB, H200, "a smaller model")
+    check_weights_fit("m", 82 * GIB, H200, "a smaller model")
     assert H200.after(2 * GIB) == Room(140 * GIB, 80 * GIB, 59 * GIB)
 
 
@@ -178,3 +180,19 @@ def test_defaults_follow_the_device():
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match=r"torch .* finds no GPU that it can use"):
         compute_device(ServerArgs(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "flags"),
+    [
+        (torch.float32, None, " or fewer bits (--dtype bfloat16, --quantization fp8)"),
+        (torch.bfloat16, None, " or fewer bits (--quantization fp8)"),
+        (torch.float32, WEIGHT_FORMATS["fp8_block"], " or fewer bits (--dtype bfloat16)"),
+        (torch.bfloat16, WEIGHT_FORMATS["fp8_block"], ""),
+    ],
+)
+def test_flags_that_are_given_are_no_advice(
+    dtype: torch.dtype, weights: WeightFormat | None, flags: str
+):
+    moe = MoeContext.make(Problem(), dtype, weight_format=weights)
+    assert smaller_weights(moe) == f"a smaller model{flags}"
