@@ -125,8 +125,11 @@ class InFlight:
         """Forgets what is in flight. All ranks that go on call it with one number, higher than any
         before; `active`: who goes on, all unless given."""
         ranks = range(self.size) if active is None else active
-        if generation <= self.generation or generation >= MOST_GENERATIONS:
-            raise ValueError(f"generation {generation}: give one above {self.generation}")
+        if not self.generation < generation < MOST_GENERATIONS:
+            raise ValueError(
+                f"generation {generation}: give one above {self.generation} and below "
+                f"{MOST_GENERATIONS}"
+            )
         if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
             raise ValueError(
                 f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
