@@ -70,10 +70,14 @@ def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
         window = device_window.create(group, [], TIMEOUT, MEETINGS, device)
         calls = tuple(window.call(n, "start together") for n in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("benchmark"))
+        # As in an engine's rank: what is there by now is not looked through for garbage.
+        gc.collect()
+        gc.freeze()
         try:
             found = [measure(made, job, tokens, together) for tokens in job.tokens]
             window.check()
         finally:
+            gc.unfreeze()
             gc.collect()  # graphs go before the memory that they write to
             made.exchange.close()
             window.close()
@@ -123,6 +127,7 @@ class Rows:
     dispatcher: DeviceRowsDispatcher
     sets: list[tuple[Tensor, TopKOutput]]
     together: Together
+    step: Step
     given: list[RowsCombineInput] = field(default_factory=list)
 
     def check(self) -> float:
@@ -153,7 +158,7 @@ class Rows:
 
     def _dispatch(self, number: int) -> StandardDispatchOutput:
         x_TH, topk = self.sets[number % len(self.sets)]
-        out = self.dispatcher.dispatch(x_TH, topk, Step(rows=len(x_TH)))
+        out = self.dispatcher.dispatch(x_TH, topk, self.step)
         assert isinstance(out, StandardDispatchOutput)
         return out
 
@@ -203,7 +208,8 @@ def measure(dispatcher: DeviceRowsDispatcher, job: Job, tokens: int, together: T
     rank, size = dispatcher.layout.rank, dispatcher.layout.size
     seeds = range(rank, (4 if few else 2) * size, size)
     device = together.device
-    rows = Rows(dispatcher, [route(job, tokens, seed, device) for seed in seeds], together)
+    sets = [route(job, tokens, seed, device) for seed in seeds]
+    rows = Rows(dispatcher, sets, together, Step(rows=tokens))
     error = rows.check()
     if not error <= MOST_ERROR:
         raise AssertionError(

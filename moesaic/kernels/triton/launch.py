@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ ALIGNED = 16
 MOST = 2**31 - 1
 # What the interpreter has not, or does otherwise than a GPU, asks this.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_RUNTIME = triton.knobs.runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,6 @@ class Relaunch:
         names: list[str] = kernel.arg_names
         assert set(names) <= {*tensors, *numbers, *fixed}, "an argument is missing"
         self._kernel, self._varying, self._fixed = kernel, (*tensors, *numbers), fixed
-        self._tensors = [names.index(name) for name in tensors]
-        self._numbers = [names.index(name) for name in numbers]
         # The interpreter's kernels have none, and need none.
         params = getattr(kernel, "params", [])
         # They would change what Triton looks at.
@@ -113,7 +113,10 @@ class Relaunch:
             for place, name in enumerate(numbers)
             if params and not params[names.index(name)].do_not_specialize
         ]
-        self._arguments = [_address(fixed.get(name)) for name in names]
+        others = [name for name in names if name not in self._varying]
+        self._constant = [_address(fixed[name]) for name in others]
+        given = (*self._varying, *others)
+        self._in_order = itemgetter(*(given.index(name) for name in names))
         self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -124,32 +127,36 @@ class Relaunch:
             return
         active = driver.active
         device = active.get_current_device()
-        arguments, key, low = self._arguments.copy(), [device], 0
-        for place, tensor in zip(self._tensors, tensors, strict=True):
+        key: list[Any] = [device]
+        addresses: list[int | None] = []
+        low = 0
+        for tensor in tensors:
             if tensor is None:
                 key.append(None)
+                addresses.append(None)
             else:
-                arguments[place] = address = tensor.data_ptr()
-                low |= address
                 key.append(tensor.dtype)
-        for place, number in zip(self._numbers, numbers, strict=True):
+                address = tensor.data_ptr()
+                addresses.append(address)
+                low |= address
+        for number in numbers:
             if not -MOST <= number <= MOST:
                 self._by_triton(programs, tensors, numbers)
                 return
-            arguments[place] = number
         for place in self._specialised:
             number = numbers[place]
             key.append(number == 1 or 2 * (number % ALIGNED == 0))
         if low % ALIGNED:
-            key += (tensor is None or tensor.data_ptr() % ALIGNED for tensor in tensors)
+            key += (address is None or address % ALIGNED for address in addresses)
         found = self._found.get(tuple(key))
         if found is None:
-            compiled = self._by_triton(programs, tensors, numbers)
-            self._found[tuple(key)] = compiled
+            self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
             return
-        stream = active.get_current_stream(device)
-        function, metadata = found.function, found.packed_metadata
-        found.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        found.run(
+            programs, 1, 1, active.get_current_stream(device), found.function,
+            found.packed_metadata, None, None, None,
+            *self._in_order((*addresses, *numbers, *self._constant)),
+        )  # fmt: skip
 
     def _by_triton(
         self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
@@ -165,9 +172,7 @@ def _address(value: Any) -> Any:
 
 def _listened_to() -> bool:
     """Whether somebody wants to be told of launches."""
-    runtime = triton.knobs.runtime
-    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+    return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
 
 
 @triton.jit
