@@ -97,7 +97,12 @@ def start_mps() -> Mps:
     program = find_program()
     pipes = os.environ.get(PIPES, DEFAULT_PIPES)
     if Path(pipes, "control").exists() and mps_watch.answers(program):
-        logger.info("MPS: using the daemon that runs already in %s", pipes)
+        logger.info(
+            "MPS: using the daemon that runs already in %s, which no other server should use "
+            "(%s=an empty folder: one of our own)",
+            pipes,
+            PIPES,
+        )
         return Mps({PIPES: pipes, **_few_queues()})
     return _start_own(program)
 
