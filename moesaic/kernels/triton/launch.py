@@ -81,10 +81,10 @@ class Relaunch:
     Triton's own launch binds all arguments by name and looks at each for which of its compiled
     kernels they want: some 40 us for thirty of them. Here the first launch goes that way, and what
     it took is kept. Later ones hand their arguments, in order, to the launcher of that kernel, with
-    the current stream; so they can be captured in a graph as well.
+    the current stream of the device of what is fixed; so they can be captured in a graph as well.
 
-    What is kept serves a launch if Triton would choose it. That depends on the device, on what is
-    fixed, which must stay as it is, and of what varies on no more than
+    What is kept serves a launch if Triton would choose it. That depends on what is fixed, which
+    must stay as it is, also on its device, and of what varies on no more than
         a tensor    whether it is None, its type, whether its address is a multiple of 16
         a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
                     (it is always an integer, or always none)
@@ -115,6 +115,8 @@ class Relaunch:
         ]
         others = [name for name in names if name not in self._varying]
         self._constant = [_address(fixed[name]) for name in others]
+        devices = (one.device.index for one in fixed.values() if isinstance(one, Tensor))
+        self._device = next((index for index in devices if index is not None), 0)
         given = (*self._varying, *others)
         self._in_order = itemgetter(*(given.index(name) for name in names))
         self._found: dict[tuple[Any, ...], Any] = {}
@@ -125,9 +127,7 @@ class Relaunch:
         if INTERPRETED.value or _listened_to():
             self._by_triton(programs, tensors, numbers)
             return
-        active = driver.active
-        device = active.get_current_device()
-        key: list[Any] = [device]
+        key: list[Any] = []
         addresses: list[int | None] = []
         low = 0
         for tensor in tensors:
@@ -152,9 +152,9 @@ class Relaunch:
         if found is None:
             self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
             return
+        stream = driver.active.get_current_stream(self._device)
         found.run(
-            programs, 1, 1, active.get_current_stream(device), found.function,
-            found.packed_metadata, None, None, None,
+            programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None,
             *self._in_order((*addresses, *numbers, *self._constant)),
         )  # fmt: skip
 
