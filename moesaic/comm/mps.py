@@ -93,17 +93,20 @@ def find_program() -> str:
 
 
 def start_mps() -> Mps:
-    """The daemon that the user runs, if there is one; else one of our own."""
+    """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
+    another runs: servers that share one have held each other up, and fall together."""
     program = find_program()
-    pipes = os.environ.get(PIPES, DEFAULT_PIPES)
-    if Path(pipes, "control").exists() and mps_watch.answers(program):
-        logger.info(
-            "MPS: using the daemon that runs already in %s, which no other server should use "
-            "(%s=an empty folder: one of our own)",
-            pipes,
-            PIPES,
-        )
+    pipes = os.environ.get(PIPES, "")
+    if pipes and Path(pipes, "control").exists() and mps_watch.answers(program):
+        logger.info("MPS: using the daemon in %s, as %s says", pipes, PIPES)
         return Mps({PIPES: pipes, **_few_queues()})
+    if not pipes and Path(DEFAULT_PIPES, "control").exists():
+        logger.info(
+            "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode wants",
+            DEFAULT_PIPES,
+            PIPES,
+            DEFAULT_PIPES,
+        )
     return _start_own(program)
 
 

@@ -135,6 +135,18 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert not (fake / "starts").exists()
 
 
+def test_a_daemon_that_nobody_named(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It is left alone, and the log says how to have it."""
+    monkeypatch.setattr("moesaic.comm.mps.DEFAULT_PIPES", str(fake))
+    (fake / "control").touch()
+    with caplog.at_level("INFO", "moesaic.comm.mps"), start_mps() as mps:
+        assert mps.is_own and mps.environment[PIPES] != str(fake)
+    assert f"the daemon in {fake} is left alone; {PIPES}={fake} takes it" in caplog.text
+    assert (fake / "control").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"), [("1", None), ("8", None), ("32", "8"), (" 32", "8"), ("", None)]
 )
