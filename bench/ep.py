@@ -10,8 +10,8 @@ With P ranks: --tp P --ep P --dp P --enable-dp-attention --moe-a2a-backend deepe
 serves decoding, unless another backend is given; one rank sends nothing. So each rank holds its
 part of the experts and all of the rest, and has its part of the batch. Engines come one after the
 other, each in a process of its own. They warm up as a server does, unless --no-warm-up says that
-Triton has all kernels in its cache, and each batch is run twice before it counts, one with fewer
-requests than ranks until each rank has had two: a rank that compiled a kernel would hold up all.
+Triton has all kernels in its cache, and each batch is run twice before it counts, one request alone
+twice on each rank: a rank that compiled a kernel would hold up all.
 A batch of 1 is taken, too: one rank has it, and the others no more than experts for it.
 Requests, and which steps count, are those of bench/one_batch.py; a step of several ranks lasts
 until all have ended it, and has the tokens of all. `of single`: of the tokens a second of one rank
@@ -277,7 +277,7 @@ def prompts_of(
 def measure(engine: Engine, options: argparse.Namespace, ep: int, batch: int, folder: Path) -> Row:
     warm = min(WARM_TOKENS, options.output_len)
     # Which prompts share a step differs from run to run, and ranks get prompts in turn.
-    for seed in range(WARM_RUNS * max(1, ep // batch)):
+    for seed in range(WARM_RUNS * (ep if batch == ALONE_BATCH else 1)):
         generate(engine, prompts_of(engine, options, batch, seed), warm)
     engine.start_profile(folder)
     generate(engine, prompts_of(engine, options, batch, 1000), options.output_len)

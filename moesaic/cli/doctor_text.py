@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from moesaic.comm.mps import PROGRAM
+from moesaic.comm.mps_watch import PIPES
 from moesaic.config.gpus import describe_shares
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -16,7 +17,7 @@ RANK_HEAD = (
 )
 # By whether a daemon runs, and whether its program is there.
 MPS = {
-    (True, True): "runs",
+    (True, True): f"one runs; a server starts its own unless {PIPES} names it",
     (True, False): f"runs, but {PROGRAM} is not on PATH",
     (False, True): "none runs; a server starts its own",
     (False, False): f"{PROGRAM} is not on PATH",

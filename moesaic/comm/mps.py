@@ -96,16 +96,20 @@ def start_mps() -> Mps:
     """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
     another runs: servers that share one have held each other up, and fall together."""
     program = find_program()
-    pipes = os.environ.get(PIPES, "")
-    if pipes and Path(pipes, "control").exists() and mps_watch.answers(program):
+    named = os.environ.get(PIPES, "")
+    pipes = named or DEFAULT_PIPES
+    runs = Path(pipes, "control").exists() and mps_watch.answers(program)
+    if named and runs:
         logger.info("MPS: using the daemon in %s, as %s says", pipes, PIPES)
         return Mps({PIPES: pipes, **_few_queues()})
-    if not pipes and Path(DEFAULT_PIPES, "control").exists():
-        logger.info(
+    if named:
+        logger.warning("MPS: no daemon answers in %s, which %s names", pipes, PIPES)
+    elif runs:
+        logger.warning(
             "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode wants",
-            DEFAULT_PIPES,
+            pipes,
             PIPES,
-            DEFAULT_PIPES,
+            pipes,
         )
     return _start_own(program)
 

@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 from moesaic.kernels.triton import a2a as kernels
-from moesaic.kernels.triton.launch import Relaunch
+from moesaic.kernels.triton.launch import Relaunch, device_of
 from tests.kernels.a2a_cases import RESULTS, ROWS, Case
 from tests.kernels.aot import HOPPER
 
@@ -109,12 +110,29 @@ def check_surroundings(gpu: NoGpu, again: Relaunch, tensors: tuple[Tensor | None
     gpu.stream, gpu.device = 11, 1
     again(5, tensors, (16, 1))
     assert gpu.last()[:4] == (5, 1, 1, 11)
+    with FakeTensorMode():
+        assert device_of([3, torch.zeros(1), torch.empty(1, device="cuda:1")]) == 1
     gpu.device, heard = 0, len(again._found)
-    calls = triton.knobs.runtime.launch_enter_hook.calls
-    calls.append(lambda metadata: None)
-    again(5, tensors, (3, 1))
-    calls.clear()
-    assert len(again._found) == heard and gpu.last()[6][3] == 3
+    runtime = triton.knobs.runtime
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        kept = getattr(runtime, name)
+        kept.calls.append(lambda metadata: None)
+        again(5, tensors, (3, 1))
+        kept.calls.clear()
+        assert len(again._found) == heard and gpu.last()[6][3] == 3
+        setattr(runtime, name, lambda metadata: None)
+        again(5, tensors, (3, 1))
+        setattr(runtime, name, None)
+        assert len(again._found) == heard
+        again(5, tensors, (16, 1))
+        assert gpu.last()[6][3] == 16
+        setattr(runtime, name, kept)
+    for wrong in ((), (16, 1, 7)):
+        try:
+            again(5, tensors, wrong)
+        except AssertionError:
+            continue
+        raise AssertionError(f"launched with {wrong}")
 
 
 def check_kernels_between_ranks(gpu: NoGpu) -> None:

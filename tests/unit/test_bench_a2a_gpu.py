@@ -202,7 +202,7 @@ def test_without_mps(
     program = tmp_path / "nvidia-cuda-mps-control"
     program.write_text("#!/bin/sh\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     with pytest.raises(SystemExit, match=r"^error: no MPS daemon: "):
         a2a_gpu.main(["--quick"])
 

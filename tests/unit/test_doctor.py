@@ -422,6 +422,7 @@ def test_what_a_gpu_takes(
     folders: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
     gpus: Callable[[int, int], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """The sum of its ranks, not of all on the node."""
     gpus(count, 8 * GIB)
@@ -439,6 +440,10 @@ def test_what_a_gpu_takes(
     assert f"  {shares}\n" in text
     assert f"  the fullest GPU takes {size(found[0]['total_bytes'])}, about " in text
     assert "  mps daemon    none runs; a server starts its own\n" in text
+    monkeypatch.setattr("moesaic.cli.machine.mps_processes", lambda: iter((7,)))
+    assert main(["doctor", *line.split()]) == 0
+    told = "one runs; a server starts its own unless CUDA_MPS_PIPE_DIRECTORY names it"
+    assert f"  mps daemon    {told}\n" in capsys.readouterr().out
 
 
 def test_ranks_that_would_find_no_mps(

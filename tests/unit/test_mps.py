@@ -22,7 +22,7 @@ from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 from moesaic.config.gpus import PERCENT
 
 PROGRAM_TEXT = """#!/bin/sh
-control="${CUDA_MPS_PIPE_DIRECTORY:-/nowhere}/control"
+control="${CUDA_MPS_PIPE_DIRECTORY:-$FAKE/default}/control"
 case "$1" in
 -d)
     echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_VISIBLE_DEVICES" >> "$FAKE/starts"
@@ -135,16 +135,15 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
     assert not (fake / "starts").exists()
 
 
-def test_a_daemon_that_nobody_named(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_daemon_that_nobody_named(fake: Path, caplog: pytest.LogCaptureFixture):
     """It is left alone, and the log says how to have it."""
-    monkeypatch.setattr("moesaic.comm.mps.DEFAULT_PIPES", str(fake))
-    (fake / "control").touch()
-    with caplog.at_level("INFO", "moesaic.comm.mps"), start_mps() as mps:
-        assert mps.is_own and mps.environment[PIPES] != str(fake)
-    assert f"the daemon in {fake} is left alone; {PIPES}={fake} takes it" in caplog.text
-    assert (fake / "control").exists()
+    folder = fake / "default"
+    folder.mkdir()
+    (folder / "control").touch()
+    with start_mps() as mps:
+        assert mps.is_own and mps.environment[PIPES] != str(folder)
+    assert f"the daemon in {folder} is left alone; {PIPES}={folder} takes it" in caplog.text
+    assert (folder / "control").exists()
 
 
 @pytest.mark.parametrize(
@@ -173,11 +172,14 @@ def test_processors_are_left_for_other_ranks(
         assert mps.for_ranks(1) == {}
 
 
-def test_a_folder_without_a_daemon(fake: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_without_a_daemon(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setenv(PIPES, str(fake / "stale"))
     with start_mps() as mps:
         assert mps.is_own
         assert mps.environment[PIPES] != str(fake / "stale")
+    assert f"no daemon answers in {fake / 'stale'}, which {PIPES} names" in caplog.text
 
 
 def test_a_daemon_that_does_not_start(fake: Path):

@@ -19,6 +19,7 @@ And kernels that are launched from the host again and again, with little to do f
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -84,7 +85,7 @@ class Relaunch:
     the current stream of the device of what is fixed; so they can be captured in a graph as well.
 
     What is kept serves a launch if Triton would choose it. That depends on what is fixed, which
-    must stay as it is, also on its device, and of what varies on no more than
+    must stay as it is, on the device that is the current one, and of what varies on no more than
         a tensor    whether it is None, its type, whether its address is a multiple of 16
         a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
                     (it is always an integer, or always none)
@@ -100,6 +101,7 @@ class Relaunch:
     ) -> None:
         """`tensors`, `numbers`: names of those that vary. `fixed`: all others, and options."""
         names: list[str] = kernel.arg_names
+        assert len(names) > 1
         assert set(names) <= {*tensors, *numbers, *fixed}, "an argument is missing"
         self._kernel, self._varying, self._fixed = kernel, (*tensors, *numbers), fixed
         # The interpreter's kernels have none, and need none.
@@ -115,8 +117,7 @@ class Relaunch:
         ]
         others = [name for name in names if name not in self._varying]
         self._constant = [_address(fixed[name]) for name in others]
-        devices = (one.device.index for one in fixed.values() if isinstance(one, Tensor))
-        self._device = next((index for index in devices if index is not None), 0)
+        self._device = device_of(fixed.values())
         given = (*self._varying, *others)
         self._in_order = itemgetter(*(given.index(name) for name in names))
         self._found: dict[tuple[Any, ...], Any] = {}
@@ -124,6 +125,7 @@ class Relaunch:
     def __call__(
         self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> None:
+        assert len(tensors) + len(numbers) == len(self._varying)
         if INTERPRETED.value or _listened_to():
             self._by_triton(programs, tensors, numbers)
             return
@@ -150,6 +152,7 @@ class Relaunch:
             key += (address is None or address % ALIGNED for address in addresses)
         found = self._found.get(tuple(key))
         if found is None:
+            assert driver.active.get_current_device() == self._device
             self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
             return
         stream = driver.active.get_current_stream(self._device)
@@ -165,6 +168,12 @@ class Relaunch:
         return self._kernel[(programs,)](**varying, **self._fixed)
 
 
+def device_of(values: Iterable[Any]) -> int:
+    """Of the first tensor among them that is on a GPU."""
+    devices = (one.device.index for one in values if isinstance(one, Tensor))
+    return next((index for index in devices if index is not None), 0)
+
+
 def _address(value: Any) -> Any:
     """Of memory of the host Triton finds out how the GPU calls it."""
     return value.data_ptr() if isinstance(value, Tensor) and value.is_cuda else value
@@ -172,7 +181,8 @@ def _address(value: Any) -> Any:
 
 def _listened_to() -> bool:
     """Whether somebody wants to be told of launches."""
-    return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
+    before, after = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 @triton.jit
