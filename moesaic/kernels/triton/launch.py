@@ -152,7 +152,7 @@ class Relaunch:
             key += (address is None or address % ALIGNED for address in addresses)
         found = self._found.get(tuple(key))
         if found is None:
-            assert driver.active.get_current_device() == self._device
+            assert driver.active.get_current_device() == self._device, "on another GPU"
             self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
             return
         stream = driver.active.get_current_stream(self._device)
