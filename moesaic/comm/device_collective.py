@@ -55,8 +55,10 @@ MOST_LANES: Final = 32
 MOST_WAITING: Final = 56
 PROCESSORS: Final = 132
 LEFT: Final = 4
-# Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel.
+# Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel, unless
+# there are so few lanes that it would take one of them too long.
 PUSH_BYTES: Final = 128 * BLOCK_BYTES
+MOST_LANE_BYTES: Final = 32 * BLOCK_BYTES
 # Where a share of a sum begins, so that it can be read in whole words of memory.
 ALIGN: Final = 16
 # By which integers bytes travel that nobody adds.
@@ -391,12 +393,13 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 4 of 64 for 8."""
+    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 4 of 64 for 8, and
+    one of 64 for as many as there may ever be."""
     share = PROCESSORS * processor_percent(size) // 100
     lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
     while lanes > 1 and (size - 1) * lanes > most:
         lanes //= 2
-    return lanes, PUSH_BYTES // lanes
+    return lanes, min(PUSH_BYTES // lanes, MOST_LANE_BYTES)
 
 
 def _capacity(nbytes: int) -> int:

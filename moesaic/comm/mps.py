@@ -21,7 +21,7 @@ from typing import Final
 from moesaic.comm import mps_watch
 from moesaic.comm.mps_watch import LOGS, PIPES, READY
 from moesaic.config.devices import VISIBLE
-from moesaic.config.gpus import PERCENT, processor_percent
+from moesaic.config.gpus import MOST_CLIENTS, PERCENT, processor_percent
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES: Final = 8
 """Clients of a daemon have their queues to the GPU out of one pool: with 32 each the third finds
 none left, and CUDA calls that "out of memory". 8 is CUDA's own default."""
+CROWD: Final = "MOESAIC_MPS_CROWD"
 STOP_SECONDS: Final = 20.0
 NEEDED: Final = "ranks that share a GPU need it"
 INSTALL: Final = (
@@ -56,10 +57,12 @@ class Mps:
         What the user says of their processors holds."""
         if sharers == 1:
             return {}
-        percent = processor_percent(sharers)
-        if percent == 100 or os.environ.get(PERCENT):
-            return self.environment
-        return {**self.environment, PERCENT: str(percent)}
+        told, percent = dict(self.environment), processor_percent(sharers, not self.is_own)
+        if not self.is_own:
+            told[CROWD] = str(MOST_CLIENTS)
+        if percent < 100 and not os.environ.get(PERCENT):
+            told[PERCENT] = str(percent)
+        return told
 
     def stop(self) -> None:
         """When its ranks have ended. May be repeated."""
@@ -81,6 +84,17 @@ class Mps:
         self.stop()
 
 
+def crowd() -> int:
+    """In a rank: how many may wait on its GPU, those of other servers on the same daemon counted;
+    0: the daemon is its server's own."""
+    return int(os.environ.get(CROWD, "0"))
+
+
+def is_named() -> bool:
+    """Whether the user wants a daemon of theirs to be used."""
+    return bool(os.environ.get(PIPES))
+
+
 def find_program() -> str:
     """RuntimeError where there is none."""
     program = shutil.which(PROGRAM)
@@ -96,8 +110,7 @@ def start_mps() -> Mps:
     """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
     another runs: servers that share one have held each other up, and fall together."""
     program = find_program()
-    named = os.environ.get(PIPES, "")
-    pipes = named or DEFAULT_PIPES
+    named, pipes = is_named(), os.environ.get(PIPES) or DEFAULT_PIPES
     runs = Path(pipes, "control").exists() and mps_watch.answers(program)
     if named and runs:
         logger.info("MPS: using the daemon in %s, as %s says", pipes, PIPES)

@@ -11,6 +11,10 @@ MOST_SHARERS: Final = 8
 PERCENT: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 SPARE: Final = 2
 """How many times its even part of a GPU's processors a rank may compute on."""
+MOST_CLIENTS: Final = 60
+"""Ranks of all servers on an MPS daemon; 48 up to Hopper."""
+CROWD_PERCENT: Final = 50
+"""Of an H200's 132 processors: more than those have."""
 
 
 def share_gpus(ranks: int, gpus: int) -> tuple[int, ...]:
@@ -31,17 +35,19 @@ def is_shared(devices: Sequence[int]) -> bool:
     return len(set(devices)) < len(devices)
 
 
-def processor_percent(sharers: int) -> int:
-    """The part of a GPU's processors that each of so many ranks on it may compute on.
+def processor_percent(sharers: int, crowded: bool = False) -> int:
+    """The part of a GPU's processors that each of so many ranks on it may compute on. `crowded`:
+    besides ranks of other servers, each of which may have a program that waits, on a processor of
+    its own; whichever these are, some must be left.
 
     All at once, the kernels of ranks would come one after the other: those that read weights take
     every processor there is, and leave each other none. 8 ranks took 1.2 to 1.4 times as long for a
     step. With an even part each nobody could use what others do not; so it is more.
     """
-    return min(100, -(-100 * SPARE // sharers))
+    return max(min(100, -(-100 * SPARE // sharers)), CROWD_PERCENT if crowded else 0)
 
 
-def describe_shares(devices: Sequence[int]) -> str:
+def describe_shares(devices: Sequence[int], crowded: bool = False) -> str:
     """For the log: `5 ranks share 2 GPUs under MPS (GPU 0: ranks 0-2, GPU 1: ranks 3-4); …`."""
     if not is_shared(devices):
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
@@ -53,7 +59,7 @@ def describe_shares(devices: Sequence[int]) -> str:
     )
     if given := os.environ.get(PERCENT):
         return f"{text}, and computes on as many processors as {PERCENT}={given} says"
-    if (percent := processor_percent(most)) == 100:
+    if (percent := processor_percent(most, crowded)) == 100:
         return text
     return f"{text}, and computes on {percent}% of the processors at most ({PERCENT})"
 

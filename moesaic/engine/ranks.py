@@ -12,6 +12,7 @@ from moesaic.comm.control import Seat
 from moesaic.comm.device_collective import device_collective
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.mesh import Mesh, Place, share
+from moesaic.comm.mps import crowd
 from moesaic.layers.parallel import Parallel
 
 # What a rank's part may have to go in one piece between GPUs: most of a step of prompts.
@@ -64,7 +65,7 @@ class RankContext:
             self.timeout,
             device,
             shares_gpu=shares_gpu or device.type == "cpu",
-            neighbours=self.mesh.tp,
+            neighbours=max(self.mesh.tp, crowd()),
         )
         return replace(self, on_device=collective)
 

@@ -3,6 +3,7 @@ processes, and what surrounds NCCL over gloo."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -24,8 +25,11 @@ from moesaic.comm.device_collective import (
 from moesaic.comm.device_window import HostWindow
 from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.group import LOOPBACK, RankGroup, _gloo
-from moesaic.config.gpus import processor_percent
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.mps import CROWD
+from moesaic.config.gpus import MOST_CLIENTS, processor_percent
 from moesaic.engine.gpu_runner import GpuRunner
+from moesaic.engine.ranks import RankContext
 from moesaic.engine.window_watch import WindowWatch
 from moesaic.kernels.a2a import State
 from tests.distributed.moe_ranks import Pools
@@ -341,6 +345,26 @@ def chosen_kind(group: RankGroup) -> str:
     return type(comm).__name__
 
 
+def test_servers_on_one_daemon_leave_each_other_processors(pools: Pools) -> None:
+    """A rank that may not be alone with its server's waits with one program."""
+    assert pools(2).run(lanes_in_a_crowd) == [(32, 1)] * 2
+
+
+def lanes_in_a_crowd(group: RankGroup) -> tuple[int, ...]:
+    context, found = RankContext(mesh=Mesh(tp=2), attention_peers=group), []
+    for crowd in (0, MOST_CLIENTS):
+        os.environ[CROWD] = str(crowd)
+        comm = context.computing_on(CPU, shares_gpu=True).on_device
+        assert isinstance(comm, DeviceCollective)
+        # As many as go in one kernel of 32 lanes: here in several.
+        x = torch.full((64, 2048), 1.0 + group.rank, dtype=torch.bfloat16)
+        assert (comm.sum_rows(x, slice(None), "crowd") == 3.0).all()
+        found.append(comm._board.lanes)
+        comm.close()
+    del os.environ[CROWD]
+    return tuple(found)
+
+
 def nothing(group: RankGroup) -> None:
     DeviceCollective.create(group, 0, SECONDS, CPU)
 
@@ -363,6 +387,7 @@ def test_programs_that_wait_leave_room_for_a_peer() -> None:
         assert waiting < 132 / 2 and waiting <= open_to_one - 4
         assert lanes * lane_bytes == 64 * 2048 * 2
     assert [lanes_of(size)[0] for size in (2, 4, 8)] == [32, 16, 4]
+    assert lanes_of(MOST_CLIENTS) == (1, 64 * 1024)
 
 
 def test_tensors_of_another_device_are_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from inspect import getclosurevars
@@ -13,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic import Engine
+from moesaic.comm.mps import QUEUES, start_mps
+from moesaic.comm.mps_watch import PIPES
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.gpu_runner import GpuRunner
@@ -114,6 +119,40 @@ def test_a_gpu_gives_the_answers_of_a_cpu() -> None:
     args = arguments("float32")
     there = GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
     assert answers(there) == answers(ModelRunner(args))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+def test_servers_on_one_daemon_do_not_hold_each_other_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of three servers but one may wait at once: if they did on all processors, those of
+    the one would never come. Answers to the bit, so that prompts may come in any order."""
+    flags: dict[str, Any] = {
+        "model_path": "models/house-moe",
+        "device": "cuda",
+        "max_total_tokens": 16384,
+        "max_running_requests": 64,
+        "cuda_graph_bs": (16, 64),
+        "enable_deterministic_inference": True,
+        "disable_radix_cache": True,
+        "dist_timeout": 30.0,
+    }
+    texts = [f"What is {n} plus {n * n}?" for n in range(192)]
+    params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+
+    def ask(engine: Engine) -> list[list[int]]:
+        told = engine.generate(texts, params)
+        assert isinstance(told, list)
+        return [one["output_ids"] for one in told]
+
+    with Engine(**flags) as one:
+        expected = ask(one)
+    with start_mps() as daemon, ExitStack() as stack:
+        monkeypatch.setenv(PIPES, daemon.environment[PIPES])
+        monkeypatch.setenv(QUEUES, "2")
+        engines = [stack.enter_context(Engine(**flags, tp_size=4, ep_size=4)) for _ in range(3)]
+        with ThreadPoolExecutor(len(engines)) as pool:
+            for _ in range(4):
+                assert list(pool.map(ask, engines)) == [expected] * len(engines)
 
 
 @pytest.mark.skipif(GPU, reason="kernels take CPU tensors in the interpreter alone")

@@ -3,6 +3,7 @@
 import pytest
 
 from moesaic.config.gpus import (
+    MOST_CLIENTS,
     crowding,
     describe_shares,
     is_shared,
@@ -49,6 +50,8 @@ def test_what_is_said(monkeypatch: pytest.MonkeyPatch):
         "a GPU or more, and computes on 50% of the processors at most "
         "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)"
     )
+    assert "computes on 25% of" in describe_shares((0,) * 8)
+    assert "computes on 50% of" in describe_shares((0,) * 8, crowded=True)
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "80")
     assert describe_shares((0, 0)).endswith(
         ", and computes on as many processors as CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=80 says"
@@ -56,10 +59,13 @@ def test_what_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_part_of_the_processors():
-    """Twice what is even."""
+    """Twice what is even; of a crowd each rank has more than there may be that wait, on an H200."""
     assert [processor_percent(sharers) for sharers in (1, 2, 3, 4, 6, 8)] == [
         100, 100, 67, 50, 34, 25,
     ]  # fmt: skip
+    crowded = [processor_percent(sharers, crowded=True) for sharers in (1, 2, 3, 4, 6, 8)]
+    assert crowded == [100, 100, 67, 50, 50, 50]
+    assert 132 * min(crowded) // 100 - MOST_CLIENTS >= 4
 
 
 def test_more_ranks_on_a_gpu_than_were_tried():

@@ -17,7 +17,7 @@ import pytest
 from moesaic.comm import mps_watch
 from moesaic.comm.launch import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import PROGRAM, QUEUES, start_mps
+from moesaic.comm.mps import CROWD, PROGRAM, QUEUES, start_mps
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 from moesaic.config.gpus import PERCENT
 
@@ -131,6 +131,11 @@ def test_the_daemon_of_the_user(fake: Path, monkeypatch: pytest.MonkeyPatch):
     with start_mps() as mps:
         assert mps.environment == {PIPES: str(fake)}
         assert not mps.is_own
+        # Others may be on it: who waits must leave theirs room, and has it from them.
+        assert mps.for_ranks(4) == {PIPES: str(fake), CROWD: "60", PERCENT: "50"}
+        assert mps.for_ranks(8)[PERCENT] == "50"
+        assert mps.for_ranks(2) == {PIPES: str(fake), CROWD: "60"}
+        assert mps.for_ranks(1) == {}
     assert (fake / "control").exists()
     assert not (fake / "starts").exists()
 
@@ -170,6 +175,7 @@ def test_processors_are_left_for_other_ranks(
         assert mps.for_ranks(sharers).get(PERCENT) == wanted
         assert mps.for_ranks(sharers)[PIPES] == mps.environment[PIPES]
         assert mps.for_ranks(1) == {}
+        assert CROWD not in mps.for_ranks(sharers)
 
 
 def test_a_folder_without_a_daemon(
