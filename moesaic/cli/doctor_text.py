@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from moesaic.comm.mps import PROGRAM, is_named
+from moesaic.comm.mps import PROGRAM
 from moesaic.comm.mps_watch import PIPES
 from moesaic.config.gpus import describe_shares
 
@@ -144,7 +144,7 @@ def _totals(layout: dict[str, Any], machine: dict[str, Any]) -> Iterator[str]:
     held = "no KV cache fits" if tokens is None else f"KV cache of {tokens} tokens on every rank"
     yield f"  {held}, at most {size(each)} a token and rank"
     if layout["gpus"]:
-        yield f"  {describe_shares([rank['gpu'] for rank in ranks], is_named())}"
+        yield f"  {describe_shares([rank['gpu'] for rank in ranks])}"
         fullest = max(layout["gpus"], key=lambda gpu: gpu["total_bytes"])
         yield (
             f"  the fullest GPU takes {size(fullest['total_bytes'])}, about "

@@ -393,8 +393,8 @@ def _tag_of(
 
 
 def lanes_of(size: int) -> tuple[int, int]:
-    """How many lanes, and bytes of each, for so many ranks: 32 of 8 KiB for 2, 4 of 64 for 8, and
-    one of 64 for as many as there may ever be."""
+    """How many lanes, and bytes of each, for so many ranks that may wait on a GPU: 32 of 8 KiB for
+    2, 4 of 64 for 8, one of 64 from 30 on."""
     share = PROCESSORS * processor_percent(size) // 100
     lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
     while lanes > 1 and (size - 1) * lanes > most:

@@ -57,10 +57,12 @@ class Mps:
         What the user says of their processors holds."""
         if sharers == 1:
             return {}
-        told, percent = dict(self.environment), processor_percent(sharers, not self.is_own)
-        if not self.is_own:
-            told[CROWD] = str(MOST_CLIENTS)
-        if percent < 100 and not os.environ.get(PERCENT):
+        told = {**self.environment, CROWD: str(0 if self.is_own else MOST_CLIENTS)}
+        percent = processor_percent(sharers, crowded=not self.is_own)
+        if given := os.environ.get(PERCENT):
+            logger.info("MPS: ranks compute on as many processors as %s=%s says", PERCENT, given)
+        elif percent < 100:
+            logger.info("MPS: a rank computes on %d%% of the processors (%s)", percent, PERCENT)
             told[PERCENT] = str(percent)
         return told
 
@@ -87,12 +89,19 @@ class Mps:
 def crowd() -> int:
     """In a rank: how many may wait on its GPU, those of other servers on the same daemon counted;
     0: the daemon is its server's own."""
-    return int(os.environ.get(CROWD, "0"))
+    return int(os.environ.get(CROWD) or 0)
 
 
-def is_named() -> bool:
-    """Whether the user wants a daemon of theirs to be used."""
-    return bool(os.environ.get(PIPES))
+def cramped(processors: int) -> str:
+    """Of a rank that may compute on so many: what to do if ranks of other servers may wait on all
+    of them; empty: they cannot."""
+    if processors > crowd():
+        return ""
+    return (
+        f"a rank may compute on {processors} processors of its GPU, and up to {crowd()} ranks on "
+        "its MPS daemon may wait on as many, which would keep it from its work: have no other "
+        f"server on that daemon, or allow more by {PERCENT}, or by the daemon's own"
+    )
 
 
 def find_program() -> str:
@@ -110,10 +119,16 @@ def start_mps() -> Mps:
     """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
     another runs: servers that share one have held each other up, and fall together."""
     program = find_program()
-    named, pipes = is_named(), os.environ.get(PIPES) or DEFAULT_PIPES
+    named = os.environ.get(PIPES, "")
+    pipes = named or DEFAULT_PIPES
     runs = Path(pipes, "control").exists() and mps_watch.answers(program)
     if named and runs:
-        logger.info("MPS: using the daemon in %s, as %s says", pipes, PIPES)
+        logger.info(
+            "MPS: using the daemon in %s, as %s says; other servers may, too: each rank waits with "
+            "one program, to leave theirs room",
+            pipes,
+            PIPES,
+        )
         return Mps({PIPES: pipes, **_few_queues()})
     if named:
         logger.warning("MPS: no daemon answers in %s, which %s names", pipes, PIPES)

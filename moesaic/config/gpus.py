@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,7 +13,7 @@ SPARE: Final = 2
 MOST_CLIENTS: Final = 60
 """Ranks of all servers on an MPS daemon; 48 up to Hopper."""
 CROWD_PERCENT: Final = 50
-"""Of an H200's 132 processors: more than those have."""
+"""66 of an H200's processors: more than hold a program of each of those."""
 
 
 def share_gpus(ranks: int, gpus: int) -> tuple[int, ...]:
@@ -37,31 +36,27 @@ def is_shared(devices: Sequence[int]) -> bool:
 
 def processor_percent(sharers: int, crowded: bool = False) -> int:
     """The part of a GPU's processors that each of so many ranks on it may compute on. `crowded`:
-    besides ranks of other servers, each of which may have a program that waits, on a processor of
-    its own; whichever these are, some must be left.
+    there may be ranks of other servers. Many ranks are a crowd as well: each may have a program
+    that waits, on a processor of its own; whichever these are, some must be left.
 
     All at once, the kernels of ranks would come one after the other: those that read weights take
     every processor there is, and leave each other none. 8 ranks took 1.2 to 1.4 times as long for a
     step. With an even part each nobody could use what others do not; so it is more.
     """
-    return max(min(100, -(-100 * SPARE // sharers)), CROWD_PERCENT if crowded else 0)
+    percent = min(100, -(-100 * SPARE // sharers))
+    return max(percent, CROWD_PERCENT) if crowded or sharers > MOST_SHARERS else percent
 
 
-def describe_shares(devices: Sequence[int], crowded: bool = False) -> str:
+def describe_shares(devices: Sequence[int]) -> str:
     """For the log: `5 ranks share 2 GPUs under MPS (GPU 0: ranks 0-2, GPU 1: ranks 3-4); …`."""
     if not is_shared(devices):
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
     used, most = sorted(set(devices)), most_on_one(devices)
     parts = ", ".join(f"GPU {gpu}: {_ranks_on(gpu, devices)}" for gpu in used)
-    text = (
+    return (
         f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
         f"part of the memory, 1/{most} of a GPU or more"
     )
-    if given := os.environ.get(PERCENT):
-        return f"{text}, and computes on as many processors as {PERCENT}={given} says"
-    if (percent := processor_percent(most, crowded)) == 100:
-        return text
-    return f"{text}, and computes on {percent}% of the processors at most ({PERCENT})"
 
 
 def crowding(devices: Sequence[int]) -> str:

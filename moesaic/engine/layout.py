@@ -39,7 +39,7 @@ from moesaic.engine.moe_setup import (
     report_buffers,
     weight_format,
 )
-from moesaic.engine.ranks import DEVICE_BYTES, RankContext
+from moesaic.engine.ranks import DEVICE_BYTES, RankContext, neighbours
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
@@ -252,7 +252,8 @@ def collective_bytes(
     """Of a rank: for its stage, for the attention group where it is another, and for the pipe. On
     a GPU what is there."""
     if gpu is not None:
-        return DeviceCollective.window_bytes(mesh.attention_tp, DEVICE_BYTES, gpu, mesh.tp)
+        size = mesh.attention_tp
+        return DeviceCollective.window_bytes(size, DEVICE_BYTES, gpu, neighbours(mesh))
     windows = [
         (size, WindowCollective.window_bytes(size, COLLECTIVE_BYTES))
         for size in {mesh.tp, mesh.attention_tp}

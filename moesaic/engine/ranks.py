@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,11 +13,18 @@ from moesaic.comm.control import Seat
 from moesaic.comm.device_collective import device_collective
 from moesaic.comm.group import Peers, RankGroup
 from moesaic.comm.mesh import Mesh, Place, share
-from moesaic.comm.mps import crowd
+from moesaic.comm.mps import cramped, crowd
 from moesaic.layers.parallel import Parallel
+
+logger = logging.getLogger(__name__)
 
 # What a rank's part may have to go in one piece between GPUs: most of a step of prompts.
 DEVICE_BYTES = 32 << 20
+
+
+def neighbours(mesh: Mesh) -> int:
+    """How many ranks may wait on a GPU at once."""
+    return max(mesh.tp, crowd())
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,10 @@ class RankContext:
     def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
         """The same, with what its layers need on a GPU, or where a GPU's code runs. Attention
         groups of one rank put nothing together."""
+        if device.type == "cuda" and self.place.rank == 0:
+            facts = torch.cuda.get_device_properties(device)
+            if warning := cramped(facts.multi_processor_count):
+                logger.warning("%s", warning)
         if self.mesh.attention_tp == 1:
             return self
         collective = device_collective(
@@ -65,7 +77,7 @@ class RankContext:
             self.timeout,
             device,
             shares_gpu=shares_gpu or device.type == "cpu",
-            neighbours=max(self.mesh.tp, crowd()),
+            neighbours=neighbours(self.mesh),
         )
         return replace(self, on_device=collective)
 

@@ -15,7 +15,6 @@ import msgspec
 from moesaic.comm.arrange import mesh_of
 from moesaic.comm.launch import Service, ServiceSpec, Timeouts, host_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import is_named
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, most_on_one
@@ -227,7 +226,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> RemoteCore:
     told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(told) or "one of everything")
     if args.device == "cuda":
-        logger.info("%s", describe_shares(gpus_of(args), is_named()))
+        logger.info("%s", describe_shares(gpus_of(args)))
     core = RemoteCore(args, Service.start(service_spec(args, mesh)))
     log_ranks(core.rank_facts, mesh)
     return core

@@ -29,6 +29,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.mps import CROWD
 from moesaic.config.gpus import MOST_CLIENTS, processor_percent
 from moesaic.engine.gpu_runner import GpuRunner
+from moesaic.engine.layout import collective_bytes
+from moesaic.engine.moe_setup import StepLimits
 from moesaic.engine.ranks import RankContext
 from moesaic.engine.window_watch import WindowWatch
 from moesaic.kernels.a2a import State
@@ -351,17 +353,23 @@ def test_servers_on_one_daemon_leave_each_other_processors(pools: Pools) -> None
 
 
 def lanes_in_a_crowd(group: RankGroup) -> tuple[int, ...]:
-    context, found = RankContext(mesh=Mesh(tp=2), attention_peers=group), []
-    for crowd in (0, MOST_CLIENTS):
-        os.environ[CROWD] = str(crowd)
-        comm = context.computing_on(CPU, shares_gpu=True).on_device
-        assert isinstance(comm, DeviceCollective)
-        # As many as go in one kernel of 32 lanes: here in several.
-        x = torch.full((64, 2048), 1.0 + group.rank, dtype=torch.bfloat16)
-        assert (comm.sum_rows(x, slice(None), "crowd") == 3.0).all()
-        found.append(comm._board.lanes)
-        comm.close()
-    del os.environ[CROWD]
+    mesh, found = Mesh(tp=2), []
+    context = RankContext(mesh=mesh, attention_peers=group)
+    try:
+        for crowd in (0, MOST_CLIENTS):
+            os.environ[CROWD] = str(crowd)
+            comm = context.computing_on(CPU, shares_gpu=True).on_device
+            assert isinstance(comm, DeviceCollective)
+            told = collective_bytes(mesh, StepLimits(64, 64), 64, torch.bfloat16, CPU)
+            assert comm.window.region_bytes == told
+            # As many as go in one kernel of one lane, one row more, and all that 32 lanes take.
+            for rows in (16, 17, 64):
+                x_TH = torch.full((rows, 2048), 1.0 + group.rank, dtype=torch.bfloat16)
+                assert (comm.sum_rows(x_TH, slice(None), "crowd") == 3.0).all()
+            found.append(comm._board.lanes)
+            comm.close()
+    finally:
+        del os.environ[CROWD]
     return tuple(found)
 
 

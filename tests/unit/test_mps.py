@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from moesaic.comm import mps_watch
 from moesaic.comm.launch import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import CROWD, PROGRAM, QUEUES, start_mps
+from moesaic.comm.mps import CROWD, PROGRAM, QUEUES, cramped, crowd, start_mps
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 from moesaic.config.gpus import PERCENT
 
@@ -175,7 +176,7 @@ def test_processors_are_left_for_other_ranks(
         assert mps.for_ranks(sharers).get(PERCENT) == wanted
         assert mps.for_ranks(sharers)[PIPES] == mps.environment[PIPES]
         assert mps.for_ranks(1) == {}
-        assert CROWD not in mps.for_ranks(sharers)
+        assert mps.for_ranks(sharers)[CROWD] == "0"
 
 
 def test_a_folder_without_a_daemon(
@@ -219,6 +220,39 @@ def test_files_that_ranks_import_open_no_cuda():
     for path in files:
         at_import = [n for n in ast.parse(path.read_text()).body if not isinstance(n, functions)]
         assert "torch.cuda" not in "\n".join(map(ast.unparse, at_import)), path
+
+
+def test_ranks_on_the_daemon_of_the_user(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """They are told that there may be others; they do not inherit that from elsewhere."""
+    monkeypatch.delenv("TMPDIR")
+    monkeypatch.delenv(PERCENT, raising=False)
+    monkeypatch.setenv(PIPES, str(fake))
+    monkeypatch.setenv(CROWD, "7")
+    (fake / "control").touch()
+    spec = ServiceSpec(Mesh(), "tests.distributed.fake_rank:run", gpu_sharers=8)
+    with caplog.at_level("INFO"):
+        service = Service.start(spec)
+    try:
+        rank = service.facts["ranks"][0]["pid"]  # type: ignore[index]
+        environment = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
+        assert {f"{PIPES}={fake}", f"{CROWD}=60", f"{PERCENT}=50"} < set(environment)
+    finally:
+        service.close()
+    assert "each rank waits with one program" in caplog.text
+    assert "a rank computes on 50% of the processors" in caplog.text
+
+
+def test_fewer_processors_than_may_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CROWD, "60")
+    assert cramped(66) == "" and crowd() == 60
+    assert re.match(
+        "a rank may compute on 17 processors .* 60 ranks .*: have no other", cramped(17)
+    )
+    for alone in ("0", ""):
+        monkeypatch.setenv(CROWD, alone)
+        assert cramped(17) == "" and crowd() == 0
 
 
 @pytest.mark.parametrize(
