@@ -78,6 +78,7 @@ MAIN_RANKS = 4
 JOB_SECONDS = 120.0
 PROG = "python -m bench.a2a_gpu"
 TWINS = "the kernels' twins on a CPU: python -m bench.a2a_gpu --device cpu"
+OUT = {"cuda": "h200_a2a.json", "cpu": "cpu_a2a.json"}
 LAUNCH = {True: "in a graph", False: "one by one"}
 
 
@@ -312,7 +313,7 @@ def parse(words: Sequence[str], prog: str = PROG) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None, prog: str = PROG) -> int:
     args = parse(sys.argv[1:] if words is None else words, prog)
     if args.markdown:
-        rows = read_rows(args.out or RESULTS / "h200_a2a.json", Row)
+        rows = read_rows(args.out or RESULTS / OUT[args.device], Row)
         a2a_tables.report([asdict(row) for row in rows])
         return 0
     if args.device == "cuda" and (missing := cuda_missing()):

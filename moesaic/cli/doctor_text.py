@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from moesaic.comm.mps import PROGRAM
-from moesaic.comm.mps_watch import PIPES
 from moesaic.config.gpus import describe_shares
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -15,13 +13,6 @@ RANK_HEAD = (
     *("rank", "node", "stage", "dp", "tp", "ep", "layers", "experts", "heads q/kv"),
     *("dense weights", "expert weights", "KV cache", "a2a buffers", "collectives", "total"),
 )
-# By whether a daemon runs, and whether its program is there.
-MPS = {
-    (True, True): f"one runs; a server starts its own unless {PIPES} names it",
-    (True, False): f"runs, but {PROGRAM} is not on PATH",
-    (False, True): "none runs; a server starts its own",
-    (False, False): f"{PROGRAM} is not on PATH",
-}
 
 
 def render(report: dict[str, Any]) -> str:
@@ -76,7 +67,7 @@ def _machine(machine: dict[str, Any]) -> Iterator[str]:
         ("memory", f"{size(memory['total_bytes'])}, {size(memory['free_bytes'])} free"),
         ("/dev/shm", "none" if shared is None else f"{size(shared['total_bytes'])}"),
         ("gpus", ", ".join(gpus) or f"none ({machine['cuda_missing']})"),
-        ("mps daemon", MPS[machine["mps"], machine["mps_program"] is not None]),
+        ("mps daemon", machine["mps"]),
         ("c compiler", compiler["path"] or f"{compiler['command']} is missing: torch is slower"),
         ("versions", ", ".join(versions[:6])),
         ("", ", ".join(versions[6:])),

@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moesaic.comm.mps import PROGRAM
-from moesaic.comm.mps_watch import mps_processes
+from moesaic.comm.mps import describe_daemon
 from moesaic.config.devices import cuda_missing
 
 PACKAGES = (
@@ -73,8 +72,7 @@ def describe_machine() -> dict[str, Any]:
         "shared_memory": _shared_memory(),
         "gpus": list(_gpus()),
         "cuda_missing": cuda_missing() or None,
-        "mps": any(mps_processes()),
-        "mps_program": shutil.which(PROGRAM),
+        "mps": describe_daemon(),
         "compiler": {"command": command, "path": shutil.which(command)},
         "versions": {"python": platform.python_version(), **dict(_versions())},
     }

@@ -117,11 +117,9 @@ def find_program() -> str:
 
 def start_mps() -> Mps:
     """The daemon that CUDA_MPS_PIPE_DIRECTORY names, if it runs; else one of our own, also where
-    another runs: servers that share one have held each other up, and fall together."""
-    program = find_program()
-    named = os.environ.get(PIPES, "")
-    pipes = named or DEFAULT_PIPES
-    runs = Path(pipes, "control").exists() and mps_watch.answers(program)
+    another runs: servers that share one fall together, and must leave each other room."""
+    program, pipes = find_program(), os.environ.get(PIPES) or DEFAULT_PIPES
+    named, runs = bool(os.environ.get(PIPES)), _answers_in(pipes, program)
     if named and runs:
         logger.info(
             "MPS: using the daemon in %s, as %s says; other servers may, too: each rank waits with "
@@ -131,7 +129,9 @@ def start_mps() -> Mps:
         )
         return Mps({PIPES: pipes, **_few_queues()})
     if named:
-        logger.warning("MPS: no daemon answers in %s, which %s names", pipes, PIPES)
+        logger.warning(
+            "MPS: no daemon answers in %s, which %s names: starting one of our own", pipes, PIPES
+        )
     elif runs:
         logger.warning(
             "MPS: the daemon in %s is left alone; %s=%s takes it, as a GPU in exclusive mode wants",
@@ -140,6 +140,26 @@ def start_mps() -> Mps:
             pipes,
         )
     return _start_own(program)
+
+
+def describe_daemon() -> str:
+    """Which one a server here would use for ranks that share a GPU."""
+    program, named = shutil.which(PROGRAM), os.environ.get(PIPES)
+    others = any(mps_watch.mps_processes())
+    if program is None:
+        return f"{'one runs, but ' if others else ''}{PROGRAM} is not on PATH"
+    if named and _answers_in(named, program):
+        return f"the one in {named}, as {PIPES} says"
+    if named:
+        return f"none answers in {named}, which {PIPES} names; a server starts its own"
+    if others:
+        return f"one runs; a server starts its own unless {PIPES} names it"
+    return "none runs; a server starts its own"
+
+
+def _answers_in(pipes: str, program: str) -> bool:
+    """`pipes`: that of this environment."""
+    return Path(pipes, "control").exists() and mps_watch.answers(program)
 
 
 def _few_queues() -> dict[str, str]:

@@ -98,10 +98,12 @@ def stop(program: str) -> None:
 
 
 def mps_processes(pipes: str | None = None) -> Iterator[int]:
-    """Daemons and servers of this machine; `pipes`: those with this folder in their environment."""
+    """Daemons and servers of this machine that have not ended; `pipes`: those with this folder in
+    their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if not (folder / "comm").read_text().startswith(COMMAND):
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
+            if not name.startswith(COMMAND) or rest.startswith("Z"):
                 continue
             variables = (folder / "environ").read_bytes().split(b"\0") if pipes else []
             if not pipes or f"{PIPES}={pipes}".encode() in variables:

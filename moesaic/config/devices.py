@@ -10,6 +10,7 @@ import os
 import re
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from moesaic.config.args import ServerArgs
@@ -95,10 +96,9 @@ def cuda_missing() -> str:
     version = _torch_cuda()
     if version is None:
         return "torch is built without CUDA"
-    visible = os.environ.get(VISIBLE)
-    if visible is not None and visible.strip() in ("", "-1"):
-        return f"{VISIBLE} is {visible!r} and hides every GPU"
-    return "" if _num_gpus() else "there is no NVIDIA GPU, or no driver for it"
+    if not _num_gpus():
+        return "there is no NVIDIA GPU, or no driver for it"
+    return "" if num_gpus() else f"{VISIBLE} is {os.environ[VISIBLE]!r} and hides every GPU"
 
 
 @cache
@@ -117,8 +117,14 @@ def num_gpus() -> int:
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return _num_gpus()
-    # CUDA takes them in order, up to the first that it does not know.
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    # CUDA takes them in order, up to the first that it does not know, and none if one comes twice.
+    names = list(takewhile(_is_gpu, (name.strip() for name in visible.split(","))))
+    return len(names) if len(set(names)) == len(names) else 0
+
+
+def _is_gpu(name: str) -> bool:
+    """A number, or what a GPU or a part of one is known by everywhere."""
+    return int(name) < _num_gpus() if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
 
 
 @cache

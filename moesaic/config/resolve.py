@@ -89,7 +89,7 @@ def _told(args: ServerArgs) -> Iterator[Filled]:
     """Changes that may surprise: they are logged."""
     if expert_ranks(args) != args.ep_size:
         why = f"with --moe-a2a-backend {args.moe_a2a_backend} experts are laid over all tp ranks"
-        yield Filled("ep_size", expert_ranks(args), f"{why} unless --ep-size says otherwise")
+        yield Filled("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
     if args.enable_dp_attention and args.dp_size == 1:
         why = "with --dp-size 1 there is one attention group"
         yield Filled("enable_dp_attention", False, why)

@@ -624,6 +624,27 @@ def test_the_device_is_chosen_by_what_there_is(
     assert devices.cuda_missing() == "CUDA_VISIBLE_DEVICES is '' and hides every GPU"
 
 
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *(("", 0), ("-1", 0), ("banana", 0), ("4", 0), ("0", 1), (" 3 , 1", 2), ("0,1,2,3,4", 4)),
+        *(("2,-1,3", 1), ("1,9,0", 1), ("0,1,0", 0), ("GPU-8a,MIG-3b,0", 3), ("GPU-8a,GPU-8a", 0)),
+    ],
+)
+def test_gpus_that_may_be_used(
+    visible: str,
+    count: int,
+    gpus: Callable[[str | None, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As CUDA counts them: those that there are, up to the first that is none."""
+    gpus("13.0", 4)
+    monkeypatch.setenv(devices.VISIBLE, visible)
+    assert devices.num_gpus() == count
+    hidden = f"CUDA_VISIBLE_DEVICES is {visible!r} and hides every GPU"
+    assert devices.cuda_missing() == ("" if count else hidden)
+
+
 def test_a_chat_template_of_a_shape():
     complaint = "--chat-template x needs a tokenizer, and shape:m has none: give --tokenizer-path"
     given = {"model_path": "shape:m", "load_format": "dummy", "chat_template": "x"}

@@ -52,7 +52,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
-        monkeypatch.setattr("moesaic.cli.machine.mps_processes", lambda: iter(()))
+        monkeypatch.setattr("moesaic.comm.mps_watch.mps_processes", lambda: iter(()))
+        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
         (tmp_path / PROGRAM).write_text("")
         (tmp_path / PROGRAM).chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -440,9 +441,13 @@ def test_what_a_gpu_takes(
     assert f"  {shares}\n" in text
     assert f"  the fullest GPU takes {size(found[0]['total_bytes'])}, about " in text
     assert "  mps daemon    none runs; a server starts its own\n" in text
-    monkeypatch.setattr("moesaic.cli.machine.mps_processes", lambda: iter((7,)))
+    monkeypatch.setattr("moesaic.comm.mps_watch.mps_processes", lambda: iter((7,)))
     assert main(["doctor", *line.split()]) == 0
     told = "one runs; a server starts its own unless CUDA_MPS_PIPE_DIRECTORY names it"
+    assert f"  mps daemon    {told}\n" in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
+    assert main(["doctor", *line.split()]) == 0
+    told = "none answers in /nowhere, which CUDA_MPS_PIPE_DIRECTORY names; a server starts its own"
     assert f"  mps daemon    {told}\n" in capsys.readouterr().out
 
 

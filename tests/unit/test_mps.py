@@ -18,7 +18,15 @@ import pytest
 from moesaic.comm import mps_watch
 from moesaic.comm.launch import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import CROWD, PROGRAM, QUEUES, cramped, crowd, start_mps
+from moesaic.comm.mps import (
+    CROWD,
+    PROGRAM,
+    QUEUES,
+    cramped,
+    crowd,
+    describe_daemon,
+    start_mps,
+)
 from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
 from moesaic.config.gpus import PERCENT
 
@@ -179,6 +187,29 @@ def test_processors_are_left_for_other_ranks(
         assert mps.for_ranks(sharers)[CROWD] == "0"
 
 
+def test_what_a_server_would_use(fake: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mps_watch, "mps_processes", lambda pipes=None: iter(()))
+    assert describe_daemon() == "none runs; a server starts its own"
+    monkeypatch.setenv(PIPES, str(fake))
+    assert describe_daemon().startswith(f"none answers in {fake}, which {PIPES} names; ")
+    (fake / "control").touch()
+    assert describe_daemon() == f"the one in {fake}, as {PIPES} says"
+    (fake / PROGRAM).unlink()
+    assert describe_daemon() == f"{PROGRAM} is not on PATH"
+
+
+def test_what_has_ended_is_no_daemon(fake: Path):
+    """Though nobody has asked yet how it ended."""
+    (fake / "stubborn").touch()
+    ended = subprocess.Popen([fake / PROGRAM, "-f"])
+    assert ended.pid in set(mps_processes())
+    ended.kill()
+    state = Path(f"/proc/{ended.pid}/stat")
+    assert until(lambda: state.read_text().rpartition(") ")[2].startswith("Z"))
+    assert ended.pid not in set(mps_processes())
+    ended.wait()
+
+
 def test_a_folder_without_a_daemon(
     fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -186,7 +217,7 @@ def test_a_folder_without_a_daemon(
     with start_mps() as mps:
         assert mps.is_own
         assert mps.environment[PIPES] != str(fake / "stale")
-    assert f"no daemon answers in {fake / 'stale'}, which {PIPES} names" in caplog.text
+    assert f"no daemon answers in {fake / 'stale'}, which {PIPES} names: starting" in caplog.text
 
 
 def test_a_daemon_that_does_not_start(fake: Path):
