@@ -62,7 +62,7 @@ class Mps:
         if given := os.environ.get(PERCENT):
             logger.info("MPS: ranks compute on as many processors as %s=%s says", PERCENT, given)
         elif percent < 100:
-            logger.info("MPS: a rank computes on at most %d%% of the processors (%s)", percent, PERCENT)
+            logger.info("MPS: a rank computes on up to %d%% of processors (%s)", percent, PERCENT)
             told[PERCENT] = str(percent)
         return told
 

@@ -272,7 +272,7 @@ def test_ranks_on_the_daemon_of_the_user(
     finally:
         service.close()
     assert "each rank waits with one program" in caplog.text
-    assert "a rank computes on at most 50% of the processors" in caplog.text
+    assert "a rank computes on up to 50% of processors" in caplog.text
 
 
 def test_fewer_processors_than_may_wait(monkeypatch: pytest.MonkeyPatch):
