@@ -76,7 +76,6 @@ LAST: Final = Victim("rank 2, the last stage", "rank2", "pp 3")
 RANKS: Final = (LEADER, FOLLOWER, DP_LEADER, MIDDLE, LAST)
 SUPERVISOR: Final = Victim("the supervisor", "supervisor", "tp 2")
 FORK_SERVER: Final = Victim("the fork server", "fork server", "tp 2")
-STORE: Final = Victim("the store's process", "store", "tp 2")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from moesaic.comm.control import ControlPage
+from moesaic.comm.control import HEAD_BYTES, SEAT_BYTES, ControlPage
 
 MARK: Final = "MOESAIC_FAULT_MARK"
 # Only ends what hangs: two cores may be shared with much else.
@@ -65,7 +65,7 @@ class Run:
         return [pid for pid in found if mark in _read(pid, "environ").split(b"\0")]
 
     def find(self, name: str) -> int | None:
-        """supervisor, fork server, store, rank0, rank1, …, once it can be told from the others."""
+        """supervisor, fork server, rank0, rank1, …, once it can be told from the others."""
         pids = self.pids()
         heads = [pid for pid in pids if b"moesaic.comm.supervisor" in _read(pid, "cmdline")]
         if not heads or name == "supervisor":
@@ -74,11 +74,7 @@ class Run:
         if not servers or name == "fork server":
             return servers[0] if servers else None
         names = {pid: _name(pid) for pid in pids if _parent(pid) == servers[0]}
-        if name != "store":
-            return next((pid for pid, told in names.items() if told == name), None)
-        # A rank takes its name a little after it was born.
-        others = [pid for pid, told in names.items() if not told.startswith("rank")]
-        return others[0] if len(others) == 1 and len(names) > 1 else None
+        return next((pid for pid, told in names.items() if told == name), None)
 
     def pid(self, name: str) -> int:
         return wait_for(lambda: self.find(name), f"a process {name}", self)
@@ -88,7 +84,8 @@ class Run:
         supervisor = self.find("supervisor")
         for link in Path(f"/proc/{supervisor}/fd").iterdir():
             if "moesaic-control" in os.readlink(link):
-                return ControlPage.open(str(link), 0).seen(rank).step
+                seats = (link.stat().st_size - HEAD_BYTES) // SEAT_BYTES
+                return ControlPage.open(str(link), seats).seen(rank).step
         return 0
 
     def learn(self) -> None:

@@ -29,7 +29,6 @@ from bench.fault_cases import (
     LEADER,
     PHASES,
     RANKS,
-    STORE,
     SUPERVISOR,
     Case,
     Outcome,
@@ -53,7 +52,6 @@ OTHER_CASES: Final = [
     Case(FOLLOWER, "lock held", "idle"),
     Case(FOLLOWER, "stuck", "decode"),
     *(Case(SUPERVISOR, f, phase) for f in RANK_FAULTS[:2] for phase in ("start", "decode", "idle")),
-    *(Case(STORE, fault, phase) for fault in RANK_FAULTS[:2] for phase in ("start", "decode")),
     Case(FORK_SERVER, "kill -9", "decode"),
 ]
 COMMAND_CASES: Final = [

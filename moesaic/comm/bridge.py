@@ -24,7 +24,8 @@ from torch import Tensor
 
 from moesaic.comm.control import Seat
 from moesaic.comm.group import Peers
-from moesaic.comm.links import MOST_PIECES, Identity, Inlet, Kind, Links, Outlet, frame
+from moesaic.comm.handshake import Identity
+from moesaic.comm.links import MOST_PIECES, Inlet, Kind, Links, Outlet, frame
 from moesaic.comm.signals import Signals, page_bytes
 from moesaic.comm.window import (
     PlaneSpec,

@@ -9,14 +9,15 @@ memoryview loads and stores in one piece. No torch here.
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from moesaic.comm.shared_memory import create_memory, map_memory
 from moesaic.observe.spans import Kind, Spans
 
+MEMORY: Final = "moesaic-control"
 WORD: Final = 8
 TEXT_BYTES: Final = 248
 LINE_BYTES: Final = 64
@@ -105,9 +106,8 @@ class ControlPage:
     @classmethod
     def create(cls, seats: int, first_rank: int = 0) -> tuple[ControlPage, int]:
         """The page, and the descriptor by which others find it: /proc/PID/fd/N."""
-        descriptor = os.memfd_create("moesaic-control")
         length = HEAD_BYTES + seats * SEAT_BYTES
-        os.truncate(descriptor, length)
+        descriptor = create_memory(MEMORY, length)
         page = cls(mmap.mmap(descriptor, length), first_rank)
         page._words[EPOCH] = 1
         page._words[LIVE] = (1 << seats) - 1
@@ -116,12 +116,8 @@ class ControlPage:
         return page, descriptor
 
     @classmethod
-    def open(cls, path: str, first_rank: int) -> ControlPage:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            page = cls(mmap.mmap(descriptor, 0), first_rank)
-        finally:
-            os.close(descriptor)
+    def open(cls, path: str, seats: int, first_rank: int = 0) -> ControlPage:
+        page = cls(map_memory(path, MEMORY, HEAD_BYTES + seats * SEAT_BYTES), first_rank)
         if page._words[MAGIC_WORD] != MAGIC:
             raise ValueError(f"{path} is not a control page")
         return page

@@ -30,7 +30,7 @@ from moesaic.comm.collective import (
 )
 from moesaic.comm.device_window import DeviceWindow, create, window_bytes
 from moesaic.comm.errors import WindowAborted
-from moesaic.comm.group import Peers, RankGroup
+from moesaic.comm.group import Peers
 from moesaic.comm.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, Call, Desk
@@ -81,7 +81,7 @@ def device_collective(
         return Alone()
     if shares_gpu:
         return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
-    return NcclCollective(group.collectives(), timeout, device)
+    return NcclCollective(group, timeout, device)
 
 
 class DeviceCollective(Collective):
@@ -279,12 +279,14 @@ class NcclCollective(Collective):
 
     keeps_graphs = False
 
-    def __init__(self, group: RankGroup, timeout: float, device: torch.device) -> None:
+    def __init__(self, group: Peers, timeout: float, device: torch.device) -> None:
         self.rank, self.size = group.rank, group.size
         self._timeout, self._device = timeout, device
         # Keys that nobody has used: what another collective of the group left would be taken.
         name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
-        self._store = PrefixStore(f"nccl {name.decode()}", group.store)
+        # Its methods are Python's, which torch does not keep alive.
+        self._group_store = group.store
+        self._store = PrefixStore(f"nccl {name.decode()}", self._group_store)
         self._nccl = self._form(self._store)
         self._lock = threading.Lock()
         self._reason = ""

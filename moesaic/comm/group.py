@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,16 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.control import Seat
 from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.store import StoreClient
+from moesaic.comm.torch_store import TorchStore
 
 if TYPE_CHECKING:
     from moesaic.comm.links import Links
 
 LOOPBACK: Final = "127.0.0.1"
-STORE_TIMEOUT: Final = 300.0
 # How long a rank whose collective failed waits to hear from the others where they are.
 REPORT_SECONDS: Final = 0.5
 REPORT_POLL: Final = 0.02
@@ -46,6 +46,11 @@ class Peers(ABC):
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
         """What each rank gave, of any length."""
 
+    @property
+    def store(self) -> Store:
+        """Where its ranks meet, for what they form besides; keys are the group's own."""
+        raise NotImplementedError(f"group {self.name} has no store")
+
     def collectives(self) -> RankGroup:
         """The same ranks with collectives over gloo; all of them ask for it together."""
         raise NotImplementedError(f"group {self.name} has no collectives")
@@ -68,41 +73,10 @@ class RankGroup(Peers):
         self._sequence = 0
         self._last_complete = ""
 
-    @staticmethod
-    def host_store(host: str = LOOPBACK) -> tuple[Store, int]:
-        """The meeting point, served from this process; (store, port)."""
-        listener = socket.create_server((host, 0))
-        port: int = listener.getsockname()[1]
-        return RankGroup.serve_store(listener), port
-
-    @staticmethod
-    def serve_store(listener: socket.socket) -> Store:
-        """The same on a socket that listens already. Left to itself TCPStore would listen on all
-        interfaces, whatever host it is given."""
-        host, port = listener.getsockname()[:2]
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_TIMEOUT),
-            master_listen_fd=listener.detach(),
-        )
-
-    @staticmethod
-    def connect_store(host: str, port: int, timeout: float) -> Store:
-        return TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
-
     @classmethod
     def form(
         cls,
-        store: Store,
+        store: StoreClient,
         name: str,
         rank: int,
         size: int,
@@ -113,7 +87,7 @@ class RankGroup(Peers):
         """Meet the others; `host` is the address that gloo binds. Use a name once per store."""
         if size == 1:
             return cls.alone(name, timeout)
-        own = PrefixStore(name, store)
+        own = TorchStore(store, name, timeout)
         operation = f"form group {name}"
         started = time.monotonic()
         _await_all(own, rank, size, timeout, operation)
@@ -137,7 +111,6 @@ class RankGroup(Peers):
 
     @property
     def store(self) -> Store:
-        """Where its ranks meet, for what they form besides; keys are the group's own."""
         if self._store is None:
             raise RuntimeError(f"group {self.name} is closed, or has one rank: it has no store")
         return self._store

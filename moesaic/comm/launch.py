@@ -173,8 +173,10 @@ class Service:
         kind, _, text = line.partition(" ")
         if kind != "ok":
             raise RuntimeError(f"the supervisor did not start: {text or 'its log tells why'}")
-        self.folder = Path(text)
-        self._socket.connect(f"ipc://{text}/client")
+        route, _, folder = text.partition(" ")
+        self.folder = Path(folder)
+        self._socket.identity = route.encode()
+        self._socket.connect(f"ipc://{folder}/client")
         self._socket.send(encode(Hello()))
         for source in (self._socket, pipe, self._bell):
             self._poller.register(source, zmq.POLLIN)

@@ -3,15 +3,12 @@
 A frame is a head, a text, a table of pieces (offset, length) and their bytes. It goes to one rank
 of the other node, whose thread receives it straight into the node's mapping of a window and then
 posts the signal there on behalf of the sender. Both ends of a connection prove that they know the
-service's secret before anything else is read. No torch here.
+service's secret before anything else is read (comm.handshake). No torch here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import logging
-import os
 import socket
 import struct
 import threading
@@ -23,23 +20,20 @@ from enum import IntEnum
 from typing import Final
 
 from moesaic.comm.control import EpochChanged, Seat
+from moesaic.comm.handshake import (
+    Identity,
+    Role,
+    Session,
+    check_secret,
+    introduce,
+    read_exactly,
+)
+from moesaic.comm.listener import Listener, RoleHandler, tune
 from moesaic.comm.signals import SLICE, Signals
 
 logger = logging.getLogger(__name__)
 
-SECRET_BYTES: Final = 16
 CONNECT_SECONDS: Final = 10.0
-# Connections that have not proved anything yet, and how long they may take to.
-MOST_STRANGERS: Final = 64
-PROOF_SECONDS: Final = 5.0
-# A machine that vanished without a word is noticed after this many seconds.
-SILENCE_SECONDS: Final = 5
-
-GREETING: Final = b"MOESAIC1"
-NONCE_BYTES: Final = 32
-PROOF_BYTES: Final = 32
-WELCOME: Final = b"\1"
-IDENTITY: Final = struct.Struct("<qq")
 
 HEAD: Final = struct.Struct("<4sHHIIQq")
 MARK: Final = b"MOEf"
@@ -63,17 +57,6 @@ class Kind(IntEnum):
 
 class Malformed(Exception):
     """A frame that nobody could have sent who follows the protocol."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A rank of the service and its node."""
-
-    rank: int
-    node: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of node {self.node}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +161,7 @@ class Links:
     """
 
     def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
-        if len(secret) < SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes: give {SECRET_BYTES} or more")
+        check_secret(secret)
         if address in ("", "0.0.0.0", "::"):
             raise ValueError(f"address {address!r}: give the one by which other nodes reach this")
         self.identity = Identity(rank, node)
@@ -189,14 +171,12 @@ class Links:
         self._connecting = threading.Lock()
         self._expected: dict[tuple[int, int], Inlet] = {}
         self._outlets: dict[tuple[str, int], Outlet] = {}
-        self._incoming: set[socket.socket] = set()
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
         self._windows: dict[str, int] = {}
-        self._closed = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="links", daemon=True).start()
+        listening = socket.create_server((address, 0), family=family, backlog=128)
+        self.port: int = listening.getsockname()[1]
+        handler = RoleHandler(secret, self._serve)
+        self._listener = Listener(listening, self.identity, {Role.LINK: handler})
 
     def next_window(self, group: str) -> str:
         """A name for the next window of a group: all its ranks make them in the same order."""
@@ -229,11 +209,13 @@ class Links:
             except OSError as error:
                 raise OSError(f"{peer} ({address}) cannot be reached: {error}") from error
             try:
-                self._introduce(connection, peer)
+                session = introduce(connection, Role.LINK, self.identity, self._secret)
+                if session.peer != peer:
+                    raise PermissionError(f"it is {session.peer}")
             except OSError as error:
                 connection.close()
                 raise OSError(f"{peer} ({address}) refused: {error}") from error
-            _tune(connection)
+            tune(connection)
             # So that a sender which is stuck looks around.
             connection.settimeout(SLICE)
             outlet = self._outlets[host, port] = Outlet(connection, peer, address)
@@ -241,96 +223,19 @@ class Links:
 
     def close(self) -> None:
         """End all connections and the listener. May be repeated."""
-        with self._lock:
-            self._closed = True
-            outlets, incoming = list(self._outlets.values()), list(self._incoming)
-            self._expected.clear()
-        # Closing alone would not wake the threads that wait on these.
-        for waiting in (self._listener, *incoming):
-            with contextlib.suppress(OSError):
-                waiting.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        with self._lock:
+            outlets = list(self._outlets.values())
+            self._expected.clear()
         for outlet in outlets:
             outlet.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                # Out of descriptors, or a caller that has gone already.
-                time.sleep(SLICE)
-                continue
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            where = f"{address[0]}:{address[1]}"
-            threading.Thread(
-                target=self._welcome, args=(connection, where), name=f"link {where}", daemon=True
-            ).start()
-
-    def _welcome(self, connection: socket.socket, address: str) -> None:
-        """The life of an incoming connection."""
-        with connection:
-            try:
-                peer = self._identify(connection)
-                _tune(connection)
-                connection.settimeout(None)
-            except OSError as error:
-                logger.warning("refused a connection from %s: %s", address, error)
-                return
-            finally:
-                self._strangers.release()
-            with self._lock:
-                if self._closed:
-                    return
-                self._incoming.add(connection)
-            try:
-                self._serve(connection, peer, f"{peer} ({address})")
-            finally:
-                self._incoming.discard(connection)
-
-    def _introduce(self, connection: socket.socket, peer: Identity) -> None:
-        """The side that connects proves itself second: no stranger learns anything of it."""
-        deadline = time.monotonic() + PROOF_SECONDS
-        hello = GREETING + os.urandom(NONCE_BYTES) + _pack(self.identity)
-        connection.sendall(hello)
-        answer = _read(connection, NONCE_BYTES + IDENTITY.size, deadline)
-        proof = _read(connection, PROOF_BYTES, deadline)
-        if not hmac.compare_digest(proof, self._proof(b"listener", hello + answer)):
-            raise PermissionError("it does not know this node's secret: give all nodes the same")
-        there = Identity(*IDENTITY.unpack(answer[NONCE_BYTES:]))
-        if there != peer:
-            raise PermissionError(f"it is {there}")
-        connection.sendall(self._proof(b"caller", hello + answer))
-        if _read(connection, len(WELCOME), deadline) != WELCOME:
-            raise PermissionError("it does not welcome this node")
-
-    def _identify(self, connection: socket.socket) -> Identity:
-        deadline = time.monotonic() + PROOF_SECONDS
-        hello = _read(connection, len(GREETING), deadline)
-        if hello != GREETING:
-            raise PermissionError("it does not speak this protocol")
-        hello += _read(connection, NONCE_BYTES + IDENTITY.size, deadline)
-        answer = os.urandom(NONCE_BYTES) + _pack(self.identity)
-        connection.sendall(answer + self._proof(b"listener", hello + answer))
-        proof = _read(connection, PROOF_BYTES, deadline)
-        if not hmac.compare_digest(proof, self._proof(b"caller", hello + answer)):
-            raise PermissionError("it does not know the secret")
-        connection.sendall(WELCOME)
-        return Identity(*IDENTITY.unpack(hello[-IDENTITY.size :]))
-
-    def _proof(self, role: bytes, said: bytes) -> bytes:
-        return hmac.digest(self._secret, role + said, "sha256")
-
-    def _serve(self, connection: socket.socket, peer: Identity, name: str) -> None:
+    def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
         """Receive until the connection ends; then the sender is lost to the windows it used."""
         inlets: dict[int, Inlet] = {}
         why = "is no longer listened to"
         try:
-            while self._receive_frame(connection, peer, inlets):
+            while self._receive_frame(connection, session.peer, inlets):
                 pass
             why = "closed its connection"
         except Malformed as error:
@@ -339,7 +244,7 @@ class Links:
         except OSError as error:
             why = f"broke its connection: {error}"
         finally:
-            if self._closed:
+            if self._listener.closed:
                 why = f"was cut off by {self.identity}, which closed its links"
             for inlet in inlets.values():
                 inlet.signals.lose(f"{name} {why}")
@@ -354,7 +259,7 @@ class Links:
         mark, kind, text_bytes, channel, count, window, epoch = HEAD.unpack(head)
         if mark != MARK or text_bytes > MOST_TEXT or count > MOST_PIECES:
             raise Malformed(f"a frame that begins with {bytes(head).hex()}")
-        rest = _read(connection, text_bytes + count * PIECE_BYTES)
+        rest = read_exactly(connection, text_bytes + count * PIECE_BYTES)
         if kind == Kind.OPEN:
             inlets[window] = self._open(window, peer)
             return True
@@ -391,23 +296,6 @@ def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:
         raise Malformed(f"epoch {epoch} after {inlet.signals.posted(channel)}")
 
 
-def _pack(identity: Identity) -> bytes:
-    return IDENTITY.pack(identity.rank, identity.node)
-
-
-def _read(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:
-    """So many bytes, all of them before the deadline."""
-    data = bytearray()
-    while len(data) < length:
-        if deadline is not None:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-        more = connection.recv(length - len(data))
-        if not more:
-            raise ConnectionError("it ended in the middle")
-        data += more
-    return bytes(data)
-
-
 def _receive(connection: socket.socket, places: list[memoryview], *, inside: bool = False) -> bool:
     """Fill the places in order. False if the connection had ended before, unless `inside`."""
     left = [place for place in reversed(places) if len(place)]
@@ -431,13 +319,3 @@ def _advance(left: list[memoryview], count: int) -> None:
             return
         left.pop()
         count -= length
-
-
-def _tune(connection: socket.socket) -> None:
-    """The kernel sizes the buffers itself, beyond what an explicit size may reach."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS - 2)

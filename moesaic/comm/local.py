@@ -17,7 +17,10 @@ from typing import Any, Final
 import torch
 
 from moesaic.comm.errors import RankFailed
-from moesaic.comm.group import LOOPBACK, RankGroup
+from moesaic.comm.group import RankGroup
+from moesaic.comm.handshake import Identity
+from moesaic.comm.store import LocalStore, StoreAddress
+from moesaic.comm.supervise.folder import RunFolder
 from moesaic.comm.supervise.orphans import die_with_fork_server
 from moesaic.core.process import keep_freed_memory
 
@@ -35,7 +38,7 @@ class PerRank:
 class _Place:
     """Where a rank stands, where it meets its peers and how long it waits for them."""
 
-    port: int
+    store: StoreAddress
     rank: int
     size: int
     timeout: float
@@ -76,7 +79,8 @@ class LocalRanks:
         self._peer_timeout = peer_timeout
         self._threads = threads
         self._groups = 0
-        self._store, self._port = RankGroup.host_store()
+        self._folder = RunFolder.create()
+        self._store = LocalStore(self._folder.path)
         self._context = multiprocessing.get_context("forkserver")
         # Loaded once in the fork server: a rank then starts in 0.1 s and not in 3 s.
         self._context.set_forkserver_preload(["moesaic.comm.local"])
@@ -124,10 +128,12 @@ class LocalRanks:
             worker.process.kill()
             worker.process.join()
         self._workers = []
+        self._store.close()
+        self._folder.remove()
 
     def _start(self, rank: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        place = _Place(self._port, rank, self.size, self._peer_timeout)
+        place = _Place(self._store.address, rank, self.size, self._peer_timeout)
         process = self._context.Process(
             target=_serve, args=(theirs, place, self._threads), name=f"rank{rank}", daemon=True
         )
@@ -200,5 +206,5 @@ def _serve(pipe: Connection, place: _Place, threads: int) -> None:
 def _join(place: _Place, name: str) -> RankGroup:
     if place.size == 1:
         return RankGroup.alone(name, place.timeout)
-    store = RankGroup.connect_store(LOOPBACK, place.port, place.timeout)
+    store = place.store.connect(place.timeout, Identity(place.rank, 0))
     return RankGroup.form(store, name, place.rank, place.size, place.timeout)

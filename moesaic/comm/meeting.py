@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Final
-
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from moesaic.comm.control import Seat
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.group import LOOPBACK, Peers, RankGroup
-
-# How long a rank sleeps between two looks at the store: short at first, as peers mostly come
-# together, then long enough for the store to serve many ranks.
-FIRST_PAUSE: Final = 0.001
-LONGEST_PAUSE: Final = 0.03
+from moesaic.comm.store import StoreClient
+from moesaic.comm.torch_store import TorchStore
 
 
 class StoreGroup(Peers):
@@ -28,7 +22,7 @@ class StoreGroup(Peers):
 
     def __init__(
         self,
-        store: Store | None,
+        store: StoreClient | None,
         name: str,
         rank: int,
         size: int,
@@ -44,7 +38,7 @@ class StoreGroup(Peers):
             raise ValueError(f"group {name} of {size} ranks: give the store where they meet")
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.nodes, self.seat = tuple(nodes), seat
-        self._store = PrefixStore(name, store) if store is not None and size > 1 else None
+        self._store = store if size > 1 else None
         self._sequence = 0
         self._last_complete = ""
         self.host = LOOPBACK
@@ -52,6 +46,15 @@ class StoreGroup(Peers):
         self.collective_timeout = timeout
         """Of those collectives."""
         self._collectives: RankGroup | None = None
+        self._torch_store: TorchStore | None = None
+
+    @property
+    def store(self) -> TorchStore:
+        if self._torch_store is None:
+            if self._store is None:
+                raise RuntimeError(f"group {self.name} has one rank: it has no store")
+            self._torch_store = TorchStore(self._store, f"{self.name}/torch", self.timeout)
+        return self._torch_store
 
     def collectives(self) -> RankGroup:
         if self._collectives is None:
@@ -61,7 +64,7 @@ class StoreGroup(Peers):
                 self.barrier("form a group")
                 self._collectives = RankGroup.form(
                     self._store,
-                    "gloo",
+                    f"{self.name}/gloo",
                     self.rank,
                     self.size,
                     self.collective_timeout,
@@ -77,40 +80,26 @@ class StoreGroup(Peers):
         started = time.monotonic()
         keys = [self._key(self._sequence, rank) for rank in range(self.size)]
         try:
-            # It takes bytes as well, whatever its stub says.
-            self._store.set(keys[self.rank], data)  # type: ignore[arg-type]
-            self._await(self._store, keys, operation, started)
-            parts: list[bytes] = self._store.multi_get(keys)
+            self._store.set(keys[self.rank], data)
+            check = None if self.seat is None else self.seat.check
+            missing = self._store.wait(keys, self.timeout, check)
+            parts = [] if missing else self._store.get_now(keys)
             # All have come here, so all have read what was given before.
-            if self._sequence > 1:
-                self._store.delete_key(self._key(self._sequence - 1, self.rank))
-        except DistError as error:
+            if self._sequence > 1 and not missing:
+                self._store.delete(self._key(self._sequence - 1, self.rank))
+        except OSError as error:
             # The store went down with its host. Who is missing is then anybody's guess.
             raise PeerTimeout((), operation, time.monotonic() - started) from error
+        if missing:
+            late = tuple(keys.index(key) for key in missing)
+            raise PeerTimeout(
+                late, operation, self.timeout, dict.fromkeys(late, self._last_complete)
+            )
         self._last_complete = operation
-        return parts
+        return [part for part in parts if part is not None]
 
     def barrier(self, operation: str) -> None:
         self.all_gather_bytes(b"", operation)
 
-    def _await(self, store: Store, keys: list[str], operation: str, started: float) -> None:
-        """Until all keys are there. Looks instead of waiting: the store's own wait cannot be
-        interrupted by a new epoch, and writes a warning each time that it ends without a result."""
-        pause = FIRST_PAUSE
-        while not store.check(keys):
-            if self.seat is not None:
-                self.seat.check()
-            seconds = time.monotonic() - started
-            if seconds >= self.timeout:
-                missing = tuple(r for r, key in enumerate(keys) if not store.check([key]))
-                # None, if the last one came just now.
-                if not missing:
-                    return
-                seen = dict.fromkeys(missing, self._last_complete)
-                raise PeerTimeout(missing, operation, self.timeout, seen)
-            time.sleep(min(pause, self.timeout - seconds))
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    @staticmethod
-    def _key(sequence: int, rank: int) -> str:
-        return f"{sequence}/{rank}"
+    def _key(self, sequence: int, rank: int) -> str:
+        return f"{self.name}/{sequence}/{rank}"

@@ -14,15 +14,15 @@ from typing import Any, Final
 
 import torch
 import zmq
-from torch.distributed import Store  # type: ignore[attr-defined]
 from tqdm import tqdm
 
 from moesaic.comm.control import ControlPage, EpochChanged, Seat, State
 from moesaic.comm.errors import PeerTimeout, WindowAborted
-from moesaic.comm.group import RankGroup
+from moesaic.comm.handshake import Identity
 from moesaic.comm.links import Links
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.mesh import Place
+from moesaic.comm.store import StoreClient
 from moesaic.comm.supervise.nursery import function_of
 from moesaic.comm.supervise.orphans import die_with_fork_server, name_process
 from moesaic.comm.supervise.spec import Boot, unpack_boot
@@ -48,15 +48,16 @@ class RankLink:
         """Seconds after which an operation between ranks fails."""
         self.is_ready = False
         self._boot = boot
-        self._page = ControlPage.open(boot.control, self.mesh.ranks_of_node(self.node).start)
+        here = self.mesh.ranks_of_node(self.node)
+        self._page = ControlPage.open(boot.control, len(here), here.start)
         self.seat: Seat = self._page.seat(boot.rank)
-        self._store: Store | None = None
+        self._store: StoreClient | None = None
         self._links: Links | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = LINGER_MS
-        self._socket.identity = str(boot.rank).encode()
+        self._socket.identity = boot.route
         self._socket.connect(boot.endpoint)
         self.seat.beat()
         self.seat.enter(State.STARTING, "start")
@@ -72,13 +73,12 @@ class RankLink:
         return self.rank == 0
 
     @property
-    def store(self) -> Store:
+    def store(self) -> StoreClient:
         """Where ranks meet; connected at first use."""
         if self._store is None:
             boot = self._boot
-            self._store = RankGroup.connect_store(
-                boot.store_host, boot.store_port, boot.start_timeout
-            )
+            own = Identity(boot.rank, self.node)
+            self._store = boot.store.connect(boot.start_timeout, own)
         return self._store
 
     @property
@@ -86,7 +86,7 @@ class RankLink:
         """This rank's connections to other nodes, where there are any; made at first use."""
         if self._links is None and self.mesh.nnodes > 1:
             boot = self._boot
-            self._links = Links(boot.rank, self.node, boot.host, boot.secret)
+            self._links = Links(boot.rank, self.node, boot.host, boot.store.secret)
         return self._links
 
     def group(self, name: str, ranks: Sequence[int]) -> StoreGroup:

@@ -51,7 +51,7 @@ def main() -> int:
         node = _make(spec, folder, context)
         _watch_client(node, requests)
         _watch_signals(node)
-        os.write(answers, f"ok {folder.path}\n".encode())
+        os.write(answers, f"ok {node.client_route.decode()} {folder.path}\n".encode())
         try:
             return _run(node)
         finally:

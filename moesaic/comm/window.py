@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.group import Peers
+from moesaic.comm.shared_memory import create_memory, map_memory
 from moesaic.comm.signals import MAX_RANKS, Signals, page_bytes
 
+MEMORY: Final = "moesaic-window"
 PAGE: Final = 4096
 CHANNELS: Final = 16
 EPOCH_BITS: Final = 40
@@ -307,26 +309,17 @@ def _new_file(length: int) -> tuple[int, str]:
     """(descriptor, "") of memory without a name, or (-1, why there is none)."""
     if not hasattr(os, "memfd_create"):
         return -1, "memory shared between processes needs Linux (memfd_create)"
-    descriptor = -1
     try:
-        descriptor = os.memfd_create("moesaic-window")
-        os.truncate(descriptor, length)
+        return create_memory(MEMORY, length), ""
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
         return -1, f"{length} bytes of shared memory: {error}"
-    return descriptor, ""
 
 
 def _map(path: str, length: int) -> tuple[mmap.mmap | None, str]:
     """The mapping, or why it cannot be had."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return map_memory(path, MEMORY, length), ""
+    except ValueError as error:
+        return None, str(error)
     except OSError as error:
         return None, f"{error}; /proc must be mounted, and all ranks see each other's processes"
-    try:
-        return mmap.mmap(descriptor, length), ""
-    except (OSError, ValueError) as error:
-        return None, f"mapping {path}: {error}"
-    finally:
-        os.close(descriptor)

@@ -248,6 +248,13 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+class NoMessage(ValueError):
+    """Bytes that are not a message of a known type and shape."""
+
+
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """msgspec.ValidationError if it is not a message of a known type and shape."""
-    return _decoder.decode(data)
+    """NoMessage if these bytes are none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NoMessage(str(error)) from error

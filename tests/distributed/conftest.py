@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.comm.store import LocalStore
 from tests.distributed.moe_ranks import Pools, rank_pools
 
 
@@ -12,6 +13,13 @@ from tests.distributed.moe_ranks import Pools, rank_pools
 def pools() -> Iterator[Pools]:
     """pools(n): n ranks that nobody kills."""
     yield from rank_pools()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    made = LocalStore(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moesaic.comm.bridge import BridgedWindow, Ferry, Route
 from moesaic.comm.group import RankGroup
-from moesaic.comm.links import Identity, Links, Outlet
+from moesaic.comm.handshake import Identity
+from moesaic.comm.links import Links, Outlet
 from moesaic.comm.window import CHANNELS, PlaneSpec, SharedWindow, window_bytes
 
 SECRET = b"of all nodes of these tests"

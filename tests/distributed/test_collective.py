@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import pytest
 import torch
@@ -26,9 +25,11 @@ from moesaic.comm.collective import (
 )
 from moesaic.comm.control import ControlPage, EpochChanged
 from moesaic.comm.errors import PeerTimeout, RankFailed
-from moesaic.comm.group import LOOPBACK, RankGroup
+from moesaic.comm.group import RankGroup
+from moesaic.comm.handshake import Identity
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.meeting import StoreGroup
+from moesaic.comm.store import LocalStore, StoreAddress
 from moesaic.comm.window import window_bytes
 
 Pools = Callable[[int], LocalRanks]
@@ -36,6 +37,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.uint8)
 SMALL, LARGE, SECONDS = 1000, 1 << 20, 30.0
 SIZES = (2, 3, 5)
+OBSERVER = Identity(-1, 0)
 
 
 def part(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -210,9 +212,9 @@ def test_random_operations_in_a_row(nbytes: int, pools: Pools):
     assert rounds[0] > 100
 
 
-def subgroups(group: RankGroup, port: int, count: int) -> list[int]:
+def subgroups(group: RankGroup, address: StoreAddress, count: int) -> list[int]:
     """Ranks 0 1 | 2 3, ranks 0 2 | 1 3 and all four in turn, met at a store only."""
-    store = RankGroup.connect_store(LOOPBACK, port, SECONDS)
+    store = address.connect(SECONDS, Identity(group.rank, 0))
     pairs = (group.rank // 2, group.rank % 2), (group.rank % 2, group.rank // 2)
     comms = [
         WindowCollective(StoreGroup(store, f"{way}/{name}", rank, 2, SECONDS), SMALL, SECONDS)
@@ -230,13 +232,12 @@ def subgroups(group: RankGroup, port: int, count: int) -> list[int]:
     return [comm._round for comm in comms]
 
 
-def test_collectives_of_several_groups_interleave(pools: Pools):
-    store, port = RankGroup.host_store()
-    rounds = pools(4).run(subgroups, port, 60)
+def test_collectives_of_several_groups_interleave(pools: Pools, store: LocalStore):
+    rounds = pools(4).run(subgroups, store.address, 60)
     assert rounds == [rounds[0]] * 4
     assert min(rounds[0]) > 10
     # Windows were agreed on in two operations of a group: the second one's keys stay.
-    assert store.num_keys() <= 3 * 4 + 1
+    assert store.address.connect(SECONDS, OBSERVER).count() <= 3 * 4
 
 
 def absent(group: RankGroup, victim: int, kind: str) -> PeerTimeout | None:
@@ -345,12 +346,14 @@ def test_bytes_are_known_before(pools: Pools):
     assert window_bytes([], 3, 1) < told
 
 
-def on_threads(store_port: int, size: int, work: Callable[[StoreGroup], object]) -> list[object]:
+def on_threads(
+    address: StoreAddress, size: int, work: Callable[[StoreGroup], object]
+) -> list[object]:
     """work(group) on so many threads, each with a connection of its own; what they gave."""
     results: list[object] = [None] * size
 
     def run(rank: int) -> None:
-        store = RankGroup.connect_store(LOOPBACK, store_port, SECONDS)
+        store = address.connect(SECONDS, Identity(rank, 0))
         try:
             results[rank] = work(StoreGroup(store, "g", rank, size, SECONDS))
         except Exception as error:
@@ -376,12 +379,12 @@ def meet_often(group: StoreGroup) -> int:
     return 30
 
 
-def test_a_group_at_a_store():
+def test_a_group_at_a_store(store: LocalStore):
     """Bytes of any length, also none; and what has been read by all is taken away."""
-    store, port = RankGroup.host_store()
-    assert on_threads(port, 3, meet_often) == [30] * 3
-    assert sum(store.check([f"g/{turn}/{rank}"]) for turn in range(31) for rank in range(3)) == 0
-    assert all(store.check([f"g/31/{rank}"]) for rank in range(3))
+    assert on_threads(store.address, 3, meet_often) == [30] * 3
+    client = store.address.connect(SECONDS, OBSERVER)
+    assert sum(client.has([f"g/{turn}/{rank}"]) for turn in range(31) for rank in range(3)) == 0
+    assert all(client.has([f"g/31/{rank}"]) for rank in range(3))
 
 
 def test_a_group_of_one_needs_no_store():
@@ -396,29 +399,25 @@ def test_a_group_of_one_needs_no_store():
         StoreGroup(None, "g", 0, 2, 1.0, nodes=[0])
 
 
-def test_a_group_names_who_did_not_come():
-    store, port = RankGroup.host_store()
-
+def test_a_group_names_who_did_not_come(store: LocalStore):
     def once(group: StoreGroup) -> None:
         group.timeout = 0.5
         group.barrier("first")
         if group.rank != 1:
             group.barrier("second")
 
-    found = on_threads(port, 3, once)
+    found = on_threads(store.address, 3, once)
     assert found[1] is None
     for error in (found[0], found[2]):
         assert isinstance(error, PeerTimeout)
         assert error.missing == (1,)
         assert str(error) == "rank 1 did not reach 'second' within 0.5 s (last seen: 'first')"
-    del store
 
 
-def test_a_new_epoch_ends_the_wait():
+def test_a_new_epoch_ends_the_wait(store: LocalStore):
     page, descriptor = ControlPage.create(seats=2)
-    store, _ = RankGroup.host_store()
     seat = page.seat(0)
-    group = StoreGroup(store, "g", 0, 2, 60.0, seat=seat)
+    group = StoreGroup(store.address.connect(SECONDS, OBSERVER), "g", 0, 2, 60.0, seat=seat)
     timer = threading.Timer(0.2, page.change, (1, "rank 1 died"))
     timer.start()
     started = time.monotonic()
@@ -430,14 +429,14 @@ def test_a_new_epoch_ends_the_wait():
     os.close(descriptor)
 
 
-def with_seat(group: RankGroup, path: str, port: int) -> int | None:
+def with_seat(group: RankGroup, path: str, address: StoreAddress) -> int | None:
     """Rank 0 waits in a collective for rank 1, which never comes; a new epoch ends it."""
-    seat = ControlPage.open(path, 0).seat(group.rank)
-    store = RankGroup.connect_store(LOOPBACK, port, SECONDS)
+    seat = ControlPage.open(path, seats=2).seat(group.rank)
+    store = address.connect(SECONDS, Identity(group.rank, 0))
     peers = StoreGroup(store, "g", group.rank, 2, SECONDS, seat=seat)
     comm = WindowCollective(peers, SMALL, 60.0)
     if group.rank == 1:
-        store.set("ready", "")
+        store.set("ready", b"")
         return None
     try:
         comm.all_reduce(torch.ones(2, 2), "layer 1")
@@ -446,27 +445,25 @@ def with_seat(group: RankGroup, path: str, port: int) -> int | None:
     return -1
 
 
-def test_a_new_epoch_ends_a_collective(pools: Pools):
+def test_a_new_epoch_ends_a_collective(pools: Pools, store: LocalStore):
     page, descriptor = ControlPage.create(seats=2)
-    store, port = RankGroup.host_store()
 
     def declare() -> None:
-        store.wait(["ready"], timedelta(seconds=SECONDS))
+        store.address.connect(SECONDS, OBSERVER).wait(["ready"], SECONDS)
         page.change(1, "rank 1 died")
 
     thread = threading.Thread(target=declare)
     thread.start()
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    assert pools(2).run(with_seat, path, port) == [2, None]
+    assert pools(2).run(with_seat, path, store.address) == [2, None]
     thread.join()
     os.close(descriptor)
 
 
-def test_a_store_that_is_gone():
-    store, port = RankGroup.host_store()
-    client = RankGroup.connect_store(LOOPBACK, port, 5.0)
+def test_a_store_that_is_gone(store: LocalStore):
+    client = store.address.connect(5.0, OBSERVER)
     group = StoreGroup(client, "g", 0, 2, 5.0)
-    del store
+    store.close()
     with pytest.raises(PeerTimeout, match="a peer gave up earlier, or a connection broke") as error:
         group.barrier("together")
     assert error.value.missing == ()

@@ -17,7 +17,8 @@ from moesaic.comm.bridge import BridgedWindow
 from moesaic.comm.control import ControlPage, EpochChanged, State
 from moesaic.comm.errors import PeerLost, PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.group import RankGroup
-from moesaic.comm.links import HEAD, MARK, Identity, Kind, Links, frame
+from moesaic.comm.handshake import GREETING, Role, introduce
+from moesaic.comm.links import HEAD, MARK, Kind, Links, frame
 from moesaic.comm.local import LocalRanks, PerRank
 from moesaic.comm.window import CHANNELS, PlaneSpec, SharedWindow, control_bytes
 from tests.distributed.nodes import (
@@ -28,6 +29,9 @@ from tests.distributed.nodes import (
     on_nodes,
     puts,
 )
+
+# A nonce, an identity, whether there is a secret, and a proof.
+ANSWER_BYTES = 32 + 16 + 1 + 32
 
 
 def refused(group: RankGroup) -> tuple[str, str]:
@@ -97,12 +101,12 @@ def strangers(group: RankGroup) -> list[str]:
         for turn in range(1, 30):
             junk = generator.randbytes(generator.randrange(1, 3000))
             if turn % 3 == 0:
-                junk = b"MOESAIC1" + junk.ljust(80, b"!")
+                junk = GREETING + bytes([Role.LINK]) + junk.ljust(80, b"!")
             elif turn % 3 == 1:
                 junk = frame(Kind.POST, 1, 0, 1 << 40, "lies", [(8192, 64)]) + junk
             if group.rank == 0:
                 # Only the greeting is answered, if the stranger is still there to hear it.
-                most = 80 if turn % 3 == 0 else 0
+                most = ANSWER_BYTES if turn % 3 == 0 else 0
                 if len(hear(int(ports[0]), junk)) > most:
                     wrong.append(f"answer to {junk[:20]!r}")
             window.plane("x").fill_(turn)
@@ -138,11 +142,11 @@ def replay(group: RankGroup) -> bool:
             return getattr(self._connection, name)
 
     with socket.create_connection(("127.0.0.1", links.port), 5) as connection:
-        other._introduce(Overheard(connection), Identity(0, 0))  # type: ignore[arg-type]
+        introduce(Overheard(connection), Role.LINK, other.identity, SECRET)  # type: ignore[arg-type]
     answer = hear(links.port, bytes(said))
     links.close()
     other.close()
-    return len(said) == 88 and len(answer) == 80
+    return len(said) == 89 and len(answer) == ANSWER_BYTES
 
 
 def test_a_proof_cannot_be_replayed():
@@ -323,7 +327,7 @@ def new_epoch(group: RankGroup, nodes: tuple[int, ...]) -> tuple[str, int, float
         path = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
     path = group.all_gather_bytes(path, "page")[0]
     if group.rank:
-        page = ControlPage.open(path.decode(), 0)
+        page = ControlPage.open(path.decode(), seats=4)
     group.seat = page.seat(group.rank)
     try:
         with on_nodes(group, nodes):

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.errors import PeerTimeout
-from moesaic.comm.group import LOOPBACK, RankGroup
+from moesaic.comm.group import RankGroup
+from moesaic.comm.handshake import Identity
 from moesaic.comm.local import LocalRanks
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.pipe import Pipe, PipeSpec
+from moesaic.comm.store import LocalStore, StoreAddress
 
 Pools = Callable[[int], LocalRanks]
 HIDDEN, MOST, DEPTH, SECONDS = 24, 16, 2, 30.0
@@ -134,9 +136,9 @@ def test_a_missing_stage_is_named(who: str, stage: int, missing: int, message: s
     assert [rank for rank, one in enumerate(found) if one is not None] == list(waiting)
 
 
-def at_a_store(group: RankGroup, port: int) -> bytes:
+def at_a_store(group: RankGroup, address: StoreAddress) -> bytes:
     """Two pipes over subgroups of four ranks, as tensor-parallel ranks have them."""
-    store = RankGroup.connect_store(LOOPBACK, port, SECONDS)
+    store = address.connect(SECONDS, Identity(group.rank, 0))
     stage, column = divmod(group.rank, 2)
     pipe = Pipe(StoreGroup(store, f"pipe {column}", stage, 2, SECONDS), SPEC, SECONDS)
     if pipe.is_first:
@@ -151,9 +153,8 @@ def at_a_store(group: RankGroup, port: int) -> bytes:
     return answer
 
 
-def test_pipes_of_several_columns(pools: Pools):
-    _store, port = RankGroup.host_store()
-    assert pools(4).run(at_a_store, port) == [b"from 0", b"from 1", b"to", b"to"]
+def test_pipes_of_several_columns(pools: Pools, store: LocalStore):
+    assert pools(4).run(at_a_store, store.address) == [b"from 0", b"from 1", b"to", b"to"]
 
 
 def refused(group: RankGroup) -> list[str]:

@@ -132,7 +132,7 @@ def tensor_of(key: int, rows: int) -> torch.Tensor:
 def broken_off(group: RankGroup, path: str, nodes: tuple[int, ...]) -> int:
     """Now and then a rank breaks off: all are called back, begin again in the next generation, and
     must get what is right. How many generations it took."""
-    page = ControlPage.open(path, 0)
+    page = ControlPage.open(path, seats=4)
     with on_nodes(group, nodes) if nodes else nullcontext():
         group.seat = seat = page.seat(group.rank)
         try:

@@ -124,7 +124,7 @@ def test_serves_and_stops():
         check_wake(service)
         check_addresses(processes)
         names = sorted(process.name() for process in processes)
-        assert {"moesaic-super", "moesaic-store", "moesaic-rank-0", "moesaic-rank-1"} < set(names)
+        assert {"moesaic-super", "moesaic-rank-0", "moesaic-rank-1"} < set(names)
         for process in processes[1:]:
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGTERM)
@@ -190,9 +190,9 @@ def check_wake(service: Service) -> None:
 
 
 def check_addresses(processes: list[psutil.Process]) -> None:
-    """Whatever listens, listens on loopback; and there is the store."""
+    """On one node no process listens on a network address: all sockets are in the run folder."""
     found = [c for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
-    assert found and {connection.laddr.ip for connection in found} == {"127.0.0.1"}
+    assert found == []
 
 
 def fault_of(service: Service) -> Fault:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import zmq
 
+from moesaic.comm.store import StoreAddress
 from moesaic.comm.supervise.address import address_towards, numeric
 from moesaic.comm.supervise.alike import facts_of
 from moesaic.comm.supervise.node import Node
 from moesaic.comm.supervise.nodes import (
     BEAT_SECONDS,
-    CONTROL,
     MADE_SECRET,
-    SESSION,
     WAIT_SECONDS,
+    Connected,
+    Disconnected,
     FirstNode,
     beat_of,
 )
+from moesaic.comm.supervise.secret import own_secret
 from moesaic.comm.supervise.spec import ServiceSpec, split_address
 from moesaic.core.messages import (
     AnyMessage,
@@ -35,7 +35,6 @@ from moesaic.core.messages import (
     Recall,
     Relay,
     Stop,
-    decode,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,25 +61,22 @@ class Agent(Node):
         self._said = -math.inf
 
     def begin(self) -> None:
-        self._answer, theirs = multiprocessing.Pipe(duplex=False)
-        names = [CONTROL, SESSION, MADE_SECRET]
-        self.start_store("meet", *self._address, self.spec.timeouts.start, names, theirs)
-        self.loop.add(self._answer.fileno(), self._on_met)
+        times = self.spec.timeouts
+        self._head = FirstNode(self.spec.node_rank, self._address, times.start)
+        self.loop.add(self._head.inbox.bell, self._on_head)
 
     def tick(self, now: float) -> None:
         super().tick(now)
         if self.exit_code is not None:
             return
-        if self._head is None:
+        assert self._head is not None
+        if not self._head.met:
             self._await_head(now)
         elif self._joined:
             self._keep_up(self._head, now)
         elif now - self._head.met > ANSWER_SECONDS:
-            self.fail(
-                f"node 0 ({self.spec.dist_init_addr}) gives no answer at {self._head.address} "
-                f"within {ANSWER_SECONDS:.0f} s: is that port open between the nodes?",
-                [],
-            )
+            address = self.spec.dist_init_addr
+            self.fail(f"node 0 ({address}) gives no answer within {ANSWER_SECONDS:.0f} s", [])
 
     def _await_head(self, now: float) -> None:
         limit, address = self.spec.timeouts.meet, self.spec.dist_init_addr
@@ -109,9 +105,8 @@ class Agent(Node):
             self._beaten = now
             head.send(beat_of(self.spec.node_rank, self.spec.ranks, self.page))
 
-    def on_rank(self, rank: int, data: bytes) -> None:
+    def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         assert self._head is not None
-        message = decode(data)
         if isinstance(message, Failed):
             if not message.waited:
                 self.fail(self.blame(rank, f"failed: {message.error}"), [rank])
@@ -140,7 +135,7 @@ class Agent(Node):
 
     def close(self) -> None:
         if self._head is not None:
-            self._head.socket.close()
+            self._head.close()
         super().close()
 
     def _end(self, message: str, ranks: Sequence[int], *, tell: bool) -> None:
@@ -153,50 +148,41 @@ class Agent(Node):
         self.fence(ranks, message)
         self.tell_client(Fault(message, list(ranks)))
 
-    def _on_met(self) -> None:
-        """The store has answered, or does not."""
-        self.loop.remove(self._answer.fileno())
-        try:
-            facts = msgspec.msgpack.decode(self._answer.recv_bytes(), type=dict[str, str])
-        except EOFError:
-            return  # the end of the process that was to answer is seen by itself
-        if "error" in facts:
-            self.fail(facts["error"], [])
-            return
-        self._head = FirstNode(
-            self.spec.node_rank, facts, self.socket(zmq.DEALER), time.monotonic()
-        )
-        self.loop.add(self._head.socket, self._on_head)
-        self._head.send(Hello(self.spec.node_rank, facts_of(self.spec)))
-
-    def _join(self, head: FirstNode) -> None:
+    def _join(self, made_secret: bytes) -> None:
         """Ranks are started only now: those of a node that is not let in would be of no use."""
         self._joined = True
         ranks = self.spec.ranks
         told = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
         logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, told)
-        self.start_ranks(self._address, head.secret, self._host)
+        store = StoreAddress(*self._address, own_secret() or made_secret)
+        self.start_ranks(store, self._host)
 
     def _on_head(self) -> None:
         assert self._head is not None
-        for message in self._head.receive(time.monotonic()):
-            match message:
-                case Hello():
-                    self._join(self._head)
+        for event in self._head.receive(time.monotonic()):
+            match event:
+                case Connected():
+                    self._head.send(Hello(self.spec.node_rank, facts_of(self.spec)))
+                case Disconnected(reason, refused):
+                    self._on_disconnected(reason, refused)
+                case Hello(facts=facts):
+                    self._join(facts.get(MADE_SECRET, b""))
                 case Relay(rank, data):
                     self.tell_rank(rank, data)
                 case Recall():
-                    self.call_back(message)
+                    self.call_back(event)
                 case Ready():
                     self.is_serving = True
-                    self.tell_client(message)
+                    self.tell_client(event)
                 case Fault(text, ranks):
                     self._end(text, ranks, tell=False)
                 case Stop():
                     self._stop_with_head()
-        if self._head.refused:
-            why = f"node 0 ({self.spec.dist_init_addr}) refuses: {self._head.refused}"
-            self._end(f"node {self.spec.node_rank}: {why}", [], tell=False)
+
+    def _on_disconnected(self, reason: str, refused: bool) -> None:
+        assert self._head is not None
+        what = "refuses" if refused else "is lost" if self._head.met else "cannot be met"
+        self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
 
     def _stop_with_head(self) -> None:
         if self.exit_code is None:

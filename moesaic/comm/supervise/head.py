@@ -14,14 +14,21 @@ from typing import Any
 import zmq
 
 from moesaic.comm.control import Seen, State
+from moesaic.comm.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
 from moesaic.comm.supervise.alike import differences, facts_of
 from moesaic.comm.supervise.guard import StepGuard
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.node import Node
-from moesaic.comm.supervise.nodes import BEAT_SECONDS, WAIT_SECONDS, OtherNodes, Sightings
+from moesaic.comm.supervise.nodes import (
+    BEAT_SECONDS,
+    WAIT_SECONDS,
+    Disconnected,
+    OtherNodes,
+    Sightings,
+)
 from moesaic.comm.supervise.recall import Recalls
-from moesaic.comm.supervise.spec import LOOPBACK, ServiceSpec, split_address
+from moesaic.comm.supervise.spec import ServiceSpec, split_address
 from moesaic.core.messages import (
     Abandoned,
     Abort,
@@ -92,23 +99,18 @@ class Head(Node):
     def begin(self) -> None:
         """Starts the ranks; those of other nodes are started there."""
         if self.mesh.nnodes == 1:
-            listener = socket.create_server((LOOPBACK, 0))
-            self.start_store("serve", listener, {})
-            self.start_ranks(listener.getsockname()[:2])
+            self.start_ranks(LocalStore(self.folder).address)
             return
         try:
             host, port = split_address(self.spec.dist_init_addr or "")
             host = numeric(host)
-            listener = socket.create_server((host, port), family=family_of(host))
-            others = OtherNodes(self.spec, self.socket(zmq.ROUTER))
+            listening = socket.create_server((host, port), family=family_of(host), backlog=128)
         except (OSError, ValueError) as error:
             self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
             return
-        self._others = others
-        self.loop.add(others.router, self._on_others)
-        own = self.spec.host or host
-        self.start_store("serve", listener, others.facts)
-        self.start_ranks((host, port), others.secret, own)
+        self._others = OtherNodes(self.spec, listening)
+        self.loop.add(self._others.inbox.bell, self._on_others)
+        self.start_ranks(self._others.store, self.spec.host or host)
 
     def tick(self, now: float) -> None:
         super().tick(now)
@@ -163,9 +165,8 @@ class Head(Node):
             case Stop(reason):
                 self.stop(reason)
 
-    def on_rank(self, rank: int, data: bytes) -> None:
+    def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """What a leader gives out goes on as it came: it is not encoded again."""
-        message = decode(data)
         match message:
             case Output():
                 self.journal.take(message)
@@ -199,7 +200,7 @@ class Head(Node):
 
     def close(self) -> None:
         if self._others is not None:
-            self._others.router.close()
+            self._others.close()
         super().close()
 
     def _tell_others(self, message: Message) -> None:
@@ -212,13 +213,15 @@ class Head(Node):
         for node, message in self._others.receive(now):
             match message:
                 case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
-                    self.on_rank(rank, data)
+                    self.on_rank(rank, decode(data), data)
                 case Beat():
                     self._elsewhere.take(message, now)
                 case Fault(text, ranks):
                     self.fail(text, ranks)
                 case Hello(facts=facts):
                     self._admit(node, facts)
+                case Disconnected(reason):
+                    self._lose(node, f"its connection ended ({reason})")
 
     def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
         assert self._others is not None
@@ -258,9 +261,12 @@ class Head(Node):
         lost = self._others.lost(now)
         if lost is not None:
             node, seconds = lost
-            ranks = self.mesh.ranks_of_node(node)
-            told = f"ranks {ranks.start} to {ranks.stop - 1}"
-            self.fail(f"node {node} ({told}) is lost: silent for {seconds:.1f} s", ranks)
+            self._lose(node, f"silent for {seconds:.1f} s")
+
+    def _lose(self, node: int, why: str) -> None:
+        ranks = self.mesh.ranks_of_node(node)
+        told = f"ranks {ranks.start} to {ranks.stop - 1}"
+        self.fail(f"node {node} ({told}) is lost: {why}", ranks)
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
         by_group: dict[int, list[NewRequest]] = {}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Final
 
 import zmq
+
+MOST_AT_ONCE: Final = 256
 
 Source = zmq.Socket[bytes] | int
 
@@ -32,9 +36,8 @@ class Loop:
                 handler()
 
 
-def receive_now(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The frames of a message that is there, or None."""
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
+def receive_some(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The frames of messages that are there, up to so many that the loop still turns."""
+    with suppress(zmq.Again):
+        for _ in range(MOST_AT_ONCE):
+            yield socket.recv_multipart(zmq.NOBLOCK)

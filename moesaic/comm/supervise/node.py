@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Final
 import zmq
 
 from moesaic.comm.control import ControlPage
-from moesaic.comm.supervise import watch
-from moesaic.comm.supervise.loop import Loop, receive_now
+from moesaic.comm.quiet_log import QuietLog
+from moesaic.comm.store import StoreAddress
+from moesaic.comm.supervise.loop import Loop, receive_some
 from moesaic.comm.supervise.nursery import Job, Nursery, kill_children
 from moesaic.comm.supervise.spec import Boot, ServiceSpec, pack
 from moesaic.comm.supervise.watch import Watch, obituary
-from moesaic.core.messages import AnyMessage, Message, Recall, Stop, decode, encode
+from moesaic.core.messages import AnyMessage, Message, NoMessage, Recall, Stop, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,6 @@ TICK: Final = 0.1
 # How long the last words of a rank that ended with an error may be under way.
 LAST_WORDS: Final = 0.3
 LINGER_MS: Final = 2000
-STORE: Final = "store"
 
 
 class Node(ABC):
@@ -41,13 +42,16 @@ class Node(ABC):
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
         self.spec, self.mesh = spec, spec.mesh
+        self.folder = folder
         self.loop = Loop()
         self.exit_code: int | None = None
         self.page, descriptor = ControlPage.create(len(spec.ranks), spec.ranks.start)
         self._control = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._watch = Watch(self.page, spec.timeouts)
         self._processes: dict[int, BaseProcess] = {}
-        self._store_process: BaseProcess | None = None
+        self._strangers = QuietLog(logger)
+        self._routes = {rank: new_route() for rank in spec.ranks}
+        self._senders = {route: rank for rank, route in self._routes.items()}
         self._nursery = Nursery(_preloads(spec))
         self.loop.add(self._nursery.bell, self._on_born)
         self._endpoint = f"ipc://{folder}/ranks"
@@ -55,7 +59,8 @@ class Node(ABC):
         self._ranks = self.socket(zmq.ROUTER)
         self._ranks.bind(self._endpoint)
         self.loop.add(self._ranks, self._on_ranks)
-        self.client = self.socket(zmq.DEALER)
+        self.client_route = new_route()
+        self.client = self.socket(zmq.ROUTER)
         self.client.bind(f"ipc://{folder}/client")
         self.loop.add(self.client, self._on_client)
         self.has_client = False
@@ -87,8 +92,8 @@ class Node(ABC):
         """Start what is to be started."""
 
     @abstractmethod
-    def on_rank(self, rank: int, data: bytes) -> None:
-        """A message from a rank of this node."""
+    def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
+        """A message from a rank of this node; `data`: the same, as it came."""
 
     @abstractmethod
     def on_client(self, message: AnyMessage) -> None:
@@ -105,16 +110,11 @@ class Node(ABC):
     def tick(self, now: float) -> None:
         """Look around: at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
-        if self._store_process is not None:
-            pids[watch.STORE] = self._store_process.pid or 0
         found = self._watch.look(pids, now, starting=not self.is_serving)
         self.was_late, self.is_fair = self._watch.was_late, self._watch.is_fair
         if found is not None:
             rank, why = found
-            if rank == watch.STORE:
-                self.fail(f"the store's process {why}", [])
-            else:
-                self.fail(self.blame(rank, why), [rank])
+            self.fail(self.blame(rank, why), [rank])
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self.sockets.socket(kind)
@@ -124,7 +124,7 @@ class Node(ABC):
         return made
 
     def tell_rank(self, rank: int, data: bytes) -> None:
-        self._ranks.send_multipart([_identity(rank), data])
+        self._ranks.send_multipart([self._routes[rank], data])
 
     def call_back(self, recall: Recall) -> None:
         """Those ranks of the replica that are in this node: those in a wait see the word, those
@@ -138,7 +138,7 @@ class Node(ABC):
         data = message if isinstance(message, bytes) else encode(message)
         # When it has gone: that is seen by other means.
         with suppress(zmq.Again):
-            self.client.send(data, zmq.NOBLOCK)
+            self.client.send_multipart([self.client_route, data], zmq.NOBLOCK)
 
     def log_end(self, level: int, text: str) -> None:
         """Once is enough: the client logs what it is told."""
@@ -148,11 +148,7 @@ class Node(ABC):
         """What a rank of this node did, and where it was last."""
         return f"{self.mesh.describe(rank)} {what}; {self.page.seen(rank)}"
 
-    def start_store(self, target: str, *args: object) -> None:
-        """The process through which this node reaches the store; see comm.store_host."""
-        self._nursery.start([Job(STORE, f"moesaic.comm.store_host:{target}", args)])
-
-    def start_ranks(self, store: tuple[str, int], secret: bytes = b"", host: str = "") -> None:
+    def start_ranks(self, store: StoreAddress, host: str = "") -> None:
         spec = self.spec
         jobs = []
         for rank in spec.ranks:
@@ -163,14 +159,13 @@ class Node(ABC):
                 config=spec.config,
                 control=self._control,
                 endpoint=self._endpoint,
-                store_host=store[0],
-                store_port=store[1],
+                route=self._routes[rank],
+                store=store,
                 timeout=spec.timeouts.collective,
                 start_timeout=spec.timeouts.start,
                 threads=spec.threads,
                 log_level=spec.log_level,
                 host=host,
-                secret=secret,
             )
             jobs.append(Job(f"rank{rank}", "moesaic.comm.rank_link:main", (pack(boot),)))
         self._nursery.start(jobs)
@@ -208,32 +203,21 @@ class Node(ABC):
         kill_children()
 
     def _kill_all(self) -> None:
-        store = [self._store_process] if self._store_process else []
-        everyone = [*self._processes.values(), *store]
-        for process in everyone:
+        for process in self._processes.values():
             process.kill()
-        for process in everyone:
+        for process in self._processes.values():
             self.loop.remove(process.sentinel)
             process.join(LAST_WORDS)
 
     def _on_born(self) -> None:
         born, trouble = self._nursery.take()
         for process in born:
-            if process.name == STORE:
-                self._store_process = process
-                self.loop.add(process.sentinel, self._on_store_end)
-            else:
-                rank = int(process.name.removeprefix("rank"))
-                self._processes[rank] = process
-                self.loop.add(process.sentinel, self._on_rank_end)
+            rank = int(process.name.removeprefix("rank"))
+            self._processes[rank] = process
+            self.loop.add(process.sentinel, self._on_rank_end)
         if trouble:
             self.loop.remove(self._nursery.bell)
             self.fail(f"{trouble}; the fork server may have failed to load", [])
-
-    def _on_store_end(self) -> None:
-        assert self._store_process is not None
-        self._store_process.join()
-        self.fail(f"the store's process {obituary(self._store_process.exitcode)}", [])
 
     def _on_rank_end(self) -> None:
         """Some have ended; those that raised have said why, and that may still be under way."""
@@ -254,19 +238,35 @@ class Node(ABC):
                 self._on_ranks()
 
     def _on_ranks(self) -> None:
-        while self.exit_code is None and (frames := receive_now(self._ranks)) is not None:
-            self.on_rank(int(frames[0]), frames[1])
+        for rank, message, data in self._received(self._ranks, self._senders):
+            self.on_rank(rank, message, data)
 
     def _on_client(self) -> None:
-        while self.exit_code is None and (frames := receive_now(self.client)) is not None:
+        for _, message, _ in self._received(self.client, {self.client_route: 0}):
             self.has_client = True
-            self.on_client(decode(frames[0]))
+            self.on_client(message)
+
+    def _received(
+        self, socket: zmq.Socket[bytes], senders: Mapping[bytes, int]
+    ) -> Iterator[tuple[int, AnyMessage, bytes]]:
+        """(sender, message, the same as it came). libzmq passes on whatever a process of this user
+        writes to the socket; what is not from one of the senders is dropped."""
+        for frames in receive_some(socket):
+            try:
+                sender, message = senders[frames[0]], decode(frames[1])
+            except (KeyError, IndexError, NoMessage) as error:
+                self._strangers.warn(f"dropped a stranger's message ({type(error).__name__})")
+                continue
+            if self.exit_code is None:
+                yield sender, message, frames[1]
 
 
-def _identity(rank: int) -> bytes:
-    return str(rank).encode()
+def new_route() -> bytes:
+    """The identity of a socket at the supervisor's. It cannot be guessed: a stranger who finds the
+    socket can neither pass for a rank or the client nor be sent what is for them."""
+    return secrets.token_hex(16).encode()
 
 
 def _preloads(spec: ServiceSpec) -> list[str]:
     module = spec.target.partition(":")[0]
-    return ["moesaic.comm.rank_link", "moesaic.comm.store_host", *spec.preload, module]
+    return ["moesaic.comm.rank_link", *spec.preload, module]

@@ -1,61 +1,165 @@
-"""The connections between the supervisors of several nodes: all others talk with the first."""
+"""The connections between the supervisors of several nodes: all others talk with the first.
+
+Node 0 listens at --dist-init-addr, for other supervisors and for ranks that want the store. Each
+connection has a thread that receives and one that sends, so that the loop of a supervisor never
+waits for another machine.
+"""
 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
+import queue
+import socket
+import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-import zmq
-
 from moesaic.comm.control import ControlPage, Seen, State
-from moesaic.comm.supervise.address import numeric
-from moesaic.comm.supervise.loop import receive_now
-from moesaic.comm.supervise.seal import SECRET, Doubt, Seal, new_secret, own_secret
-from moesaic.comm.supervise.spec import ServiceSpec, split_address
-from moesaic.core.messages import AnyMessage, Beat, Hello, Message, Sight, decode, encode
+from moesaic.comm.handshake import NO_SECRET, Identity, Role, Session, WrongSecret, introduce
+from moesaic.comm.listener import Listener, RoleHandler, tune
+from moesaic.comm.store import StoreAddress, Table
+from moesaic.comm.stream import MessageStream
+from moesaic.comm.supervise.secret import SECRET, new_secret, own_secret
+from moesaic.comm.supervise.spec import ServiceSpec
+from moesaic.core.messages import (
+    AnyMessage,
+    Beat,
+    Fault,
+    Hello,
+    Message,
+    NoMessage,
+    Sight,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 0.25
 # How often a node says that it waits for others.
 WAIT_SECONDS: Final = 10.0
-MOST_BYTES: Final = 1 << 28
-SESSION_BYTES: Final = 16
-# What the first node leaves in the store for the others.
-CONTROL, SESSION, MADE_SECRET = "control", "session", "secret"
-# Answers to who cannot prove to be a node of the service. They prove nothing themselves, and are
-# heeded by a node only as long as it has not been welcomed.
-WRONG_SECRET, TAKEN = b"wrong secret", b"taken"
+CONNECT_SECONDS: Final = 5.0
+CONNECT_PAUSE: Final = 0.2
+# How long the last messages may take to go out when a supervisor ends.
+LINGER_SECONDS: Final = 2.0
+# Messages that have been received and not handled; beyond them a connection is not read.
+MOST_RECEIVED: Final = 1024
+# Messages that are handled before the loop looks at everything else.
+MOST_AT_ONCE: Final = 64
+MADE_SECRET: Final = "secret"
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to the first node is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection has ended, or cannot be had. `refused`: it never will."""
+
+    reason: str
+    refused: bool = False
+
+
+Event = AnyMessage | Connected | Disconnected
+
+
+class Inbox:
+    """What the threads of connections have received, with the node it came from."""
+
+    def __init__(self) -> None:
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when there is something."""
+        self._events: queue.Queue[tuple[int, Event]] = queue.Queue(MOST_RECEIVED)
+
+    def put(self, node: int, event: Event) -> None:
+        """Waits while too much has not been handled: the sender then waits, too."""
+        self._events.put((node, event))
+        os.eventfd_write(self.bell, 1)
+
+    def take(self) -> list[tuple[int, Event]]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
+        taken: list[tuple[int, Event]] = []
+        with suppress(queue.Empty):
+            while len(taken) < MOST_AT_ONCE:
+                taken.append(self._events.get_nowait())
+            os.eventfd_write(self.bell, 1)
+        return taken
+
+
+class Channel:
+    """A connection to the supervisor of another node."""
+
+    def __init__(self, connection: socket.socket, session: Session, *, calls: bool) -> None:
+        self._connection = connection
+        self._stream = MessageStream(connection, session, calls=calls)
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="to a node", daemon=True)
+        self._sender.start()
+
+    def send(self, message: Message) -> None:
+        """Returns at once."""
+        self._outgoing.put(encode(message))
+
+    def receive_all(self, node: int, inbox: Inbox) -> None:
+        """In the thread of the connection: until it ends."""
+        try:
+            while True:
+                inbox.put(node, decode(self._stream.receive()))
+        except OSError as error:
+            inbox.put(node, Disconnected(str(error)))
+        except NoMessage as error:
+            inbox.put(node, Disconnected(f"it sent what is no message: {error}"))
+
+    def close(self, seconds: float = LINGER_SECONDS) -> None:
+        """When what was sent is out, or after so many seconds."""
+        self._outgoing.put(None)
+        self._sender.join(seconds)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _send(self) -> None:
+        # That the other end is gone shows where this one receives.
+        with suppress(OSError):
+            while (data := self._outgoing.get()) is not None:
+                self._stream.send(data)
 
 
 class OtherNodes:
-    """On the first node: all others, whose supervisors call here."""
+    """On the first node: all others, whose supervisors call here, and the store for all ranks."""
 
-    def __init__(self, spec: ServiceSpec, router: zmq.Socket[bytes]) -> None:
+    def __init__(self, spec: ServiceSpec, listening: socket.socket) -> None:
         self._silence, self._nnodes = spec.timeouts.node, spec.mesh.nnodes
-        host = numeric(split_address(spec.dist_init_addr or "")[0])
-        self.router = router
-        router.ipv6 = ":" in host
-        router.maxmsgsize = MOST_BYTES
-        name = f"[{host}]" if ":" in host else host
-        port = router.bind_to_random_port(f"tcp://{name}")
-        session = secrets.token_bytes(SESSION_BYTES)
+        host, port = listening.getsockname()[:2]
         given = own_secret()
-        made = "" if given else new_secret()
-        if made:
+        if not given:
             logger.warning(
-                "%s is not set: whoever reaches %s can read the secret of this service there",
+                "%s is not set: whoever reaches %s can join this service and read its secret there",
                 SECRET,
                 spec.dist_init_addr,
             )
-        self.secret = given or made.encode()
-        self.facts = {CONTROL: f"{host} {port}", SESSION: session.hex(), MADE_SECRET: made}
-        self._seal = Seal(self.secret, session, 0)
-        self._routes: dict[int, bytes] = {}
+        secret = given or new_secret()
+        self.store = StoreAddress(host, port, secret)
+        self._welcome = Hello(facts={} if given else {MADE_SECRET: secret})
+        self.inbox = Inbox()
+        self._lock = threading.Lock()
+        self._channels: dict[int, Channel] = {}
         self._heard: dict[int, float] = {}
         self._joined: set[int] = set()
+        self._listener = Listener(
+            listening,
+            Identity(-1, 0),
+            {
+                Role.STORE: RoleHandler(secret, Table().serve),
+                Role.NODE: RoleHandler(given or NO_SECRET, self._serve),
+            },
+        )
 
     @property
     def missing(self) -> list[int]:
@@ -64,37 +168,23 @@ class OtherNodes:
 
     def welcome(self, node: int) -> None:
         self._joined.add(node)
-        self.send(node, Hello())
+        self.send(node, self._welcome)
 
     def send(self, node: int, message: Message) -> None:
-        if node in self._routes:
-            frames = self._seal.close(node, encode(message))
-            self.router.send_multipart([self._routes[node], *frames])
+        with self._lock:
+            channel = self._channels.get(node)
+        if channel is not None:
+            channel.send(message)
 
     def tell_all(self, message: Message) -> None:
-        for node in self._routes:
+        for node in range(1, self._nnodes):
             self.send(node, message)
 
-    def receive(self, now: float) -> list[tuple[int, AnyMessage]]:
-        """What is there, from whom it says and proves to be."""
-        messages = []
-        while (frames := receive_now(self.router)) is not None:
-            opened = self._seal.open(frames[1:])
-            if isinstance(opened, Doubt):
-                self._refuse(frames[0], opened)
-                continue
-            node, payload = opened
-            # Whoever proves to be that node is reached where it last called from.
-            self._routes[node] = frames[0]
-            self._heard[node] = now
-            messages.append((node, decode(payload)))
-        return messages
-
-    def _refuse(self, route: bytes, doubt: Doubt) -> None:
-        """So that a node which was started wrongly can say why it does not get in."""
-        answer = {Doubt.MAC: WRONG_SECRET, Doubt.AGAIN: TAKEN}.get(doubt)
-        if answer is not None and route not in self._routes.values():
-            self.router.send_multipart([route, answer])
+    def receive(self, now: float) -> list[tuple[int, Event]]:
+        """What has come, from which node."""
+        events = self.inbox.take()
+        self._heard |= dict.fromkeys((node for node, _ in events), now)
+        return events
 
     def lost(self, now: float) -> tuple[int, float] | None:
         """A node that has been silent for too long, and for how long."""
@@ -106,53 +196,106 @@ class OtherNodes:
         """After a time in which this node did not listen."""
         self._heard = dict.fromkeys(self._heard, now)
 
+    def close(self) -> None:
+        with self._lock:
+            channels = list(self._channels.values())
+        deadline = time.monotonic() + LINGER_SECONDS
+        for channel in channels:
+            channel.close(max(0.0, deadline - time.monotonic()))
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
+        """The life of a connection from another supervisor."""
+        node = session.peer.node
+        channel = Channel(connection, session, calls=False)
+        refusal = self._claim(node, channel)
+        if refusal:
+            channel.send(Fault(refusal))
+            channel.close()
+        else:
+            channel.receive_all(node, self.inbox)
+
+    def _claim(self, node: int, channel: Channel) -> str:
+        """Why a node is not let in; empty if it is."""
+        if not 0 < node < self._nnodes:
+            return f"--node-rank {node}: this service has nodes 0 to {self._nnodes - 1}"
+        with self._lock:
+            if node in self._channels:
+                return f"another node came with --node-rank {node} before: give each node its own"
+            self._channels[node] = channel
+        return ""
+
 
 class FirstNode:
-    """On every other node: the way to the first."""
+    """On every other node: the way to the first, which a thread connects to as soon as it is there.
 
-    def __init__(
-        self, node: int, facts: dict[str, str], socket: zmq.Socket[bytes], now: float
-    ) -> None:
-        host, _, port = facts[CONTROL].partition(" ")
-        made, given = facts[MADE_SECRET].encode(), own_secret()
-        self._reasons = {
-            WRONG_SECRET: _secret_trouble(bool(given), bool(made)),
-            TAKEN: f"another node came with --node-rank {node} before: give each node its own",
-        }
-        # Where one of the two must be wrong, node 0 is told of it as well, by a wrong MAC.
-        self.secret = given or made
-        self._seal = Seal(self.secret, bytes.fromhex(facts[SESSION]), node)
-        self.socket = socket
-        socket.ipv6 = ":" in host
-        socket.maxmsgsize = MOST_BYTES
-        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        self.met = self.heard = now
-        self.answered = False
-        """Whether anything has come that proves to be from there."""
-        self.refused = ""
-        """Why node 0 does not let this node in."""
-        self.address = f"{host}:{port}"
+    Its first event is Connected or Disconnected.
+    """
+
+    def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
+        self._node, self._address = node, address
+        self.inbox = Inbox()
+        self.met = self.heard = 0.0
+        self._channel: Channel | None = None
+        arguments = (time.monotonic() + seconds,)
+        threading.Thread(target=self._run, args=arguments, name="to node 0", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        self.socket.send_multipart(self._seal.close(0, encode(message)))
+        """Nothing where there is no connection."""
+        if self._channel is not None:
+            self._channel.send(message)
 
-    def receive(self, now: float) -> list[AnyMessage]:
-        messages = []
-        while (frames := receive_now(self.socket)) is not None:
-            if len(frames) == 1 and not self.answered:
-                self.refused = self._reasons.get(frames[0], "")
-                continue
-            opened = self._seal.open(frames)
-            if not isinstance(opened, Doubt):
-                self.heard, self.answered = now, True
-                messages.append(decode(opened[1]))
-        return messages
+    def receive(self, now: float) -> list[Event]:
+        events = [event for _, event in self.inbox.take()]
+        self.heard = now if events else self.heard
+        self.met = now if Connected() in events else self.met
+        return events
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _run(self, deadline: float) -> None:
+        try:
+            connection, session = self._connect(deadline)
+        except WrongSecret as error:
+            reason = _secret_trouble(bool(own_secret()), error.keyed)
+            self.inbox.put(0, Disconnected(reason, refused=True))
+        except OSError as error:
+            self.inbox.put(0, Disconnected(str(error)))
+        else:
+            self._channel = Channel(connection, session, calls=True)
+            self.inbox.put(0, Connected())
+            self._channel.receive_all(0, self.inbox)
+
+    def _connect(self, deadline: float) -> tuple[socket.socket, Session]:
+        """Nodes start in any order: whoever comes before the first node tries again."""
+        while True:
+            try:
+                return self._call()
+            except PermissionError:
+                raise
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(CONNECT_PAUSE)
+
+    def _call(self) -> tuple[socket.socket, Session]:
+        connection = socket.create_connection(self._address, CONNECT_SECONDS)
+        try:
+            own = Identity(-1, self._node)
+            session = introduce(connection, Role.NODE, own, own_secret() or NO_SECRET)
+            connection.settimeout(None)
+            tune(connection)
+        except OSError:
+            connection.close()
+            raise
+        return connection, session
 
 
-def _secret_trouble(given: bool, made: bool) -> str:
-    """Why this node's secret is not that of node 0. `given`: here; `made`: there, for want of a
-    given one."""
-    if given and not made:
+def _secret_trouble(given: bool, keyed: bool) -> str:
+    """Why this node's secret is not that of node 0. `given`: here; `keyed`: there."""
+    if given and keyed:
         return f"{SECRET} here is not that of node 0: give all nodes the same"
     here, there = ("here", "on node 0") if given else ("on node 0", "here")
     return f"{SECRET} is set {here} but not {there}: set it on all nodes"

@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.store import StoreAddress
 from moesaic.config.resolve import DIST_TIMEOUT, MAX_RANKS_PER_NODE
 
-LOOPBACK: Final = "127.0.0.1"
 LOAD_BALANCE: Final = ("round_robin", "total_requests", "total_tokens")
 
 
@@ -83,9 +83,9 @@ class ServiceSpec:
 @dataclass(frozen=True, slots=True)
 class Boot:
     """What a rank is born with. `control`: the path of the node's control page; `endpoint`: where
-    it talks to its supervisor. `timeout`: of an operation between ranks; `start_timeout`: of their
-    meetings until all are ready. `host`, `secret`: where there are several nodes, the address of
-    this one and what all of them know."""
+    it talks to its supervisor, and `route` by what name. `timeout`: of an operation between ranks;
+    `start_timeout`: of their meetings until all are ready. `host`: where there are several nodes,
+    the address of this one."""
 
     rank: int
     mesh: Mesh
@@ -93,14 +93,13 @@ class Boot:
     config: dict[str, Any]
     control: str
     endpoint: str
-    store_host: str
-    store_port: int
+    route: bytes
+    store: StoreAddress
     timeout: float
     start_timeout: float
     threads: int
     log_level: str
     host: str = ""
-    secret: bytes = b""
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -22,7 +22,6 @@ PATIENT_FACTOR: Final = 6
 SUSPECT_SHARE: Final = 0.2
 # Who has waited for a core for this share of its silence is starved, and does not hang.
 STARVED_SHARE: Final = 0.5
-STORE: Final = -1
 # What multiprocessing gives when the fork server, which would know better, is gone.
 LOST: Final = 255
 
@@ -59,7 +58,7 @@ class Watch:
     def look(
         self, pids: Mapping[int, int], now: float, *, starting: bool
     ) -> tuple[int, str] | None:
-        """The first rank that hangs, and how it shows; under STORE, the store's process."""
+        """The first rank that hangs, and how it shows."""
         self.was_late = now - self._looked > LATE
         if self.was_late:
             self._stopped.clear()
@@ -85,8 +84,6 @@ class Watch:
         return f"hangs: its process {pid} has been stopped (state T) for {seconds:.1f} s"
 
     def _silent_for(self, rank: int, pid: int, now: float, starting: bool) -> str:
-        if rank == STORE:
-            return ""
         seen, limit = self._page.seen(rank), self._timeouts.beat
         if seen.state == State.ABSENT or seen.beat_age < SUSPECT_SHARE * limit:
             self._silent.pop(rank, None)

@@ -1,0 +1,61 @@
+"""Memory without a name (memfd) that processes of one machine share. No torch here.
+
+A process finds the memory of another as /proc/PID/fd/N. Such a path comes from another process, so
+it is looked at before anything behind it is opened for writing: only memory that this user made
+under the expected name, of the expected size and sealed against resizing, is mapped. A mapping of
+memory that shrinks would end the process at its next access.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+from typing import Final
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+DESCRIPTOR: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+def create_memory(name: str, length: int) -> int:
+    """The descriptor of zeroed memory that can no longer change its size."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(descriptor, length)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memory(path: str, name: str, length: int) -> mmap.mmap:
+    """The memory of that name behind /proc/PID/fd/N; ValueError if it is anything else."""
+    if DESCRIPTOR.fullmatch(path) is None:
+        raise ValueError(f"{path!r} is not the path of a descriptor, /proc/PID/fd/N")
+    # A descriptor of the path alone: opening a device or a pipe would have effects of its own.
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        _check(found, path, name, length)
+        descriptor = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+    try:
+        # Regular files and memory that was made without sealing have no seals.
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError(f"{path} is memory that may change its size")
+        return mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
+
+
+def _check(descriptor: int, path: str, name: str, length: int) -> None:
+    target = os.readlink(f"/proc/self/fd/{descriptor}")
+    if target != f"/memfd:{name} (deleted)":
+        raise ValueError(f"{path} is {target}, not shared memory named {name}")
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"{path} is memory of user {status.st_uid}, not of {os.geteuid()}")
+    if status.st_size != length:
+        raise ValueError(f"{path} has {status.st_size} bytes, not {length}")

@@ -1,0 +1,268 @@
+"""The store, the shared memory that ranks find through it, and who gets at either."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moesaic.comm import quiet_log
+from moesaic.comm.handshake import (
+    GREETING,
+    Identity,
+    Role,
+    Session,
+    WrongSecret,
+    identify,
+    introduce,
+)
+from moesaic.comm.listener import MOST_UNPROVED, Listener, RoleHandler
+from moesaic.comm.meeting import StoreGroup
+from moesaic.comm.shared_memory import create_memory, map_memory
+from moesaic.comm.store import LocalStore, StoreAddress, StoreClient, Table
+from moesaic.comm.stream import HEAD, MAC_BYTES, MessageStream, Tampered
+from moesaic.comm.torch_store import TorchStore
+from moesaic.comm.window import SharedWindow
+
+ME, SECRET = Identity(0, 0), b"a secret of some length"
+
+
+def client_of(store: LocalStore) -> StoreClient:
+    return store.address.connect(5.0, ME)
+
+
+def test_what_a_store_does(store: LocalStore):
+    first, second = client_of(store), client_of(store)
+    first.set("a", b"\0\xff")
+    assert second.get_now(["a", "b"]) == [b"\0\xff", None]
+    assert (second.has(["a"]), second.has(["a", "b"]), second.count()) == (True, False, 1)
+    assert [first.add("n", 2), second.add("n", -3)] == [2, -1]
+    assert first.wait(["a", "b"], 0.01) == ["b"]
+    threading.Timer(0.05, second.set, ("b", b"late")).start()
+    assert first.wait(["a", "b"], 10.0) == []
+    assert (first.delete("b"), first.delete("b")) == (True, False)
+    with pytest.raises(RuntimeError, match="the store refuses 'add': ValueError"):
+        first.add("a", 1)
+    assert second.get_now(["a"]) == [b"\0\xff"]  # an error costs nothing else
+
+
+def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("moesaic.comm.store.MOST_BYTES", 100)
+    table = Table()
+    for request in (b"", b"\xc1", b"\x90", b"garbage"):
+        assert table.answer(request).error
+
+    def put(key: str, count: int) -> str:
+        return table.answer(msgspec.msgpack.encode(["set", [key], bytes(count)])).error
+
+    assert put("k", 99) == ""
+    assert put("k", 98) == ""  # in place of the first
+    assert put("l", 1) == "ValueError: the store holds 100 bytes, not 101"
+
+
+def test_torch_sees_the_store(store: LocalStore):
+    one, two = (TorchStore(client_of(store), "g", 0.05) for _ in range(2))
+    one.set("a", "text")
+    assert (two.get("a"), two.check(["a"]), two.check(["b"])) == (b"text", True, False)
+    assert (two.add("n", 1), one.delete_key("n"), one.delete_key("n")) == (1, True, False)
+    assert client_of(store).get_now(["g/a"]) == [b"text"]
+    with pytest.raises(RuntimeError, match=r"'g/b'\] did not come within 0\.05 s"):
+        two.get("b")
+    store.close()
+    with pytest.raises(RuntimeError, match="the store cannot be reached"):
+        one.check(["a"])
+
+
+def test_no_store_is_reported(tmp_path: Path):
+    with pytest.raises(ConnectionError, match=f"no store at {tmp_path}/none: "):
+        StoreAddress(f"{tmp_path}/none", 0, SECRET).connect(0.1, ME)
+
+
+def test_a_store_keeps_out_who_has_not_the_secret(store: LocalStore):
+    stranger = StoreAddress(store.address.host, 0, b"another secret of some length")
+    with pytest.raises(PermissionError, match="does not know this node's secret"):
+        stranger.connect(5.0, ME)
+    assert client_of(store).count() == 0
+
+
+@contextmanager
+def pair(secret: bytes = SECRET) -> Iterator[tuple[socket.socket, Session, socket.socket, Session]]:
+    """Both ends of a connection after the handshake."""
+    ours, theirs = socket.socketpair()
+    found: list[Session] = []
+    thread = threading.Thread(
+        target=lambda: found.append(identify(theirs, Identity(-1, 7), {Role.STORE: secret}))
+    )
+    thread.start()
+    session = introduce(ours, Role.STORE, Identity(3, 1), secret)
+    thread.join()
+    with ours, theirs:
+        yield ours, session, theirs, found[0]
+
+
+def test_both_ends_know_each_other():
+    with pair() as (_, caller, _, listener):
+        assert (caller.peer, listener.peer) == (Identity(-1, 7), Identity(3, 1))
+        assert caller.key == listener.key
+    with pair() as (_, other, _, _):
+        assert other.key != caller.key  # of a connection, not of the secret
+
+
+@pytest.mark.parametrize("what", ["changed", "repeated", "dropped", "reflected", "long"])
+def test_a_message_that_is_tampered_with(what: str):
+    with pair() as (ours, caller, theirs, listener):
+        sender = MessageStream(ours, caller, calls=True)
+        receiver = MessageStream(theirs, listener, calls=False)
+        sender.send(b"pay 1")
+        assert receiver.receive() == b"pay 1"
+        sender.send(b"pay 2")
+        whole = theirs.recv(HEAD.size + MAC_BYTES + 5)
+        if what == "reflected":
+            theirs.sendall(whole)
+            with pytest.raises(Tampered):
+                sender.receive()
+            return
+        if what == "dropped":
+            sender.send(b"pay 3")
+        elif what == "changed":
+            ours.sendall(whole[:-1] + b"9")
+        elif what == "repeated":
+            ours.sendall(whole)
+            assert receiver.receive() == b"pay 2"
+            ours.sendall(whole)
+        else:
+            ours.sendall(HEAD.pack(1 << 60) + bytes(MAC_BYTES))
+        with pytest.raises(Tampered):
+            receiver.receive()
+
+
+def hear(connection: socket.socket, said: bytes) -> bytes:
+    """What it answers; empty if it hangs up, at whatever point."""
+    with connection, suppress(ConnectionError):
+        connection.settimeout(10)
+        connection.sendall(said)
+        return connection.recv(1000)
+    return b""
+
+
+@contextmanager
+def echo() -> Iterator[tuple[str, int]]:
+    """The address of a listener that gives back one message of each connection."""
+
+    def serve(connection: socket.socket, session: Session, name: str) -> None:
+        stream = MessageStream(connection, session, calls=False)
+        stream.send(stream.receive())
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = listening.getsockname()
+    made = Listener(listening, Identity(-1, 0), {Role.NODE: RoleHandler(SECRET, serve)})
+    yield address
+    made.close()
+
+
+def said_back(address: tuple[str, int], text: bytes) -> bytes:
+    with socket.create_connection(address, 10) as connection:
+        session = introduce(connection, Role.NODE, ME, SECRET)
+        stream = MessageStream(connection, session, calls=True)
+        stream.send(text)
+        return stream.receive()
+
+
+def test_strangers_get_nothing():
+    with echo() as address:
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), GREETING + bytes([Role.STORE]) * 99):
+            assert hear(socket.create_connection(address), junk) == b""
+        with socket.create_connection(address) as connection, pytest.raises(WrongSecret) as wrong:
+            introduce(connection, Role.NODE, ME, b"another secret of some length")
+        assert wrong.value.keyed
+        assert said_back(address, b"still here") == b"still here"
+
+
+def test_a_flood_of_strangers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Connections that say nothing take the place of each other, not of those that prove
+    themselves; and the log has a line a second at most."""
+    monkeypatch.setattr(quiet_log, "QUIET_SECONDS", 1e9)
+    with echo() as address:
+        flood = [socket.create_connection(address) for _ in range(3 * MOST_UNPROVED)]
+        assert said_back(address, b"through") == b"through"
+        # The oldest were closed, without waiting for them to prove anything.
+        for connection in flood[: 2 * MOST_UNPROVED]:
+            assert hear(connection, b"") == b""
+        for connection in flood:
+            connection.close()
+        assert said_back(address, b"again") == b"again"
+    assert len(caplog.records) <= 1
+
+
+MIB = 1 << 20
+
+
+def test_only_our_memory_is_mapped(tmp_path: Path):
+    """Not a file, however it is called; not memory of another name, size, or that may shrink."""
+    good = create_memory("moesaic-window", MIB)
+    with pytest.raises(OSError):
+        os.truncate(good, 10)
+    own = f"/proc/{os.getpid()}/fd"
+    mapped = map_memory(f"{own}/{good}", "moesaic-window", MIB)
+    mapped[:2] = b"ok"
+    assert os.pread(good, 2, 0) == b"ok"
+
+    victim = tmp_path / "memfd:moesaic-window (deleted)"
+    victim.write_bytes(b"precious" * (MIB // 8))
+    file = os.open(victim, os.O_RDWR)
+    unsealed = os.memfd_create("moesaic-window", os.MFD_CLOEXEC)
+    os.truncate(unsealed, MIB)
+    pipe = os.pipe()
+    other = create_memory("moesaic-control", MIB)
+    small = create_memory("moesaic-window", MIB // 2)
+    for path, told in (
+        (str(victim), "is not the path of a descriptor"),
+        (f"{own}/{good}/../{file}", "is not the path of a descriptor"),
+        (f"{own}/{file}", "not shared memory named moesaic-window"),
+        (f"{own}/{pipe[0]}", "not shared memory named moesaic-window"),
+        (f"{own}/{other}", "not shared memory named moesaic-window"),
+        (f"{own}/{small}", "has 524288 bytes, not 1048576"),
+        (f"{own}/{unsealed}", "may change its size"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            map_memory(path, "moesaic-window", MIB)
+    with pytest.raises(OSError):
+        map_memory(f"{own}/99999", "moesaic-window", MIB)
+    for descriptor in (good, file, unsealed, *pipe, other, small):
+        os.close(descriptor)
+    assert victim.read_bytes() == b"precious" * (MIB // 8)
+
+
+def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch):
+    descriptor = create_memory("moesaic-window", MIB)
+    monkeypatch.setattr(os, "geteuid", lambda: os.fstat(descriptor).st_uid + 1)
+    with pytest.raises(ValueError, match="is memory of user"):
+        map_memory(f"/proc/{os.getpid()}/fd/{descriptor}", "moesaic-window", MIB)
+    os.close(descriptor)
+
+
+def test_a_window_offered_as_a_file(store: LocalStore, tmp_path: Path):
+    """A peer that offers a file as the memory of a window is refused, and the file stays as it is:
+    ranks once mapped whatever path they read from the store, for writing."""
+    file = tmp_path / "precious"
+    file.write_bytes(b"x" * (4 * MIB))
+    before = file.read_bytes()
+    offer = b'{"path": "%s", "layout": "((), 16)", "note": "", "trouble": ""}' % bytes(file)
+
+    def lie() -> None:
+        peers = StoreGroup(client_of(store), "g", 0, 2, 10.0)
+        peers.all_gather_bytes(offer, "create a shared window")
+        peers.all_gather_bytes(b'{"trouble": ""}', "create a shared window")
+
+    thread = threading.Thread(target=lie)
+    thread.start()
+    with pytest.raises(RuntimeError, match=r"no shared window: rank 1: .*not the path of a desc"):
+        SharedWindow.create(StoreGroup(client_of(store), "g", 1, 2, 10.0), [], timeout=5)
+    thread.join()
+    assert file.read_bytes() == before
