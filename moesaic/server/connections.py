@@ -1,9 +1,9 @@
 """Which connections a server holds, by the client that holds them, and which of them are closed
 when there are too many.
 
-A connection on which the server waits for its client (for a head, for the rest of a body, for the
-next request, or until an answer is read) can be closed without loss of work. Where such connections
-take what others need, the client that holds most of them loses its oldest.
+A connection waits for the server while a whole request is answered, and for its client otherwise:
+for a head, for the rest of a body, until an answer is read, for the next request. Where those that
+wait for clients take what others need, the client that holds most of them loses its oldest.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Final, Protocol
 
 BODY_BYTES: Final = 256 << 20
 PROBE_CONNECTIONS: Final = 16
-# Clients that begin thousands of requests at once do not send them in the same instant.
+# Clients that begin thousands of requests at once do not send them all in the same instant.
 GRACE_SECONDS: Final = 1.0
 NETWORK: Final = ~((1 << 64) - 1)
 
 
 class State(Enum):
     """What a connection waits for. HEAD: the rest of a head, or the first one. BODY: the rest of a
-    body. IDLE: the next request, or a client that reads. BUSY: an answer to a whole request."""
+    body. UNREAD: a client that reads, so that its answer can go on. IDLE: the next request, or a
+    client that reads the end of its answer. BUSY: an answer to a whole request."""
 
     HEAD = auto()
     BODY = auto()
+    UNREAD = auto()
     IDLE = auto()
     BUSY = auto()
 
@@ -104,14 +106,14 @@ class Connections:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._waiting, self._heads = Holders(), Holders()
-        self._bodies, self._body_bytes = Holders(), Holders()
+        self._slow, self._body_bytes = Holders(), Holders()
         self._requests: set[Connection] = set()
 
     def arrive(self, connection: Connection, number: int) -> None:
         """Makes room for a connection that is new, the last of this number."""
         self.place(connection, State.HEAD)
-        if number > self._shares.connections and not self._make_room(self._waiting, connection):
-            self._close(connection)
+        if number > self._shares.connections:
+            self._close(self._waiting.oldest_of_largest())
 
     def place(self, connection: Connection, state: State, body_bytes: int = 0) -> None:
         """Notes what a connection waits for, and how much it holds of a body that is not whole."""
@@ -120,44 +122,32 @@ class Connections:
         self._note(connection, state, body_bytes)
         if self._heads.weight_of(connection.address) > self._shares.heads:
             oldest = self._heads.oldest_of(connection.address)
-            if not self._is_young(oldest):
+            if time.monotonic() - oldest.since >= self._shares.grace_seconds:
                 self._close(oldest)
         while self._body_bytes.total > self._shares.body_bytes:
             self._close(self._body_bytes.oldest_of_largest())
 
     def begin_request(self, connection: Connection) -> bool:
         """Whether there is room for a request that is none to a probe: it takes that of a request
-        with half a body, if need be."""
-        most = self._shares.connections - self._shares.for_probes
-        if len(self._requests) >= most and not self._make_room(self._bodies, connection):
-            return False
+        which waits for its client, if need be."""
+        if len(self._requests) >= self._shares.connections - self._shares.for_probes:
+            oldest = self._slow.oldest_of_largest()
+            if oldest is None:
+                return False
+            self._close(oldest)
         self._requests.add(connection)
         return True
-
-    def _make_room(self, holders: Holders, newcomer: Connection) -> bool:
-        """Closes the oldest connection of the largest holder. Where the newcomer is this holder's
-        too, one that may merely not have been read yet stays."""
-        oldest = holders.oldest_of_largest()
-        if oldest is None or oldest is newcomer:
-            return False
-        if oldest.address == newcomer.address and self._is_young(oldest):
-            return False
-        self._close(oldest)
-        return True
-
-    def _is_young(self, connection: Connection) -> bool:
-        return time.monotonic() - connection.since < self._shares.grace_seconds
 
     def leave(self, connection: Connection) -> None:
         self._requests.discard(connection)
         self._note(connection, State.BUSY, 0)  # which waits for nothing
 
     def _note(self, connection: Connection, state: State, body_bytes: int) -> None:
-        is_body = state is State.BODY
+        is_slow = state in (State.BODY, State.UNREAD) and connection in self._requests
         self._waiting.put(connection, state is not State.BUSY)
         self._heads.put(connection, state is State.HEAD)
-        self._bodies.put(connection, is_body and connection in self._requests)
-        self._body_bytes.put(connection, body_bytes if is_body else 0)
+        self._slow.put(connection, is_slow)
+        self._body_bytes.put(connection, body_bytes if state is State.BODY else 0)
 
     def _close(self, connection: Connection | None) -> None:
         if connection is not None:

@@ -206,10 +206,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_reader()
+        self._place()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._looks = 0
+        self._place()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -244,7 +246,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _state(self) -> State:
         running = self._running
         if running is not None and not running.response_complete:
-            return State.BODY if running.more_body else State.BUSY
+            if running.more_body:
+                return State.BODY
+            return State.UNREAD if self.flow.write_paused else State.BUSY
         return State.HEAD if self._in_head or running is None else State.IDLE
 
     def give_way(self) -> None:
@@ -267,8 +271,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._deadline = None
-        if self._state is State.BUSY:
-            if self._begun:  # the server does not read on before it has answered
+        if self._state in (State.BUSY, State.UNREAD):
+            if self._begun:  # it was sent ahead, and does not end the one before it
                 self._expect()
         elif self._begun:
             message = f"the request did not come within {self.limits.request_seconds:g} s"

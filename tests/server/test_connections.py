@@ -10,14 +10,14 @@ import json
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from moesaic.server import guard, run
@@ -35,11 +35,17 @@ METHODS = ["GET", "POST"]
 
 
 class Echo(Listening):
-    """`/hold` is answered when `go_on` is set, `/refuse` before the body is read."""
+    """`/hold` is answered when `go_on` is set, `/refuse` before the body is read, `/endless` for as
+    long as the client reads."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
-        endpoints = {"/hold": self.hold, "/refuse": self.refuse, "/{path:path}": self.echo}
+        endpoints = {
+            "/hold": self.hold,
+            "/refuse": self.refuse,
+            "/endless": self.endless,
+            "/{path:path}": self.echo,
+        }
         super().__init__(
             Starlette(routes=[Route(path, run, methods=METHODS) for path, run in endpoints.items()])
         )
@@ -57,6 +63,14 @@ class Echo(Listening):
 
     async def refuse(self, _: Request) -> JSONResponse:
         return JSONResponse({"error": dict.fromkeys(("message", "type", "param", "code"))}, 413)
+
+    async def endless(self, _: Request) -> StreamingResponse:
+        async def pieces() -> AsyncIterator[bytes]:
+            while True:
+                yield b"a" * 65536
+                await asyncio.sleep(0)
+
+        return StreamingResponse(pieces())
 
     def wait_for(self, number: int) -> None:
         wait_until(lambda: len(self.server.server_state.connections) == number)
@@ -330,12 +344,13 @@ def test_many_requests_at_once_are_no_attack(make: Callable[..., Echo]) -> None:
     with ExitStack() as stack:
         links = [stack.enter_context(connect(echo)) for _ in range(20)]
         echo.wait_for(20)
-        assert status_of(talk(echo.port, GET)) == 503
-        for link in links[:19]:
+        for link in links[1:]:
             link.sendall(hold)
         wait_until(lambda: len(echo.server.server_state.tasks) == 19)
+        assert answer_of(talk(echo.port, PROBE))["body"] == ""
+        assert status_of(hear(links[0])) == 503
         echo.go_on.set()
-        assert [answer_of(hear(link))["body"] for link in links[:19]] == [""] * 19
+        assert [answer_of(hear(link))["body"] for link in links[1:]] == [""] * 19
 
 
 def test_probes_find_a_connection(make: Callable[..., Echo]) -> None:
@@ -362,17 +377,37 @@ def test_probes_find_a_connection(make: Callable[..., Echo]) -> None:
 def test_requests_with_half_a_body_give_way_to_whole_ones(make: Callable[..., Echo]) -> None:
     echo = make(6, for_probes=2)
     with ExitStack() as stack:
-        halves = [stack.enter_context(connect(echo, HALF_BODY)) for _ in range(4)]
-        wait_until(lambda: len(echo.server.server_state.tasks) == 4)
+        halves = []
+        for number in range(1, 5):
+            halves.append(stack.enter_context(connect(echo, HALF_BODY)))
+            wait_until(lambda number=number: len(echo.server.server_state.tasks) == number)
         link = stack.enter_context(connect(echo, GET, "127.0.0.2"))
         assert answer_of(hear(link))["body"] == ""
-        wait_until(lambda: len(echo.server.server_state.connections) == 4)
-        statuses = []
-        for half in halves:
-            with suppress(BrokenPipeError, ConnectionResetError):
-                half.sendall(b"cde")
-            statuses.append(status_of(hear(half)))
-        assert sorted(statuses) == [200, 200, 200, 503]
+        assert status_of(hear(halves[0])) == 503
+        for half in halves[1:]:
+            half.sendall(b"cde")
+            assert answer_of(hear(half))["body"] == "abcde"
+
+
+def test_requests_whose_answer_is_not_read_give_way(make: Callable[..., Echo]) -> None:
+    """The oldest of the client with most of them."""
+    echo = make(5, for_probes=2)
+    endless, states = GET.replace(b"/echo", b"/endless"), (State.UNREAD,) * 3
+    with ExitStack() as stack:
+        links = []
+        for number, host in enumerate(("127.0.0.2", "127.0.0.1", "127.0.0.1"), start=1):
+            links.append(stack.enter_context(connect(echo, endless, host)))
+            wait_until(lambda number=number: states_of(echo) == states[:number])
+        other = stack.enter_context(connect(echo, GET, "127.0.0.3"))
+        assert answer_of(hear(other))["body"] == ""
+        wait_until(lambda: len(echo.server.server_state.tasks) == 2)
+        clients = [link.client for link in echo.server.server_state.connections]
+        assert sorted(host for host, _ in clients) == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        assert links[2].getsockname() in clients
+
+
+def states_of(echo: Echo) -> tuple[State, ...]:
+    return tuple(link._state for link in list(echo.server.server_state.connections))
 
 
 def test_unread_answers_give_way(make: Callable[..., Echo]) -> None:
