@@ -275,9 +275,17 @@ def http_case(routes: Sequence[Route], rng: random.Random) -> Case:
     return Case("http", data, False)
 
 
-def _lines(path: str, body: bytes, *headers: str) -> bytes:
-    head = [f"POST {path} HTTP/1.1", "Host: localhost", *headers]
+def _lines(path: str, body: bytes, *headers: str, host: str = "Host: localhost") -> bytes:
+    head = [line for line in (f"POST {path} HTTP/1.1", host, *headers) if line]
     return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def chunked(body: bytes, rng: random.Random) -> bytes:
+    """The chunks of a body, of a random size, without the last one, which is empty."""
+    size = rng.choice((1, 7, 1000))
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    sign = rng.choice((b"", b"", b";a=b", b";" + b"a" * 100))
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(piece), sign, piece) for piece in pieces)
 
 
 Maker = Callable[[str, bytes, bytes, random.Random], bytes]
@@ -305,7 +313,24 @@ HTTP: tuple[Maker, ...] = (
         rng.choice((b"zz\r\n", b"5\r\nab", b"ffffffffffffffffff\r\n", b"-1\r\n", b"0\r\nX" * 9)),
         "Transfer-Encoding: chunked",
     ),
-    lambda path, body, good, rng: _lines(path, body, "Transfer-Encoding: gzip, chunked"),
+    lambda path, body, good, rng: _lines(
+        path, chunked(body, rng) + rng.choice(ENDS), "Transfer-Encoding: chunked"
+    ),
+    lambda path, body, good, rng: _lines(
+        path, chunked(body, rng) + b"0\r\n\r\n" + good, "Transfer-Encoding: chunked"
+    ),
+    lambda path, body, good, rng: _lines(
+        path, chunked(body, rng) + b"0\r\n\r\n", f"Transfer-Encoding: {rng.choice(ENCODINGS)}"
+    ),
+    lambda path, body, good, rng: _lines(
+        path, body, f"Content-Length: {len(body)}", host=rng.choice(HOSTS)
+    ),
+    lambda path, body, good, rng: (
+        good.replace(b"Content-Type", b"Connection: upgrade\r\nUpgrade: h2c\r\nX", 1)
+        + b"\r\nUpgrade: x" * rng.randrange(2)
+        + good
+    ),
+    lambda path, body, good, rng: _lines(path, body, rng.choice(ODD_LINES)),
     lambda path, body, good, rng: _lines(path, body, "Authorization: Bearer \xff\xfe"),
     lambda path, body, good, rng: _lines(
         path, body, "Connection: Upgrade", "Upgrade: websocket", f"Content-Length: {len(body)}"
@@ -318,6 +343,28 @@ HTTP: tuple[Maker, ...] = (
     lambda path, body, good, rng: b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
     lambda path, body, good, rng: b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
 )
+ENDS = (
+    b"0\r\nAuthorization: Bearer x\r\nContent-Length: 3\r\n\r\n",
+    b"0\r\nX: " + b"a" * 40_000 + b"\r\n\r\n",
+    b"0\r\n" + b"X: y\r\n" * 9000 + b"\r\n",
+    b"1;" + b"a" * 40_000 + b"\r\nx\r\n0\r\n\r\n",
+    b"0" * 40_000 + b"\r\n\r\n",
+    b"0;\x00\r\n\r\n",
+    b"0\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+    b"0\r\n",
+)
+ENCODINGS = ("gzip, chunked", "chunked, chunked", "identity", "chunked, gzip", "xchunked", "")
+HOSTS = (
+    "",
+    "Host: a\r\nHost: b",
+    "Host: a b",
+    "Host:",
+    "Host: a/b",
+    "Host: [",
+    "Host: a:b",
+    "Host : a",
+)
+ODD_LINES = ("X: a\r\n b", "X(y): a", "X\x00: a", ": a", "X: a\rb", "X: a\nb", "\xe9: a", " X: a")
 VERSIONS = (b"HTTP/0.9", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"HTP/1.1", b"", b"http/1.1")
 METHODS = (b"post", b"FOO", b"P\x00ST", b"PRI", b"SUBSCRIBE", b"\xff", b"")
 

@@ -21,6 +21,7 @@ from moesaic.server import (
     profile,
     tokens,
 )
+from moesaic.server.auth import refuse_browsers
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.figures import ROUTE, CountResponses
@@ -65,7 +66,9 @@ def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[R
     async def endpoint(request: Request) -> Response:
         request.scope[ROUTE] = route.path
         try:
-            request.scope[CLIENT] = context.keys.admit(route.access, request)
+            key = request.scope[CLIENT] = context.keys.admit(route.access, request)
+            if route.changes and not key:
+                refuse_browsers(request)
             return await route.handler(context, request)
         except (Refusal, HTTPException, ClientDisconnect):
             raise

@@ -21,6 +21,14 @@ API_KEY: Final = "MOESAIC_API_KEY"
 ADMIN_API_KEY: Final = "MOESAIC_ADMIN_API_KEY"
 NAMED_PORT: Final = re.compile(r":\d*$")
 CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
+# What browsers send, and the clients of servers do not. A page can leave out some of it, and set
+# some of it, but it cannot leave out all: its language and the name of the browser stay.
+BROWSER_HEADERS: Final = frozenset(
+    "accept-language cookie origin referer upgrade-insecure-requests".split()
+)
+BROWSER_PREFIX: Final = "sec-"
+BROWSER_KINDS: Final = ("text/html", "image/")
+BROWSER_NAME: Final = "mozilla/"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,6 +108,22 @@ def _refuse_foreign_pages(request: Request) -> None:
     origin = request.headers.get("origin")
     if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
         raise Refusal(403, "requests from pages of other sites need a key: start with --api-key")
+
+
+def refuse_browsers(request: Request) -> None:
+    """For a GET that changes something, where there is no key: any page may make a browser send it,
+    and not every browser says to every address that a page did."""
+    headers = request.headers
+    if (
+        any(name in BROWSER_HEADERS or name.startswith(BROWSER_PREFIX) for name in headers)
+        or any(kind in headers.get("accept", "").lower() for kind in BROWSER_KINDS)
+        or headers.get("user-agent", "").lower().startswith(BROWSER_NAME)
+    ):
+        raise Refusal(
+            403,
+            "browsers may not do this by GET, since any page could make them: send POST, or start "
+            "with --api-key",
+        )
 
 
 def _refuse_foreign_names(request: Request) -> None:

@@ -36,6 +36,7 @@ ERROR: Final = {
     },
 }
 EVERYWHERE: Final = {
+    400: "This is no HTTP/1.1, or has not one Host header that is right",
     405: "The path has other methods, which the header Allow names",
     408: "The request did not come in time",
     431: "Path and headers are too large",
@@ -56,7 +57,7 @@ def route(routes: Sequence[Route]) -> Route:
     async def openapi(_: Context, __: Request) -> Response:
         return json_response(found)
 
-    own = Route("GET", PATH, openapi, Access.USER, "This document")
+    own = Route("GET", PATH, openapi, Access.OPEN, "This document")
     found = document((*routes, own))
     return own
 

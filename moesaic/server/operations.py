@@ -101,13 +101,6 @@ async def flush_cache(context: Context, _: Request) -> Response:
     return json_response({"freed_pages": await context.ask(context.engine.flush_cache)})
 
 
-async def get_flush_cache(context: Context, request: Request) -> Response:
-    """Browsers send GET for any page that has a link to it, and say so."""
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise Refusal(403, "pages of other sites may not do this: send POST, with the key")
-    return await flush_cache(context, request)
-
-
 async def abort_request(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortBody)
     if body.abort_all:
@@ -121,8 +114,15 @@ async def abort_request(context: Context, request: Request) -> Response:
 
 
 ROUTES = (
-    Route("GET", "/health", health, Access.OPEN, "Whether the server lives"),
-    Route("GET", "/health_generate", health_generate, Access.OPEN, "One token through every rank"),
+    Route("GET", "/health", health, Access.OPEN, "Whether the server lives", probe=True),
+    Route(
+        "GET",
+        "/health_generate",
+        health_generate,
+        Access.OPEN,
+        "One token through every rank",
+        probe=True,
+    ),
     Route(
         "GET", "/server_info", server_info, Access.ADMIN, "What was resolved, and what is so now"
     ),
@@ -130,9 +130,11 @@ ROUTES = (
     Route("GET", "/model_info", model_info, Access.USER, "Which model is served"),
     Route("GET", "/get_model_info", model_info, Access.USER, "The same as /model_info"),
     Route("GET", "/version", version, Access.OPEN, "The version of the server"),
-    Route("GET", "/ping", health, Access.OPEN, "The same as /health"),
+    Route("GET", "/ping", health, Access.OPEN, "The same as /health", probe=True),
     Route("POST", "/flush_cache", flush_cache, Access.ADMIN, "Empties the prefix cache"),
-    Route("GET", "/flush_cache", get_flush_cache, Access.ADMIN, "The same, as SGLang has it"),
+    Route(
+        "GET", "/flush_cache", flush_cache, Access.ADMIN, "The same, as SGLang has it", changes=True
+    ),
     Route(
         "POST", "/abort_request", abort_request, Access.USER, "Ends a request by its id", AbortBody
     ),

@@ -20,8 +20,9 @@ Handler = Callable[["Context", Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """Who may call a route. OPEN: everybody, always (probes and metrics). USER: whoever has a key,
-    once there is one. ADMIN: whoever has the admin key, or the only key there is."""
+    """Who may call a route. OPEN: everybody, always (probes, metrics, what is the same for every
+    server). USER: whoever has a key, once there is one. ADMIN: whoever has the admin key, or the
+    only key there is."""
 
     OPEN = "open"
     USER = "user"
@@ -30,7 +31,9 @@ class Access(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`body`: the msgspec type of what is sent, if anything is."""
+    """`body`: the msgspec type of what is sent, if anything is. `probe`: it is answered when there
+    are no connections left for others. `changes`: a GET that changes something, which browsers send
+    for any page that names its address."""
 
     method: str
     path: str
@@ -38,3 +41,5 @@ class Route:
     access: Access
     summary: str
     body: Any = None
+    probe: bool = False
+    changes: bool = False

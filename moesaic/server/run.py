@@ -19,13 +19,15 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from moesaic.config import ServerArgs
 from moesaic.engine.engine import Engine
 from moesaic.server.admission import Admission
-from moesaic.server.app import make_app
+from moesaic.server.app import ROUTES, make_app
 from moesaic.server.auth import Keys
-from moesaic.server.guard import guarded
+from moesaic.server.connections import Shares
+from moesaic.server.guard import Limits, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +39,17 @@ KEEP_ALIVE_SECONDS: Final = 30
 SPARE_CONNECTIONS: Final = 1024
 # Descriptors for anything but connections.
 SPARE_FILES: Final = 256
+# A server that can have fewer is not started.
+FEWEST_CONNECTIONS: Final = 64
 LOOK_SECONDS: Final = 0.1
 STILL_LOADING_SECONDS: Final = 10.0
+PROBES: Final = frozenset(route.path for route in ROUTES if route.probe)
 
 
 def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
     keys = Keys.of(args)  # before anything is loaded, so that a wrong one is told at once
+    _check_files()
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         logger.warning("--host %s is open to others and there is no --api-key", args.host)
@@ -81,19 +87,8 @@ class Server(uvicorn.Server):
         self.stopping = False
         app = make_app(engine, lambda: self.stopping)
         self._admission: Admission = app.state.context.admission
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=guarded(max_connections=_connections(self._admission.most_open)),
-                ws="none",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=LEAVE_SECONDS,
-            )
-        )
+        shares = Shares.of(_connections(self._admission.most_open))
+        super().__init__(config_of(app, Limits(shares, PROBES)))
         self._engine, self._listener = engine, listener
 
     async def serve_until_told(self) -> None:
@@ -162,15 +157,49 @@ class Server(uvicorn.Server):
         )
 
 
+def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    """What uvicorn is told. It would believe `X-Forwarded-For` of clients on this machine, who
+    could then be as many clients as they like."""
+    return uvicorn.Config(
+        app,
+        http=guarded(limits),
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LEAVE_SECONDS,
+    )
+
+
 def _connections(most_open: int) -> int:
     """As many as can be of use, if there are descriptors for them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most_open + SPARE_CONNECTIONS
-    if soft != resource.RLIM_INFINITY and soft < wanted + SPARE_FILES:
-        soft = wanted + SPARE_FILES
-        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - SPARE_FILES)
+    return min(wanted, _files(wanted + SPARE_FILES) - SPARE_FILES)
+
+
+def _check_files() -> None:
+    """Refuses to start where there are too few descriptors to serve anybody."""
+    needed = SPARE_FILES + FEWEST_CONNECTIONS
+    if (found := _files(needed)) < needed:
+        raise ValueError(
+            f"this process may open {found} files and the server needs {needed}, {SPARE_FILES} for "
+            f"itself and {FEWEST_CONNECTIONS} for connections: raise the limit with ulimit -n "
+            "4096, in systemd LimitNOFILE=4096, in docker --ulimit nofile=4096"
+        )
+
+
+def _files(wanted: int) -> int:
+    """How many descriptors this process may have, which is set to the number wanted, or the nearest
+    that the system allows, where it was lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now, most = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (soft, hard))
+    if now < min(wanted, most):
+        now = min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, hard))
+    return now
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from starlette.requests import Request
 
 from moesaic.engine.engine import Engine
 from moesaic.server import work
+from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
 from moesaic.server.profile import FOLDER_VARIABLE
 from moesaic.server.run import Server
-from tests.server.serving import wait_until
-from tests.server.test_limits import Running, keys, post_head, status_of, talk
+from tests.server.serving import Running, post_head, status_of, talk, wait_until
+from tests.server.test_limits import keys
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -251,3 +252,67 @@ def test_a_profile_of_nothing_says_so(running: Running, client: httpx.Client) ->
     assert client.post("/generate", json=body).status_code == 200
     told = client.post("/stop_profile").json()
     assert told["steps"] == 4 and "warning" not in told
+
+
+def test_keys_are_not_taken_from_trailers(running: Running) -> None:
+    """All of it is read before the handler is asked."""
+    body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode()
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n%s\r\n"
+    data = b"%x\r\n%s\r\n0\r\n%s\r\n"
+    key = b"Authorization: Bearer k\r\n"
+    with keys(running, "k"):
+        late = head % b"Trailer: Authorization\r\n" + data % (len(body), body, key)
+        assert status_of(talk(running.port, late)) == 401
+        early = head % key + data % (len(body), body, key)
+        assert status_of(talk(running.port, early)) == 200
+
+
+def test_the_document_needs_no_key(running: Running, client: httpx.Client) -> None:
+    """It is the same for every server of this version."""
+    with keys(running, "k", "a"):
+        answer = client.get("/openapi.json")
+        assert answer.status_code == 200 and answer.json()["openapi"] == "3.1.0"
+        assert "security" not in answer.json()["paths"]["/openapi.json"]["get"]
+        assert client.get("/v1/models").status_code == 401
+
+
+# What Chrome, Firefox and Safari send for <img>, a link and fetch(mode="no-cors"); to a plain http
+# address other than localhost, no Sec-Fetch headers.
+MOZILLA = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+BROWSERS = (
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
+    {"User-Agent": MOZILLA},
+    {"Accept-Language": "en"},
+    {"Accept": "image/avif,image/webp,*/*"},
+    {"Accept": "text/html,application/xhtml+xml,*/*"},
+    {"Referer": "http://evil.example/"},
+    {"Cookie": "a=b"},
+    {"Upgrade-Insecure-Requests": "1"},
+)
+CHANGING = [route.path for route in ROUTES if route.changes]
+
+
+@pytest.mark.parametrize("path", CHANGING)
+def test_browsers_change_nothing_by_get_without_a_key(
+    running: Running, client: httpx.Client, path: str
+) -> None:
+    for headers in BROWSERS:
+        for method in ("GET", "HEAD"):
+            assert client.request(method, path, headers=headers).status_code == 403, headers
+        assert client.get("/v1/models", headers=headers).status_code == 200
+        assert client.post(path, headers=headers).status_code == 200
+    for agent in ("curl/8.5.0", "python-requests/2.32.3", "Python/3.11 aiohttp/3.11"):
+        assert client.get(path, headers={"User-Agent": agent, "Accept": "*/*"}).status_code == 200
+    with keys(running, "k"):
+        for headers in BROWSERS:
+            given = headers | {"Authorization": "Bearer k"}
+            assert client.get(path, headers=given).status_code == 200
+            assert client.get(path, headers=headers).status_code == 401
+
+
+def test_which_routes_change_something_by_get() -> None:
+    """Those that do the same as a POST."""
+    posts = {route.handler for route in ROUTES if route.method == "POST"}
+    shared = [route.path for route in ROUTES if route.method == "GET" and route.handler in posts]
+    assert shared == CHANGING == ["/flush_cache"]
