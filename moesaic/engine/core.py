@@ -145,6 +145,7 @@ class EngineCore:
         """Nothing to give back but memory."""
 
     def add(self, job: Job) -> None:
+        assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
         self.jobs[job.request.rid] = job
         self.scheduler.add(job.request)
 

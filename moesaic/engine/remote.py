@@ -89,6 +89,7 @@ class RemoteCore:
         self.service.close()
 
     def add(self, job: Job) -> None:
+        assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
         job.held = time.monotonic() - job.request.created
         if not self.fault:
             self.service.send(Submit([_new_request(job)]))
