@@ -79,9 +79,9 @@ class Job:
     def finish(self, reason: FinishReason) -> None:
         self.request.finish_reason = reason
         self.request.finished = time.monotonic()
-        if self.watch is not None:
-            self.watch.end(self.request)
         try:
+            if self.watch is not None:
+                self.watch.end(self.request)
             if self.detokenizer is not None:
                 self.detokenizer.finish()
         finally:

@@ -106,7 +106,10 @@ class RemoteCore:
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._give_up
         for job in list(self.jobs.values()):
-            end(job, FinishReason("abort", message=message, failed=True))
+            try:
+                end(job, FinishReason("abort", message=message, failed=True))
+            except Exception:
+                logger.exception("request %s could not be ended in order", job.request.rid)
         for question in self._questions.values():
             question.answer.set_exception(RuntimeError(message))
         self._questions.clear()
