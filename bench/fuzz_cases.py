@@ -14,7 +14,7 @@ import msgspec
 from moesaic.server.routes import Route
 
 # In texts of all bad requests: no error may repeat it.
-MARK = "xyzzy-plugh-0451"
+MARK = "xyzzy~plugh~0451"
 GREEDY = {"temperature": 0, "max_new_tokens": 2}
 CHAT = [{"role": "user", "content": f"hello {MARK}"}]
 # Bodies that are right, for routes that are known; others get one made from their types.

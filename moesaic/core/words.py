@@ -7,6 +7,8 @@ from typing import Any, Final
 
 LONGEST_WORD: Final = 40
 LONGEST_NUMBER: Final = 10**LONGEST_WORD
+LONGEST_ID: Final = 64
+ID_SIGNS: Final = str.maketrans("", "", "_-.:")
 
 
 def shown(value: Any) -> str:
@@ -27,3 +29,9 @@ def shown(value: Any) -> str:
         case Mapping():
             return f"a dict of {len(value)}"
     return f"a value of type {type(value).__name__}"
+
+
+def shown_id(value: str) -> str:
+    """The id of a request as it is, unless it is long or looks like anything but an id."""
+    plain = len(value) <= LONGEST_ID and (value.translate(ID_SIGNS) + "a").isalnum()
+    return repr(value) if plain else shown(value)

@@ -38,6 +38,9 @@ from moesaic.observe.spans import Kind, Spans
 logger = logging.getLogger(__name__)
 
 
+Chosen = list[tuple[Scheduled, PlanItem]]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What callers must know of the model that is served; limits are those of one serving group."""
@@ -145,6 +148,7 @@ class EngineCore:
         """Nothing to give back but memory."""
 
     def add(self, job: Job) -> None:
+        assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
         self.jobs[job.request.rid] = job
         self.scheduler.add(job.request)
 
@@ -155,10 +159,14 @@ class EngineCore:
             self._finish(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        """What is under way has nobody to tell when it comes."""
+        """Results of steps in flight are dropped when they come. Each caller learns the end of its
+        request, whatever state the scheduler is in."""
         self._quarantine.clear()
         for job in list(self.jobs.values()):
-            self._finish(job, FinishReason("abort", message=message, failed=True))
+            try:
+                self._finish(job, FinishReason("abort", message=message, failed=True))
+            except Exception:
+                logger.exception("request %s could not be ended in order", job.request.rid)
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
         """Answers at once; `what`: info, flush_cache, or what a rank's Observer knows."""
@@ -253,17 +261,19 @@ class EngineCore:
             logger.warning("step %d took %.1f s, usually %.2f s", step.number, seconds, usual)
 
     def plan(self, parts: int = 1) -> StepPlan:
-        """The next step, which is then under way; `parts`: how many may be so at once. A step of
-        nothing is not under way."""
-        work = self._try_suspects()
-        if not work and self.scheduler.has_work:
-            work = self.scheduler.schedule(parts, ahead=self.overlaps)
-        if not work:
+        """The next step, which is then in flight; `parts`: how many may be so at once. A step of
+        nothing is not in flight. A request that makes the plan fail is found and ended as one that
+        makes a step fail."""
+        chosen = self._try_suspects()
+        if not chosen and self.scheduler.has_work:
+            chosen = self._choose(parts)
+        if not chosen:
             return StepPlan([], [])
+        work = [scheduled for scheduled, _ in chosen]
         prompt_tokens = sum(item.length for item in work if not item.decodes)
-        # An error must come before anything is counted as done.
-        items = [_plan_item(request, length) for request, length, _ in work]
-        plan = StepPlan(items, list(self._taken), prompt_tokens > 0, self._ended)
+        plan = StepPlan(
+            [item for _, item in chosen], list(self._taken), prompt_tokens > 0, self._ended
+        )
         self._taken.clear()
         self._ended = []
         self.num_steps += 1
@@ -272,15 +282,37 @@ class EngineCore:
         self._under_way.append(UnderWay(planned, plan.clear, plan.ended))
         return plan
 
-    def _try_suspects(self) -> list[Scheduled]:
+    def _choose(self, parts: int) -> Chosen:
+        """The work of the next step. Until it is known nothing is counted as done, so that an error
+        leaves all requests as they were; it is raised if it follows no request."""
+        suspects, num_open = [job.request for job in self.jobs.values()], len(self.jobs)
+        try:
+            work = self.scheduler.schedule(parts, ahead=self.overlaps)
+            suspects = [item.request for item in work]
+            return _with_items(work)
+        except Exception as error:
+            logger.exception("a step could not be planned")
+            self.accuse(suspects, repr(error), alone=True)
+            chosen = self._try_suspects()
+            if not chosen and len(self.jobs) == num_open:
+                raise
+            return chosen
+
+    def _try_suspects(self) -> Chosen:
         """A step for the next set of suspects; those that cannot be computed now are dropped."""
         while self._quarantine:
             suspects = [request for request in self._quarantine.take() if self._is_open(request)]
-            work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
-            if work:
+            try:
+                work = self.scheduler.schedule(only=frozenset(suspects)) if suspects else []
+                chosen = _with_items(work)
+            except Exception as error:
+                logger.info("a step could not be planned", exc_info=True)
+                self.accuse(suspects, repr(error), alone=True)
+                continue
+            if chosen:
                 tried = {item.request for item in work}
                 self._quarantine.put_back([r for r in suspects if r not in tried])
-                return work
+                return chosen
         return []
 
     def retreat(self) -> list[Request]:
@@ -359,9 +391,15 @@ class EngineCore:
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         del self.jobs[job.request.rid]
-        self.scheduler.finish(job.request)
-        self._ended.append(job.request.arrival)
-        job.finish(reason)
+        try:
+            self.scheduler.finish(job.request)
+        finally:
+            self._ended.append(job.request.arrival)
+            job.finish(reason)
+
+
+def _with_items(work: Sequence[Scheduled]) -> Chosen:
+    return [(item, _plan_item(item.request, item.length)) for item in work]
 
 
 def _plan_item(request: Request, length: int) -> PlanItem:

@@ -1,16 +1,16 @@
-"""Requests on their way to the engine: who is in flight, who is held back, who may come."""
+"""Requests on their way to the engine: which are in flight, held back or refused."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from moesaic.core.request import ABORTED, FinishReason
-from moesaic.core.words import shown
+from moesaic.core.words import shown_id
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.jobs import Job
 from moesaic.observe.spans import Kind, Spans
@@ -29,6 +29,46 @@ class Core(Protocol):
     def abort(self, rid: str, job: Job | None = None) -> None: ...
 
 
+class OpenRequests:
+    """The requests in flight, by their own ids and by those of their prompts and calls. An id is
+    free again when the last request that has it is over."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._by_id: dict[str, dict[Job, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """The requests of one call; ValueError if another call has one of their ids."""
+        if taken := self._by_id.keys() & {name for job in jobs for name in job.ids}:
+            raise ValueError(f"rid {shown_id(min(taken))} is in use: give each request its own")
+        new = {job.request.rid: job for job in jobs}
+        assert len(new) == len(jobs), "requests of one call have the same id"
+        self._jobs |= new
+        for job in jobs:
+            for name in job.ids:
+                self._by_id.setdefault(name, {})[job] = None
+
+    def discard(self, rid: str) -> None:
+        job = self._jobs.pop(rid, None)
+        if job is None:
+            return
+        for name in job.ids:
+            jobs = self._by_id[name]
+            del jobs[job]
+            if not jobs:
+                del self._by_id[name]
+
+    def found(self, name: str) -> list[Job]:
+        """The one request or all requests that have this id."""
+        return [*self._by_id.get(name, ())]
+
+    def all(self) -> list[Job]:
+        return [*self._jobs.values()]
+
+
 class Desk:
     """`tell` hands a command to the engine's thread, and raises RuntimeError if it has ended.
     `lock` is the engine's own, and re-entrant."""
@@ -43,13 +83,13 @@ class Desk:
     ) -> None:
         self._tell, self._lock, self._spans = tell, lock, spans
         self._max_running, self._max_queued = max_running, max_queued
-        self._in_flight: set[str] = set()
-        self._held: dict[str, Job] = {}
+        self._open = OpenRequests()
+        self._held: set[Job] = set()
         """In flight, and not begun yet."""
 
     def __len__(self) -> int:
         """Requests in flight."""
-        return len(self._in_flight)
+        return len(self._open)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """All at once."""
@@ -58,73 +98,73 @@ class Desk:
             self.begin(deque(jobs), len(jobs))
 
     def hold(self, jobs: Sequence[Job], checked: bool) -> None:
-        """Takes their names, so that whoever uses one twice learns it at once. `checked`: if the
+        """Takes their ids, so that a caller who uses one twice learns it at once. `checked`: if the
         queue has room for them."""
-        held = {job.request.rid: job for job in jobs}
         with self._lock:
             if checked:
                 self._check_queue(len(jobs))
-            if taken := held.keys() & self._in_flight:
-                raise ValueError(f"rid {shown(min(taken))} is in use: give each request its own")
-            self._in_flight |= held.keys()
-            self._held |= held
+            self._open.add(jobs)
+            self._held.update(jobs)
 
     def begin(self, jobs: deque[Job], number: int) -> int:
         """Of these, the first `number` that are still held go to the engine's thread."""
+        # Under the lock, as an abort that came between the two would not find them.
         with self._lock:
             chosen = self._choose(jobs, number)
             try:
                 self._send(chosen)
             except RuntimeError:
-                self._in_flight -= {job.request.rid for job in chosen}
+                for job in chosen:
+                    self._open.discard(job.request.rid)
                 raise
         return len(chosen)
 
     def begin_or_end(self, jobs: deque[Job], number: int) -> int:
-        """The same for somebody who waits for answers already: there a failure is one."""
-        chosen = self._choose(jobs, number)
-        try:
-            self._send(chosen)
-        except RuntimeError as error:
-            for job in chosen:
-                job.finish(FinishReason("abort", message=str(error), failed=True))
+        """The same for a caller who waits for answers already: there a failure is one."""
+        with self._lock:
+            chosen = self._choose(jobs, number)
+            try:
+                self._send(chosen)
+            except RuntimeError as error:
+                for job in chosen:
+                    job.finish(FinishReason("abort", message=str(error), failed=True))
         return len(chosen)
 
-    def abort(self, rid: str) -> None:
-        """And those that have their names from it: further samples, or prompts of one call."""
+    def abort(self, name: str, owner: Hashable = None) -> int:
+        """Ends the requests that have this id, of this owner alone if one is given; their number.
+        The id is that of a request, of a prompt (all its samples) or of a call."""
         with self._lock:
-            chosen = [name for name in self._in_flight if _belongs(name, rid)]
-        for name in chosen:
-            self._abort(name)
+            chosen = self._open.found(name)
+        return self._abort([job for job in chosen if owner is None or job.owner == owner])
 
-    def abort_all(self) -> None:
+    def abort_all(self) -> int:
         with self._lock:
-            chosen = [*self._in_flight]
-        for name in chosen:
-            self._abort(name)
+            chosen = self._open.all()
+        return self._abort(chosen)
 
-    def _abort(self, rid: str) -> None:
-        with self._lock:
-            held = self._held.pop(rid, None)
-        if held is not None:
-            held.finish(FinishReason("abort", message=ABORTED))
-        else:
-            self._tell(partial(_abort, rid=rid))
+    def _abort(self, jobs: Sequence[Job]) -> int:
+        for job in jobs:
+            with self._lock:
+                held = self._unhold(job)
+            if held:
+                job.finish(FinishReason("abort", message=ABORTED))
+            else:
+                self._tell(partial(_abort, job=job))
+        return len(jobs)
 
     def leave(self, jobs: Iterable[Job]) -> None:
-        """Nobody waits for these any more. One that is over, with its end unread, has no name: that
+        """The caller no longer waits for these. The id of one that is over, with its end unread,
         may be another's by now."""
         for job in jobs:
-            rid = job.request.rid
             with self._lock, suppress(RuntimeError):
                 if self._unhold(job):
-                    self._in_flight.discard(rid)
+                    self._open.discard(job.request.rid)
                 else:
-                    self._tell(partial(_abort, rid=rid, job=job))
+                    self._tell(partial(_abort, job=job))
 
     def ended(self, rid: str) -> None:
         with self._lock:
-            self._in_flight.discard(rid)
+            self._open.discard(rid)
 
     def _send(self, jobs: Sequence[Job]) -> None:
         begin = self._spans.clock()
@@ -142,17 +182,16 @@ class Desk:
 
     def _unhold(self, job: Job) -> bool:
         """Whether it was held."""
-        held = self._held.get(job.request.rid) is job
-        if held:
-            del self._held[job.request.rid]
+        held = job in self._held
+        self._held.discard(job)
         return held
 
     def _check_queue(self, number: int) -> None:
         """More than can run may wait, up to --max-queued-requests."""
         limit, running = self._max_queued, self._max_running
-        if limit is not None and len(self._in_flight) + number > running + limit:
+        if limit is not None and len(self._open) + number > running + limit:
             raise QueueFull(
-                f"{len(self._in_flight)} requests are open and {number} more would pass "
+                f"{len(self._open)} requests are open and {number} more would pass "
                 f"--max-running-requests {running} and --max-queued-requests {limit}: "
                 "try again later"
             )
@@ -164,18 +203,11 @@ def _take_in(core: Core, jobs: Sequence[Job]) -> None:
             core.add(job)
         except Exception as error:
             logger.exception("request %s was not taken in", job.request.rid)
-            core.jobs.pop(job.request.rid, None)
+            if core.jobs.get(job.request.rid) is job:
+                del core.jobs[job.request.rid]
             message = f"it could not be taken in: {error!r}"
             job.finish(FinishReason("abort", message=message, failed=True))
 
 
-def _belongs(name: str, rid: str) -> bool:
-    """rid, rid-1 or rid-0-1."""
-    if name == rid:
-        return True
-    rest = name.removeprefix(f"{rid}-")
-    return rest != name and all(number.isdigit() for number in rest.split("-"))
-
-
-def _abort(core: Core, rid: str, job: Job | None = None) -> None:
-    core.abort(rid, job)
+def _abort(core: Core, job: Job) -> None:
+    core.abort(job.request.rid, job)

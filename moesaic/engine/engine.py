@@ -239,16 +239,17 @@ class Engine:
             async for number, progress in signals:
                 yield Piece(number, progress, jobs[number].request)
 
-    def abort(self, rid: str) -> None:
-        """Ends a request by the id in its `meta_info`, and with the first of several samples the
-        others (ID-1, ID-2, …); nothing happens if it is done already."""
+    def abort(self, rid: str, owner: object = None) -> int:
+        """Ends what has exactly this id: a call, a prompt with all its samples, or one further
+        sample; with `owner` only what that client asked for. The number of requests, which is 0 if
+        they are done already."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
-        self._desk.abort(rid)
+        return self._desk.abort(rid, owner)
 
-    def abort_all(self) -> None:
-        """Ends whatever is in flight."""
-        self._desk.abort_all()
+    def abort_all(self) -> int:
+        """Ends whatever is in flight; the number of requests."""
+        return self._desk.abort_all()
 
     def check_grammar(self, grammar: Grammar) -> None:
         """ValueError for a form that no answer can be held to; it may take a second."""
@@ -377,7 +378,8 @@ class Engine:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
-        return Job(request, detokenizer, listener, interval, self._watch)
+        whose = spec.part_of, spec.owner
+        return Job(request, detokenizer, listener, interval, self._watch, *whose)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
         self._desk.submit(answers.jobs)

@@ -6,14 +6,14 @@ import operator
 import random
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.request import Request
 from moesaic.core.sampling import GRAMMARS, SamplingParams
-from moesaic.core.words import shown
+from moesaic.core.words import shown, shown_id
 from moesaic.engine.answers import num_logprobs
 from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.tokenizer import Tokenizer
@@ -88,6 +88,9 @@ class RequestSpec:
     logprob_start: int
     top_logprobs_num: int
     rid: str = ""
+    part_of: tuple[str, ...] = ()
+    """The ids of its prompt and of its call."""
+    owner: Hashable = None
     group: int | None = None
 
     def to_request(self, arrival: int) -> Request:
@@ -108,7 +111,8 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """The arguments of one call; each but the prompts is one value for all, or a list of them."""
+    """The arguments of one call; each but the prompts is one value for all, or a list of them.
+    `rid` as one value is the id of the call. `owner`: the client that asks, if that is known."""
 
     prompt: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
@@ -118,6 +122,7 @@ class GenerateInput:
     top_logprobs_num: Any = 0
     rid: str | list[str] | None = None
     data_parallel_rank: int | list[int] | None = None
+    owner: Hashable = None
 
     @property
     def is_single(self) -> bool:
@@ -171,26 +176,41 @@ class GenerateInput:
             strict=True,
         )
         names = zip(
-            self._rids(len(prompts)),
+            self._ids(len(prompts)),
             _spread("data_parallel_rank", self.data_parallel_rank, len(prompts)),
             strict=True,
         )
         found: list[RequestSpec] = []
-        for number, (column, (rid, group)) in enumerate(zip(columns, names, strict=True)):
+        for number, (column, (ids, group)) in enumerate(zip(columns, names, strict=True)):
             with self._naming(number):
                 _check_group(group, limits.num_groups)
                 samples = _samples(*column, tokenizer, limits)
                 found += [
-                    replace(spec, rid=_rid(rid, k), group=group) for k, spec in enumerate(samples)
+                    replace(spec, rid=_rid(ids[0], k), part_of=ids, owner=self.owner, group=group)
+                    for k, spec in enumerate(samples)
                 ]
                 if len(found) > MAX_SAMPLES:
                     raise ValueError(f"more than {MAX_SAMPLES} answers at once: ask several times")
+        _check_distinct(found)
         return found
 
-    def _rids(self, number: int) -> list[str | None]:
-        rids: list[Any] = self.rid if isinstance(self.rid, list) else [self.rid]
-        if rids != [None] and len(rids) != number:
-            raise ValueError(f"rid must name each of the {number} prompts differently")
+    def _ids(self, number: int) -> list[tuple[str, ...]]:
+        """Of each prompt its own id, and that of the call where it differs."""
+        rids = self.rid
+        if not isinstance(rids, list):
+            self._check_rids([rids])
+            if rids is None:
+                return [(uuid.uuid4().hex,) for _ in range(number)]
+            return [(rids,)] if number == 1 else [(f"{rids}-{i}", rids) for i in range(number)]
+        if len(rids) != number:
+            raise ValueError(
+                f"rid has {len(rids)} ids for {number} prompts: give one for each, or one text for "
+                "the whole call"
+            )
+        self._check_rids(rids)
+        return [(rid or uuid.uuid4().hex,) for rid in rids]
+
+    def _check_rids(self, rids: list[Any]) -> None:
         if not all(rid is None or (isinstance(rid, str) and rid) for rid in rids):
             raise ValueError(
                 f"rid must be a text that is not empty, or a list, not {shown(self.rid)}"
@@ -202,11 +222,6 @@ class GenerateInput:
             raise ValueError(
                 "rid must have printable characters alone: no line breaks, no controls"
             )
-        if rids == [None]:
-            return [None] * number
-        if len(set(rids)) != number:
-            raise ValueError(f"rid must name each of the {number} prompts differently")
-        return rids
 
     def _rows(self) -> Any:
         """`input_ids`, which may also be an array or a tensor."""
@@ -281,11 +296,21 @@ def _asks_for_grammar(sampling: Any) -> bool:
     return isinstance(sampling, Mapping) and any(name in sampling for name in GRAMMARS)
 
 
-def _rid(given: str | None, sample: int) -> str:
-    """The caller's name for a request; further samples of one prompt get a number."""
-    if given is None:
-        return uuid.uuid4().hex
-    return f"{given}-{sample}" if sample else given
+def _rid(prompt: str, sample: int) -> str:
+    """The first sample has the id of its prompt; further ones get a number behind it."""
+    return f"{prompt}-{sample}" if sample else prompt
+
+
+def _check_distinct(specs: Sequence[RequestSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.rid in seen:
+            raise ValueError(
+                f"rid {shown_id(spec.rid)} would be the id of two answers of this call (samples of "
+                "prompt ID have the ids ID, ID-1, ID-2, ...): give each prompt an id that no other "
+                "prompt or sample has"
+            )
+        seen.add(spec.rid)
 
 
 def _plain(value: Any) -> Any:

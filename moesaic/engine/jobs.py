@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
@@ -34,9 +34,18 @@ class Job:
     listener: Callable[[Progress], None]
     stream_interval: int | None = None
     watch: RequestWatch | None = None
+    part_of: tuple[str, ...] = ()
+    """The ids of its prompt and of its call."""
+    owner: Hashable = None
+    """The client that asked for it, if that is known."""
     last_token: float = 0.0
     held: float = 0.0
     """Seconds until it was sent to a rank."""
+
+    @property
+    def ids(self) -> set[str]:
+        """By each of these it is aborted."""
+        return {self.request.rid, *self.part_of}
 
     def accept(
         self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None
@@ -70,9 +79,9 @@ class Job:
     def finish(self, reason: FinishReason) -> None:
         self.request.finish_reason = reason
         self.request.finished = time.monotonic()
-        if self.watch is not None:
-            self.watch.end(self.request)
         try:
+            if self.watch is not None:
+                self.watch.end(self.request)
             if self.detokenizer is not None:
                 self.detokenizer.finish()
         finally:

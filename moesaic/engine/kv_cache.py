@@ -11,17 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+Key = tuple[int, ...]
+"""The tokens of one full page."""
+
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One page of the tree: its tokens lead here from the parent. `readers` counts the requests
     whose path goes through it; only a leaf without readers can be evicted."""
 
-    key: tuple[int, ...]
+    key: Key
     page: int
     parent: Node | None
     depth: int = 0
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[Key, Node] = field(default_factory=dict)
     readers: int = 0
     last_used: int = 0
 
@@ -61,7 +64,7 @@ class PrefixTree:
         self._clock = count(1)
         self._idle: list[tuple[int, int, Node]] = []
 
-    def key(self, token_ids: Sequence[int], page: int) -> tuple[int, ...]:
+    def key(self, token_ids: Sequence[int], page: int) -> Key:
         """The tokens of one page of a sequence."""
         return tuple(token_ids[page * self.page_size : (page + 1) * self.page_size])
 
@@ -93,7 +96,7 @@ class PrefixTree:
             step.last_used = now
         self._note_idle(node)
 
-    def extend(self, node: Node, key: tuple[int, ...], page: int) -> Node:
+    def extend(self, node: Node, key: Key, page: int) -> Node:
         """Puts a reader's private page under `node`, where the reader stands, and moves the reader
         on to it. If the tree has such a page already, the given one becomes free."""
         child = node.children.get(key)

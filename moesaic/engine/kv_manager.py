@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesaic.core.request import Request
-from moesaic.engine.kv_cache import Node, PageAllocator, PrefixTree
+from moesaic.engine.kv_cache import Key, Node, PageAllocator, PrefixTree
 
 
 class KVManager:
@@ -24,10 +24,6 @@ class KVManager:
         self._on_take = on_take
         self._place: dict[Request, Node] = {}
 
-    def place(self, request: Request) -> Node:
-        """Where in the tree a running request stands."""
-        return self._place[request]
-
     @property
     def num_available(self) -> int:
         return self.allocator.num_free + self.tree.num_evictable
@@ -41,20 +37,34 @@ class KVManager:
         return -(-num_tokens // self.page_size)
 
     def lookup(self, request: Request) -> tuple[Node, list[int]]:
-        """The cached prefix that a request may use: its last token must be computed anew, and so
-        must every one whose successor's logprob is wanted."""
+        """The cached prefix that a request may use."""
+        return self.tree.match(request.token_ids, self._reusable(request))
+
+    def awaited(self, request: Request, num_cached: int) -> Key | None:
+        """The page after the `num_cached` ones that `lookup` gave, if `lookup` gives it as well
+        once another request has computed it."""
+        return self._key(request, num_cached, self._reusable(request))
+
+    def frontier(self, request: Request) -> tuple[Node, Key | None]:
+        """The page that a running request adds to the tree next, if its tokens fill one."""
+        node = self._place[request]
+        return node, self._key(request, node.depth, len(request.token_ids))
+
+    def _key(self, request: Request, page: int, limit: int) -> Key | None:
+        """The tokens of a page that lies within the first `limit` tokens."""
+        if (page + 1) * self.page_size > limit:
+            return None
+        return self.tree.key(request.token_ids, page)
+
+    def _reusable(self, request: Request) -> int:
+        """How many tokens a request may take from the cache: its last one must be computed anew,
+        and so must every one whose successor's logprob is wanted."""
         if not self.tree.enabled:
-            return self.tree.root, []
+            return 0
         limit = len(request.token_ids) - 1
         if request.wants_input_logprobs:
             limit = min(limit, request.next_input_logprob)
-        return self.tree.match(request.token_ids, limit)
-
-    def next_key(self, request: Request, num_pages: int) -> tuple[int, ...] | None:
-        """The tokens of page `num_pages` if it is full."""
-        if (num_pages + 1) * self.page_size > len(request.token_ids):
-            return None
-        return self.tree.key(request.token_ids, num_pages)
+        return limit
 
     def admit(self, request: Request, node: Node, pages: list[int]) -> None:
         self.tree.acquire(node)

@@ -10,7 +10,7 @@ from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.core import EngineCore
-from moesaic.engine.jobs import Job, Progress
+from moesaic.engine.jobs import Job
 from moesaic.engine.model_runner import ModelRunner
 from moesaic.engine.plan import StepPlan
 
@@ -26,7 +26,6 @@ class Leader:
         self.link = link
         self.group = link.mesh.group_of(link.place)
         self.core = EngineCore(args, runner, self.group)
-        self._told: dict[str, _Told] = {}
         self._news: list[messages.Delta] = []
 
     def heed(self, message: messages.AnyMessage) -> None:
@@ -48,8 +47,9 @@ class Leader:
         except Exception as error:
             logger.exception("no step can be planned; all %d requests end", len(self.core.jobs))
             self.core.fail_all(f"the engine failed: {error!r}")
-            self.report()
             return NOTHING
+        finally:
+            self.report()  # of requests that ended because their part could not be planned
 
     def retreat(self, error: str = "", alone: bool = False) -> int:
         """From all steps under way, with an `error` because one of them failed: how many sets of
@@ -85,32 +85,34 @@ class Leader:
             arrival=new.arrival,
             eos_ids=frozenset(new.eos_ids),
             return_logprob=new.return_logprob,
-            logprob_start=new.logprob_start,
+            # Logprobs of the prompt were told with the first token.
+            logprob_start=len(new.prompt_ids) - 1 if new.emitted else new.logprob_start,
             top_logprobs_num=new.top_logprobs_num,
             token_ids=[*new.prompt_ids, *new.emitted],
         )
-        told = self._told[new.rid] = _Told(request, num_output=len(new.emitted))
-        self.core.add(Job(request, None, lambda progress: self._note(told, progress), 1))
-
-    def _note(self, told: _Told, progress: Progress) -> None:
-        self._news.append(told.delta())
-        if progress.finished:
-            del self._told[progress.rid]
+        told = _Told(request)
+        self.core.add(Job(request, None, lambda _: self._news.append(told.delta()), 1))
 
 
 class _Told:
-    """How much of a request the supervisor knows."""
+    """How much of a request the supervisor knows: its prompt and what it had emitted before this
+    rank got it, of which this rank has the tokens and no logprobs."""
 
-    def __init__(self, request: Request, num_output: int) -> None:
-        self._request, self._num_output, self._num_scored = request, num_output, 0
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_tokens = len(request.token_ids)
+        self._num_logprobs = self._num_scored = 0
 
     def delta(self) -> messages.Delta:
-        request, seen, scored = self._request, self._num_output, self._num_scored
+        request, tokens = self._request, self._num_tokens
+        seen, scored = self._num_logprobs, self._num_scored
         reason = request.finish_reason
-        self._num_output, self._num_scored = request.num_output, len(request.input_logprobs)
+        self._num_tokens = len(request.token_ids)
+        self._num_logprobs = len(request.output_logprobs)
+        self._num_scored = len(request.input_logprobs)
         return messages.Delta(
             rid=request.rid,
-            token_ids=request.token_ids[request.prompt_len + seen :],
+            token_ids=request.token_ids[tokens:],
             logprobs=request.output_logprobs[seen:],
             top_logprobs=request.output_top_logprobs[seen:],
             input_logprobs=request.input_logprobs[scored:],

@@ -89,6 +89,7 @@ class RemoteCore:
         self.service.close()
 
     def add(self, job: Job) -> None:
+        assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
         job.held = time.monotonic() - job.request.created
         if not self.fault:
             self.service.send(Submit([_new_request(job)]))
@@ -105,7 +106,10 @@ class RemoteCore:
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._give_up
         for job in list(self.jobs.values()):
-            end(job, FinishReason("abort", message=message, failed=True))
+            try:
+                end(job, FinishReason("abort", message=message, failed=True))
+            except Exception:
+                logger.exception("request %s could not be ended in order", job.request.rid)
         for question in self._questions.values():
             question.answer.set_exception(RuntimeError(message))
         self._questions.clear()

@@ -147,49 +147,38 @@ class Scheduler:
         self.kv.release(request)
 
     def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
-        """Takes in waiting requests in order; one that shares the prompt which another is computing
-        right now stays behind until it can reuse it."""
-        held_back: list[Request] = []
+        """Admits waiting requests in order; one stays behind while another request computes a page
+        that it can reuse."""
         # What the step with its first token computes is shared when that has come.
         computing = {
-            self._frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
+            self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
         }
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
-            request = self.waiting[0]
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_running:
+                break
             if only is not None and request not in only:
-                held_back.append(self.waiting.popleft())
                 continue
-            if request.pending:  # retracted while its next token is under way
+            if request.pending:  # retracted while its next token is in flight
                 break
             node, pages = self.kv.lookup(request)
-            key = self.kv.next_key(request, len(pages))
-            if key is not None and (node, key) in computing and self._may_reuse(request, pages):
-                held_back.append(self.waiting.popleft())
+            key = self.kv.awaited(request, len(pages))
+            if key is not None and (node, key) in computing:
                 continue
             if not self._fits(request, node, len(pages)):
                 break
-            self.waiting.popleft()
-            self.kv.admit(request, node, pages)
-            if request.num_output == 0 and request.retractions == 0:
-                request.cached_tokens = request.num_computed
-                request.queue_seconds = time.monotonic() - request.created
-            self.running.add(request)
-            self._by_age = None
-            self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
+            self._begin(request, node, pages)
+            computing.add(self.kv.frontier(request))
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
-            computing.add((node, key))
-        self.waiting.extendleft(reversed(held_back))
 
-    def _frontier(self, request: Request) -> tuple[Node, tuple[int, ...] | None]:
-        """The page that a request is about to add to the tree."""
-        node = self.kv.place(request)
-        return node, self.kv.next_key(request, node.depth)
-
-    def _may_reuse(self, request: Request, pages: list[int]) -> bool:
-        if not self.kv.tree.enabled:
-            return False
-        reusable = request.next_input_logprob if request.wants_input_logprobs else None
-        return reusable is None or reusable > len(pages) * self.kv.page_size
+    def _begin(self, request: Request, node: Node, pages: list[int]) -> None:
+        self.kv.admit(request, node, pages)
+        self.waiting.remove(request)
+        self.running.add(request)
+        self._by_age = None
+        if request.num_output == 0 and request.retractions == 0:
+            request.cached_tokens = request.num_computed
+            request.queue_seconds = time.monotonic() - request.created
+        self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
 
     def _fits(self, request: Request, node: Node, num_cached: int) -> bool:
         """Whether the whole sequence has room, beside what the running ones are likely to need."""

@@ -74,6 +74,13 @@ class Keys:
             headers=CHALLENGE,
         )
 
+    def allow(self, access: Access, request: Request) -> bool:
+        try:
+            self.admit(access, request)
+        except Refusal:
+            return False
+        return True
+
     def _wanted(self, access: Access) -> tuple[bytes, ...]:
         """Keys of which one is needed; none: it is open."""
         match access:

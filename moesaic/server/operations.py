@@ -105,12 +105,14 @@ async def abort_request(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortBody)
     if body.abort_all:
         context.keys.admit(Access.ADMIN, request)  # they are other people's, too
-        await context.ask(context.engine.abort_all)
-        return json_response({"status": "ok"})
+        ended = await context.ask(context.engine.abort_all)
+        return json_response({"status": "ok", "aborted": ended})
     if not body.rid:
         raise Refusal(400, "give the rid of a request, or abort_all", "rid")
-    await context.ask(lambda: context.engine.abort(body.rid))
-    return json_response({"status": "ok"})
+    may_end_all = context.keys.allow(Access.ADMIN, request)
+    owner = None if may_end_all else work.client_of(request)
+    ended = await context.ask(lambda: context.engine.abort(body.rid, owner))
+    return json_response({"status": "ok", "aborted": ended})
 
 
 ROUTES = (

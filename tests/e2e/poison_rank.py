@@ -14,9 +14,10 @@ import torch
 
 from moesaic.cli.main import main as command
 from moesaic.comm.rank_link import RankLink
-from moesaic.engine import remote
+from moesaic.core.request import Request
+from moesaic.engine import core, remote
 from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import StepPlan
+from moesaic.engine.plan import PlanItem, StepPlan
 from moesaic.engine.rank import Rank
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import FusedDispatchOutput, LowLatencyDispatchOutput
@@ -32,6 +33,8 @@ POISONS: Final = {
 }
 LATE: Final = 206
 """Harms nobody: the step is done when the follower raises."""
+PLAN: Final = 207
+"""The leader cannot plan a step with it."""
 MARK: Final = 777.0
 
 
@@ -96,7 +99,19 @@ def fail(name: str) -> NoReturn:
     raise ZeroDivisionError(f"poison in {name}")
 
 
+def poison_plans() -> None:
+    plan_item = core._plan_item
+
+    def fail_or_plan(request: Request, length: int) -> PlanItem:
+        if PLAN in request.token_ids:
+            fail("the plan")
+        return plan_item(request, length)
+
+    core._plan_item = fail_or_plan
+
+
 def run(link: RankLink) -> None:
+    poison_plans()
     rank = Rank(link)
     Poison(rank.runner)
     rank.serve()

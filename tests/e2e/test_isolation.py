@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,12 +291,52 @@ def test_requests_are_aborted_by_the_name_they_were_given(engine: Engine) -> Non
     assert next(stream)["meta_info"]["id"] == "mine"
     with pytest.raises(ValueError, match="in use"):
         engine.generate(input_ids=[1, 2], rid="mine")
-    engine.abort("mine")
+    other = engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True, rid="mine-0-1")
+    next(other)
+    assert [engine.abort(name) for name in ("min", "mine-1", "mine")] == [0, 0, 1]
+    assert list(other)[-1]["meta_info"]["finish_reason"]["type"] == "length"
     last = list(stream)[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert last["meta_info"]["completion_tokens"] < 240
     with pytest.raises(ValueError, match="one request"):
         engine.abort(["mine"])  # type: ignore[arg-type]
+
+
+CLASHES: list[tuple[Any, Any, str]] = [
+    ({"n": 2}, ["a", "a-1"], "rid 'a-1' would be the id of two answers"),
+    ([{"n": 1}, {"n": 3}], ["b-2", "b"], "rid 'b-2' would be the id of two answers"),
+    ({}, ["same", "same"], "rid 'same' would be the id of two answers"),
+    ({}, ["a"], "rid has 1 ids for 2 prompts"),
+    ({"n": 2}, ["a", "b", "c", "d"], "rid has 4 ids for 2 prompts"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("params", "rid", "told"), CLASHES, ids=str)
+def test_ids_that_would_clash_are_refused(
+    engine: Engine, params: Any, rid: list[str], told: str, stream: bool
+) -> None:
+    """Else one of two answers would never come."""
+    call = {"input_ids": [[1, 2], [3, 4]], "sampling_params": params, "rid": rid, "stream": stream}
+    with pytest.raises(ValueError, match=told):
+        engine.generate(**call)
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(engine.async_generate(**call))
+    assert running(engine) == 0
+
+
+def test_samples_and_prompts_of_a_call_have_ids_of_their_own(engine: Engine) -> None:
+    def ids_of(prompts: Any, rid: Any) -> list[str]:
+        params = {"n": 2, "max_new_tokens": 1, "ignore_eos": True}
+        answers = engine.generate(input_ids=prompts, sampling_params=params, rid=rid)
+        return [answer["meta_info"]["id"] for answer in answers]
+
+    two = [[1, 2], [3, 4]]
+    assert ids_of([1, 2], "a") == ids_of([[1, 2]], "a") == ["a", "a-1"]
+    assert ids_of(two, ["a", "b"]) == ["a", "a-1", "b", "b-1"]
+    assert ids_of(two, "a") == ["a-0", "a-0-1", "a-1", "a-1-1"]
+    first, other, second, last = ids_of(two, None)
+    assert (other, last) == (f"{first}-1", f"{second}-1") and first != second
 
 
 def test_queue_limit_counts_what_cannot_run(poisoned: Path) -> None:

@@ -19,11 +19,11 @@ import pytest
 from moesaic import Engine
 from moesaic.engine import remote
 from tests.e2e.grid import DPA, arguments, model_path
-from tests.e2e.poison_rank import LATE, POISONS, TARGET
+from tests.e2e.poison_rank import LATE, PLAN, POISONS, TARGET
 
 pytestmark = pytest.mark.timeout(600)
 
-BANNED = dict.fromkeys([*POISONS.values(), LATE], -100.0)
+BANNED = dict.fromkeys([*POISONS.values(), LATE, PLAN], -100.0)
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "logit_bias": BANNED}
 ALWAYS = f"qwen3_moe --tp 4 {DPA} 2 --moe-a2a-backend deepep --page-size 4"
 SLOW = (
@@ -166,6 +166,16 @@ def test_a_request_that_breaks_a_step_ends_alone(engine: Engine, served: Served)
 def test_a_late_error_harms_nobody(engine: Engine, served: Served) -> None:
     check_late(served)
     assert settled(engine)["pages_used"] == 0
+
+
+def test_a_request_that_cannot_be_planned_ends_alone(engine: Engine, served: Served) -> None:
+    for place in (0, 6, 12):
+        answer = served.beside([7, PLAN, 9], GREEDY, place)
+        assert reason(answer)["type"] == "abort" and answer["output_ids"] == []
+        assert "ZeroDivisionError('poison in the plan')" in reason(answer)["message"]
+    with pytest.raises(RuntimeError, match="poison in the plan"):
+        engine.generate(input_ids=[7, PLAN, 9], sampling_params=GREEDY)
+    assert settled(engine)["pages_used"] == 0 and not engine.fault
 
 
 def test_many_poisonous_requests_at_once(engine: Engine, served: Served) -> None:

@@ -389,6 +389,50 @@ def test_who_waits_can_be_aborted_by_name(running: Running) -> None:
     wait_until(running.idle)
 
 
+@pytest.mark.parametrize(
+    ("api", "admin", "asks", "expected"),
+    [
+        ("", "", "", [1, 0, 0]),
+        ("k", "", "k", [1, 0, 0]),  # this key is the administrator's, too
+        ("k", "a", "k", [0, 1, 0]),
+        ("k", "a", "a", [0, 0, 1]),
+        ("", "a", "", [0, 1, 0]),
+    ],
+)
+def test_which_client_may_abort(
+    running: Running, api: str, admin: str, asks: str, expected: list[int]
+) -> None:
+    """By its id: another client with the users' key, the same client with it, an administrator. A
+    client is a key and an address."""
+    wait_until(running.idle)
+    other = httpx.HTTPTransport(local_address="127.0.0.2")
+    url = f"http://127.0.0.1:{running.port}"
+    go_on = threading.Event()
+    headers = [{"Authorization": f"Bearer {key}"} if key else {} for key in (asks, api, admin)]
+    with (
+        keys(running, api, admin),
+        running.client() as client,
+        httpx.Client(base_url=url, transport=other) as stranger,
+        ThreadPoolExecutor() as pool,
+    ):
+        running.engine._tell(lambda core: go_on.wait(60))
+        long = {"text": "x", "sampling_params": {"max_new_tokens": 500}, "rid": "mine-0"}
+        answer = pool.submit(client.post, "/generate", json=long, headers=headers[0])
+        wait_until(lambda: len(running.engine._desk) == 1)
+        ended = []
+        for sender, header in zip(
+            (stranger, client, client), headers[1:2] + headers[1:], strict=True
+        ):
+            told = sender.post("/abort_request", json={"rid": "mine-0"}, headers=header)
+            ended.append(told.json()["aborted"])
+            if ended[-1]:
+                break
+        go_on.set()
+        assert ended == expected[: len(ended)] and sum(ended) == 1
+        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    wait_until(running.idle)
+
+
 # --- the document, and the fuzzer ---
 
 

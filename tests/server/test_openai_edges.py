@@ -224,16 +224,18 @@ def test_an_abort_ends_all_samples(http: httpx.Client, engine: Engine, path: str
         with held(engine):
             answer = pool.submit(http.post, path, json={**body, **LONG, "n": 3, "rid": "job"})
             short = {"messages": USER, "max_tokens": 8}
-            other = pool.submit(http.post, CHAT, json={**short, "rid": "job-x"})
+            other = pool.submit(http.post, CHAT, json={**short, "rid": "job-0-7"})
             number = 3 if path == CHAT else 6
             wait_until(lambda: len(engine._desk) == number + 1)
-            assert http.post("/abort_request", json={"rid": "job"}).status_code == 200
+            told = {name: http.post("/abort_request", json={"rid": name}) for name in ("jo", "job")}
+            assert told["jo"].json() == {"status": "ok", "aborted": 0}
+            assert told["job"].json() == {"status": "ok", "aborted": number}
         raw, rest = answer.result().json(), other.result().json()
     kind: Any = ChatCompletion if path == CHAT else Completion
     kind.model_validate_json(json.dumps(raw), strict=True)
     assert [choice["finish_reason"] for choice in raw["choices"]] == ["length"] * number
     assert raw["usage"]["completion_tokens"] < 100
-    assert rest["id"] == "job-x" and rest["usage"]["completion_tokens"] > 0
+    assert rest["id"] == "job-0-7" and rest["usage"]["completion_tokens"] > 0
     wait_until_idle(engine)
 
 
@@ -244,7 +246,8 @@ def test_an_abort_of_all(http: httpx.Client, engine: Engine) -> None:
                 pool.submit(http.post, CHAT, json={"messages": USER, **LONG}) for _ in range(3)
             ]
             wait_until(lambda: len(engine._desk) == 3)
-            assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
+            told = http.post("/abort_request", json={"abort_all": True})
+            assert told.json() == {"status": "ok", "aborted": 3}
         used = [one.result().json()["usage"]["completion_tokens"] for one in asked]
     assert max(used) < 100
     assert http.post("/abort_request", json={"rid": ""}).json()["error"]["param"] == "rid"

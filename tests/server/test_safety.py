@@ -54,7 +54,7 @@ def client(running: Running) -> Iterator[httpx.Client]:
 def test_lines_are_by_key_and_address() -> None:
     def client_of(key: bytes, host: str) -> object:
         scope = {"type": "http", "headers": [], "client": (host, 1), work.CLIENT: key}
-        return work._client(Request(scope))
+        return work.client_of(Request(scope))
 
     found = [client_of(key, host) for key in (b"", b"k", b"l") for host in ("1.2.3.4", "::5")]
     assert len(set(found)) == 6 and found[0] == client_of(b"", "1.2.3.4")

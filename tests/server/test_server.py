@@ -286,6 +286,17 @@ def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
     assert first.result().status_code == 200
 
 
+def test_ids_that_would_clash_are_refused(client: httpx.Client) -> None:
+    params = GREEDY | {"n": 2}
+    body = {"text": ["x", "y"], "sampling_params": params, "rid": ["a", "a-1"]}
+    for stream in (False, True):
+        refused = client.post("/generate", json=body | {"stream": stream})
+        assert refused.status_code == 400
+        assert "rid 'a-1' would be the id of two answers" in refused.json()["error"]["message"]
+    whole = client.post("/generate", json=body | {"rid": "a"}).json()
+    assert [one["meta_info"]["id"] for one in whole] == ["a-0", "a-0-1", "a-1", "a-1-1"]
+
+
 def test_flush_cache(client: httpx.Client, engine: Engine) -> None:
     client.post("/generate", json={"text": "x" * 64, "sampling_params": GREEDY})
     wait_until_idle(engine)

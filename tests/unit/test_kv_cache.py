@@ -26,13 +26,13 @@ def check_ownership(kv: KVManager, running: list[Request]) -> None:
     free = list(kv.allocator._free)
     nodes = list(kv.tree.nodes())
     cached = [node.page for node in nodes]
-    private = [page for r in running for page in r.pages[kv.place(r).depth :]]
+    private = [page for r in running for page in r.pages[kv.frontier(r)[0].depth :]]
     assert sorted(free + cached + private) == list(range(1, kv.allocator.num_pages + 1))
     assert kv.tree.num_nodes == len(nodes)
     assert kv.tree.num_evictable == sum(node.readers == 0 for node in nodes)
     expected = dict.fromkeys(nodes, 0)
     for request in running:
-        node = kv.place(request)
+        node, _ = kv.frontier(request)
         pages = []
         while node.parent is not None:
             expected[node] += 1
@@ -262,6 +262,77 @@ def test_only_the_common_part_is_waited_for() -> None:
     long.num_computed = 10
     kv.share(long, long.num_computed)
     assert {w.request: w.length for w in scheduler.schedule()} == {long: 10, short: 2}
+
+
+def admissions(scheduler: Scheduler, requests: list[Request]) -> list[int]:
+    """How many of identical requests each step admits, until all run."""
+    for request in requests:
+        scheduler.add(request)
+    counts = []
+    while scheduler.waiting:
+        counts.append(-len(scheduler.running))
+        work = scheduler.schedule()
+        counts[-1] += len(scheduler.running)
+        assert work, "a step without work"
+        for request, length, _ in work:
+            request.num_computed += length
+            scheduler.kv.share(request, request.num_computed)
+            if request.num_computed == len(request.token_ids):
+                request.token_ids.append(99)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("page_size", "length", "start", "expected"),
+    [
+        (4, 9, None, [1, 7]),
+        (4, 8, None, [1, 7]),
+        (4, 7, None, [1, 7]),
+        (4, 4, None, [8]),  # its only page holds the last token, which is computed anew
+        (4, 3, None, [8]),
+        (1, 6, None, [1, 7]),
+        (1, 1, None, [8]),
+        (4, 12, 7, [1, 7]),  # logprobs are wanted from within the second page on
+        (4, 12, 4, [1, 7]),
+        (4, 12, 3, [8]),
+        (4, 12, 0, [8]),
+    ],
+)
+def test_only_pages_that_can_be_reused_are_waited_for(
+    page_size: int, length: int, start: int | None, expected: list[int]
+) -> None:
+    kv = KVManager(200, page_size, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=200), kv)
+    scored = {} if start is None else {"return_logprob": True, "logprob_start": start}
+    same = [make_request(list(range(length)), 4, number, **scored) for number in range(8)]
+    assert admissions(scheduler, same) == expected
+
+
+def test_nothing_is_waited_for_without_a_prefix_cache() -> None:
+    kv = KVManager(200, 4, False, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=200), kv)
+    assert admissions(scheduler, [make_request([1] * 8, 4, number) for number in range(8)]) == [8]
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "retracted"])
+def test_pages_of_a_request_that_leaves_are_computed_by_the_next(leaves: str) -> None:
+    """In chunks of a page: the request that leaves has computed one of three by then."""
+    kv = KVManager(200, 4, True, lambda pages: None)
+    scheduler = Scheduler(SchedulerConfig(max_running=8, chunk_tokens=4), kv)
+    same = [make_request([1] * 12, 4, number) for number in range(4)]
+    for request in same:
+        scheduler.add(request)
+    assert [work.request for work in scheduler.schedule()] == same[:1]
+    same[0].num_computed = 4
+    kv.share(same[0], 4)
+    scheduler.finish(same[0])
+    if leaves == "retracted":
+        scheduler.waiting.appendleft(same[0])
+    scheduler.config = SchedulerConfig(max_running=8, chunk_tokens=200)
+    rest = [request for request in same if request in scheduler.waiting]
+    scheduler.waiting.clear()
+    assert admissions(scheduler, rest) == [1, len(rest) - 1]
+    assert [request.cached_tokens for request in rest] == [4] + [8] * (len(rest) - 1)
 
 
 def test_eviction_does_not_walk_the_tree() -> None:

@@ -161,7 +161,7 @@ def _order(context: Context, body: CompletionBody) -> Order:
         return_logprob=body.logprobs is not None,
         logprob_start_len=0 if body.echo else -1,
         top_logprobs_num=body.logprobs or 0,
-        rid=name if number == 1 else [f"{name}-{prompt}" for prompt in range(number)],
+        rid=name,
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
     shows_special = body.skip_special_tokens is False
