@@ -98,6 +98,7 @@ LEVEL = KINDS["byte_level"].tokenizer
         (LEVEL, ids_of(LEVEL, "ðŁ", "ĻĤ", "x"), "🙂x", [0, 0, 1]),
         (LEVEL, ids_of(LEVEL, "aâ", "Ĥ¬â", "Ĥ¬b", "x"), "a€€bx", [0, 1, 2, 4]),
         (LEVEL, ids_of(LEVEL, "ðŁ", "ðŁ", "x"), "\ufffd\ufffdx", [0, 1, 2]),
+        (LEVEL, ids_of(LEVEL, "í", "ł", "x"), "\ufffd\ufffdx", [0, 1, 2]),  # half a surrogate
     ],
 )
 def test_pieces_of_characters(tokenizer, ids, text, offsets):

@@ -157,17 +157,14 @@ class _Places:
     @property
     def next(self) -> int:
         """Where a token is that does not go on with an unfinished character."""
-        return self._end + self._unfinished
-
-    @property
-    def _unfinished(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+        unfinished: bytes = self._decoder.getstate()[0]
+        return self._end + len(unfinished.decode(errors="replace"))
 
     def place(self, chunk: bytes) -> int:
         if not (chunk := self._as_given(chunk)):
-            return self._end
+            return max(self._end, self.next - 1)
         self._end += len(self._decoder.decode(chunk[:1]))
-        place = self._end if self._unfinished else self._end - 1
+        place = self.next - 1
         self._end += len(self._decoder.decode(chunk[1:]))
         return place
 
