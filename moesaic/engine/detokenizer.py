@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.tokenizer import BROKEN, Tokenizer
-
-# An unfinished UTF-8 character is at most three bytes, hence at most three broken marks.
-MAX_BROKEN = 3
-MAX_PENDING = 8
-LEFT_CONTEXT = 4
+from moesaic.engine.token_bytes import TokenBytes
+from moesaic.engine.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
@@ -42,7 +39,11 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             if self._stops.matched is not None:
                 break
-            if piece := self._stream.push(token_id):
+            piece = self._stream.push(token_id)
+            if not piece and self._stops.would_match(self._stream.held):
+                # The answer ends here, and so no further token can break what was held back.
+                piece = self._stream.flush()
+            if piece:
                 self._stops.feed(piece)
         return self._stops.matched
 
@@ -57,81 +58,25 @@ class IncrementalDetokenizer:
 
 
 class _TextStream:
-    """Decodes a short window: tokens already shown as left context, then the pending ones."""
+    """The text of tokens, as far as it is certain; an unfinished character is held back."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._context = self._left_context(prompt_ids)
-        self._context_text = self._decode(self._context)
-        self._pending: list[int] = []
-        self._shown = 0
+        self._bytes = TokenBytes(tokenizer, prompt_ids, skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def held(self) -> str:
+        """Whole characters that further tokens could still break."""
+        return self._bytes.held
 
     def push(self, token_id: int) -> str:
         """The text that is certain now and was not before."""
-        self._pending.append(token_id)
-        text = self._pending_text()
-        broken = len(text) - len(text.rstrip(BROKEN))
-        if broken == 0:
-            return self._settle(text)
-        piece = self._show(text, len(text) - min(broken, MAX_BROKEN))
-        if len(self._pending) > MAX_PENDING:
-            piece += self._cut(text)
-        return piece
+        return self._decoder.decode(b"".join(self._bytes.push(token_id)))
 
     def flush(self) -> str:
-        return self._show(text := self._pending_text(), len(text))
-
-    def _show(self, text: str, end: int) -> str:
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return piece
-
-    def _settle(self, text: str) -> str:
-        piece = text[self._shown :]
-        if text:
-            self._context, self._context_text = self._pending, self._decode(self._pending)
-        # Tokens without text, such as skipped special ones, are useless as context.
-        self._pending, self._shown = [], 0
-        return piece
-
-    def _cut(self, text: str) -> str:
-        """Bound the window when nothing but broken bytes arrives: let go of its front at a border
-        between characters, which is one where both sides decode alone as they do together."""
-        for size in range(MAX_BROKEN + 1, len(self._pending)):
-            head, tail = self._pending[:-size], self._pending[-size:]
-            tail_text = self._decode(tail)
-            if self._after_context(head) + tail_text == text:
-                break
-        shown = max(0, len(text) - len(tail_text))
-        piece = self._show(text, shown)
-        self._context, self._context_text = head, self._decode(head)
-        self._pending, self._shown = tail, self._shown - shown
-        return piece
-
-    def _pending_text(self) -> str:
-        return self._after_context(self._pending)
-
-    def _after_context(self, ids: list[int]) -> str:
-        both = self._decode(self._context + ids)
-        if both.startswith(self._context_text):
-            return both[len(self._context_text) :]
-        # Byte tokens spoil the valid ones before them until their character is complete.
-        return self._decode(ids)
-
-    def _left_context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt that have a text, from the start of a character on."""
-        recent = [i for i in prompt_ids[-8 * LEFT_CONTEXT :] if self._decode([i])]
-        for size in range(LEFT_CONTEXT, 3 * LEFT_CONTEXT):
-            context = recent[-size:]
-            if not self._decode(context).startswith(BROKEN):
-                return context
-        return []
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return self._decoder.decode(b"".join(self._bytes.flush()), final=True)
 
 
 class _StopSearch:
@@ -139,6 +84,7 @@ class _StopSearch:
 
     def __init__(self, stops: tuple[str, ...], keep_stop: bool) -> None:
         self._stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop
         self._pieces: list[str] = []
         self._held = ""
@@ -150,6 +96,12 @@ class _StopSearch:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    def would_match(self, following: str) -> bool:
+        """Whether a stop string ends where this text does, if it follows."""
+        if not following or not self._stops:
+            return False
+        return (self._held + following[-self._longest :]).endswith(self._stops)
 
     def feed(self, piece: str) -> None:
         text = self._held + piece

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,19 @@ class ChatTemplateError(ValueError):
     """There is no chat template, or it does not accept the messages."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenForm:
+    """What kind of token it is. `text`: as it is decoded alone; `is_byte`: one of a run of bytes
+    that is decoded as a whole; `raw`: its bytes, if it is one of those or a piece of a character.
+    An id that is not `known` has no token, and no text."""
+
+    text: str = ""
+    known: bool = True
+    special: bool = False
+    is_byte: bool = False
+    raw: bytes | None = None
+
+
 class Tokenizer:
     def __init__(
         self,
@@ -69,6 +83,7 @@ class Tokenizer:
         self.folder = folder
         self._compiled: dict[str, Template] = {}
         self._token_texts: dict[int, str] = {}
+        self._forms: dict[int, TokenForm] = {}
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
@@ -120,28 +135,50 @@ class Tokenizer:
         return text
 
     def _text_after_another(self, token_id: int) -> str:
-        anchor = self._anchor
-        before = self.decode(anchor, skip_special_tokens=False)
-        both = self.decode([*anchor, token_id], skip_special_tokens=False)
-        if both.startswith(before):
-            return both[len(before) :]
-        return self.decode([token_id], skip_special_tokens=False)
+        if self.anchor is None:
+            return self.form(token_id).text
+        both = self.decode([self.anchor, token_id], skip_special_tokens=False)
+        return both.removeprefix(self.form(self.anchor).text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of `token_text`, and of a piece of a character those that it has."""
-        text = self.token_text(token_id)
-        token = self.id_to_token(token_id) or ""
-        if BROKEN not in text:
-            return text.encode()
-        if found := _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(found[1], 16)])
-        if all(char in _BYTE_OF for char in token):
-            return bytes(_BYTE_OF[char] for char in token)
-        return text.encode()
+        raw = self.form(token_id).raw
+        return self.token_text(token_id).encode() if raw is None else raw
+
+    def form(self, token_id: int) -> TokenForm:
+        if (form := self._forms.get(token_id)) is None:
+            form = self._forms[token_id] = self._form(token_id)
+        return form
+
+    def _form(self, token_id: int) -> TokenForm:
+        name = self.id_to_token(token_id)
+        if name is None:
+            return TokenForm(known=False)
+        special = name in self._special_names
+        text = self.decode([token_id], skip_special_tokens=False)
+        if (found := _BYTE_TOKEN.fullmatch(name)) and text != name:
+            raw = bytes([int(found[1], 16)])
+            return TokenForm(text, special=special, is_byte=True, raw=raw)
+        if BROKEN in text and all(char in _BYTE_OF for char in name):
+            raw = bytes(_BYTE_OF[char] for char in name)
+            return TokenForm(text, special=special, raw=raw)
+        return TokenForm(text, special=special)
 
     @cached_property
-    def _anchor(self) -> list[int]:
-        return self.encode("a", add_special_tokens=False)[-1:]
+    def _special_names(self) -> frozenset[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @cached_property
+    def anchor(self) -> int | None:
+        """Some token that is a text by itself, for others to follow."""
+        return next((i for i in range(self.vocab_size) if self._is_plain(i)), None)
+
+    def _is_plain(self, token_id: int) -> bool:
+        form = self.form(token_id)
+        if form.special or form.is_byte:
+            return False
+        return bool(form.text.strip()) and BROKEN not in form.text
 
     def apply_chat_template(
         self,

@@ -25,6 +25,10 @@ LIGHT: Final = 2000
 RUN_BYTES: Final = 1 << 18
 # From an answer to the lists in it that may be long: the answer, its logprobs.
 DEPTH: Final = 2
+# Those that JSON leaves as they are: it escapes the controls below U+0020.
+UNICODE_LINE_ENDS: Final = tuple(
+    (char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\u0085\u2028\u2029"
+)
 
 Result = TypeVar("Result")
 _encoder = msgspec.json.Encoder()
@@ -35,7 +39,16 @@ def json_response(value: Any) -> Response:
 
 
 def event(value: Any) -> bytes:
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    return json_event(_encoder.encode(value))
+
+
+def json_event(json: bytes) -> bytes:
+    """The event with this JSON. The line ends of Unicode, which JSON has only in texts, are
+    escaped: clients that split decoded text with `str.splitlines`, such as httpx's `iter_lines`,
+    take each for the end of the line."""
+    for end, escaped in UNICODE_LINE_ENDS:
+        json = json.replace(end, escaped)
+    return b"data: " + json + b"\n\n"
 
 
 class Writer:

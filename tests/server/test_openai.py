@@ -461,6 +461,31 @@ def test_echo_with_logprobs(http: httpx.Client, tokenizer: Any, as_ids: bool) ->
         assert joined == some["logprobs"][key]
 
 
+LINE_ENDS = "a\u2028b\u2029c\u0085d"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
+def test_line_ends_of_unicode_do_not_end_an_event(http: httpx.Client, path: str) -> None:
+    """httpx's `iter_lines` splits decoded text there."""
+    params = {"regex": LINE_ENDS, "temperature": 0}
+    limit = {"max_new_tokens" if path == "/generate" else "max_tokens": 40}
+    bodies: dict[str, Json] = {
+        CHAT: {"messages": MESSAGES, **params, **limit},
+        COMPLETIONS: {"prompt": "x", **params, **limit},
+        "/generate": {"text": "x", "sampling_params": params | limit},
+    }
+    with http.stream("POST", path, json={**bodies[path], "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    if path == "/generate":
+        assert events[-1]["text"] == LINE_ENDS
+        return
+    choices = [event["choices"][0] for event in events]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    assert "".join(filter(None, texts)) == LINE_ENDS
+
+
 def test_offsets_point_into_the_text(http: httpx.Client) -> None:
     bias = {str(token): 50 for token in (64, 65, 66, 67)}
     raw = post(http, COMPLETIONS, prompt="x", max_tokens=12, logprobs=0, logit_bias=bias)

@@ -1,47 +1,20 @@
 """Streaming text equals text decoded at once, whatever the tokens and the stop strings."""
 
+import random
 from itertools import pairwise
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import detokenizer as module
 from moesaic.engine.detokenizer import IncrementalDetokenizer
-from moesaic.engine.tokenizer import Tokenizer
+from tests.unit.token_texts import KINDS, random_cases
 
-WORDS = ["Ġthe", "Ġstop", "ab", "abc", "ĊĊ", "ðŁ", "ĻĤ", "ðŁĻĤ", "ĠÃ", "aâ", "Ĥ¬b", "ï¿½"]
-
-
-def wrap(backend):
-    return Tokenizer(backend, {}, frozenset(), {})
-
-
-def byte_level():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {name: number for number, name in enumerate([*alphabet, *WORDS])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    return wrap(backend)
-
-
-def byte_fallback():
-    words = ["▁", "▁Hello", "▁world", "lo", *"abcdxyz"]
-    names = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    vocab = {name: number for number, name in enumerate(names)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    backend.add_special_tokens(["<s>", "</s>"])
-    return wrap(backend)
-
-
-BYTES, FALLBACK = byte_level(), byte_fallback()
+BYTES, FALLBACK = KINDS["byte_level"].tokenizer, KINDS["byte_fallback"].tokenizer
+WORDS = ["Ġthe", "abc", "ĊĊ", "ðŁ", "ĻĤ", "ðŁĻĤ", "ĠÃ", "aâ", "Ĥ¬b", "ï¿½"]
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def ids_of(tokenizer, *tokens):
@@ -55,7 +28,7 @@ def raw(*values):
 
 def utf8(text):
     """One byte-level token for each byte."""
-    return [i for char in text for i in BYTES.encode(char, add_special_tokens=False)]
+    return ids_of(BYTES, *(name for word, _ in BYTE_LEVEL.pre_tokenize_str(text) for name in word))
 
 
 def stream(tokenizer, ids, prompt=(), **params):
@@ -68,18 +41,51 @@ def stream(tokenizer, ids, prompt=(), **params):
     return texts, matches, one.finish()
 
 
-token_lists = st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=60)
-garbage = st.lists(st.sampled_from(utf8("🙂€é") + ids_of(BYTES, *WORDS)), max_size=60)
+FEW, MANY = 150, 5_000
+SIZES = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.one_of(token_lists, garbage), st.booleans())
-def test_streamed_text_is_the_text_decoded_at_once(ids, skip):
-    whole = BYTES.decode(ids, skip_special_tokens=skip)
-    texts, _, end = stream(BYTES, ids, skip_special_tokens=skip)
-    assert end == whole
-    for before, after in pairwise([*texts, end]):
-        assert after.startswith(before)
+def shown(kind, ids, skip):
+    """The tokens that the library does not leave out."""
+    backend = kind.tokenizer.backend
+    added = backend.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special and skip}
+    return [i for i in ids if backend.id_to_token(i) is not None and i not in special]
+
+
+def continuation(kind, prompt, ids, skip):
+    """What the library decodes beyond the prompt. A prompt that ends with bytes or a piece of a
+    character gets a plain token behind it: the answer's own bytes do not join them."""
+    decode = kind.tokenizer.backend.decode
+    last = shown(kind, prompt, skip)[-1:]
+    if last and not kind.is_whole(last[0]):
+        prompt = [*prompt, kind.plain]
+    before = decode(prompt, skip_special_tokens=skip)
+    whole = decode([*prompt, *ids], skip_special_tokens=skip)
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_text_is_the_text_decoded_at_once(kind, number):
+    """Also after a prompt; what is shown is never taken back, so no piece ends inside a character;
+    and what a whole token ends is shown at once."""
+    kind = KINDS[kind]
+    for ids, prompt, skip in random_cases(kind, number):
+        for before in ([], prompt):
+            whole = continuation(kind, before, ids, skip)
+            texts, _, end = stream(kind.tokenizer, ids, before, skip_special_tokens=skip)
+            case = (
+                [*map(kind.tokenizer.id_to_token, before)],
+                [*map(kind.tokenizer.id_to_token, ids)],
+            )
+            assert end == whole, case
+            for before_this, after in pairwise(["", *texts, end]):
+                assert after.startswith(before_this), case
+        for count in range(1, len(ids) + 1):
+            if shown(kind, ids[count - 1 : count], skip) and kind.is_whole(ids[count - 1]):
+                assert texts[count - 1] == continuation(kind, prompt, ids[:count], skip), case
 
 
 def first_stop(text, stops):
@@ -91,7 +97,7 @@ def first_stop(text, stops):
     return None, len(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from(utf8("ab c€🙂") + ids_of(BYTES, *WORDS)), max_size=40),
     st.lists(st.text("ab c€🙂\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -112,6 +118,32 @@ def test_stop_strings_are_found_where_they_are(ids, stops, keep, step):
         assert len(text) == whole.find(stops[0])
 
 
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
+def test_stop_strings_are_found_with_their_last_byte(kind, number):
+    """Also in bytes that are held back: the answer ends with the first token with which the text
+    that the library decodes has a stop string."""
+    kind, rng = KINDS[kind], random.Random(1)
+    for ids, _, skip in random_cases(kind, number):
+        whole = kind.tokenizer.backend.decode(ids, skip_special_tokens=skip).replace("\ufffd", "")
+        cut = rng.randrange(len(whole)) if whole else 0
+        stops = [whole[cut : cut + rng.randrange(1, 4)] or "\n", "A", "\n\n"]
+        expected = None, len(ids), None
+        for count in range(1, len(ids) + 1):
+            text = kind.tokenizer.backend.decode(ids[:count], skip_special_tokens=skip)
+            stop, end = first_stop(text, stops)
+            if stop is not None:
+                expected = stop, count, text[: end - len(stop)]
+                break
+        texts, matches, end = stream(kind.tokenizer, ids, skip_special_tokens=skip, stop=stops)
+        found = next((n for n, match in enumerate(matches, 1) if match), len(ids))
+        case = stops, [*map(kind.tokenizer.id_to_token, ids)]
+        assert (matches[-1] if matches else None, found) == expected[:2], case
+        if expected[2] is not None:
+            assert end == expected[2], case
+        assert all(end.startswith(text) for text in texts), case
+
+
 @pytest.mark.parametrize(
     ("ids", "texts"),
     [
@@ -119,8 +151,8 @@ def test_stop_strings_are_found_where_they_are(ids, stops, keep, step):
         (utf8("🙂"), ["", "", "", "🙂"]),
         (ids_of(BYTES, "aâ", "Ĥ¬b"), ["a", "a€b"]),
         (ids_of(BYTES, "ðŁ", "a"), ["", "\ufffda"]),
-        (ids_of(BYTES, "ðŁĻĤ", "<eos>", "ab"), ["🙂", "🙂", "🙂ab"]),
-        (ids_of(BYTES, "ï¿½", "ab"), ["", "\ufffdab"]),
+        (ids_of(BYTES, "ðŁĻĤ", "</s>", "abc"), ["🙂", "🙂", "🙂abc"]),
+        (ids_of(BYTES, "ï¿½", "abc"), ["\ufffd", "\ufffdabc"]),
     ],
     ids=str,
 )
@@ -152,6 +184,14 @@ EURO = raw(0xE2, 0x82, 0xAC)
         ([X], [*raw(0x41, 0x42), *EURO], "AB€"),
         ([X], [*raw(0xE2), X], "\ufffdx"),
         ([X], raw(0xE2, 0x82), "\ufffd\ufffd"),
+        ([X], raw(*"\ufffd日".encode()), "\ufffd日"),
+        ([X], raw(*" 🙂".encode()), " 🙂"),
+        ([], raw(*" 🙂".encode()), "🙂"),  # as of any text, its first space is left out
+        ([X], [*raw(0xE2), 1, *raw(0x82, 0xAC)], "€"),
+        (raw(0xFF), [HELLO], " Hello"),
+        (raw(0xFF), [*EURO, X], "€x"),
+        (raw(0xE2, 0x82), [*raw(0xAC), X], "\ufffdx"),
+        (raw(0x0A) * 40, [WORLD], " world"),
     ],
     ids=str,
 )
@@ -161,9 +201,9 @@ def test_spaces_and_byte_tokens(prompt, ids, end):
     assert all(end.startswith(text) for text in texts)
 
 
-def test_byte_tokens_are_shown_as_soon_as_they_make_a_character():
-    texts, _, _ = stream(FALLBACK, EURO * 2, [X])
-    assert texts == ["", "", "€", "€", "€", "€€"]
+def test_bytes_are_shown_when_their_run_ends():
+    texts, _, _ = stream(FALLBACK, [*EURO, *EURO, WORLD, *EURO], [X])
+    assert texts == [""] * 6 + ["€€ world"] * 4
 
 
 @pytest.mark.parametrize(
@@ -197,12 +237,14 @@ def test_after_a_match_nothing_more_is_taken():
 
 @pytest.mark.parametrize("piece", ["word ", "\u0301", "🙂"], ids=ascii)
 @pytest.mark.parametrize("cut", [None, -1], ids=["whole", "broken"])
-def test_work_for_a_token_does_not_grow(monkeypatch, piece, cut):
-    sizes = []
-    monkeypatch.setattr(BYTES, "decode", lambda ids, **k: sizes.append(len(ids)) or real(ids, **k))
-    real = type(BYTES).decode.__get__(BYTES)
-    ids = utf8(piece)[:cut] * 200
-    text = stream(BYTES, ids)[2]
+@pytest.mark.parametrize("ids", [utf8, lambda text: raw(*text.encode())], ids=["level", "fallback"])
+def test_work_for_a_token_does_not_grow(monkeypatch, piece, cut, ids):
+    tokenizer = BYTES if ids is utf8 else FALLBACK
+    sizes, real = [], type(BYTES).decode.__get__(tokenizer)
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, **k: sizes.append(len(ids)) or real(ids, **k)
+    )
+    ids = ids(piece)[:cut] * 200
+    text = stream(tokenizer, ids, stop=["never"])[2]
     assert text == real(ids)
-    assert max(sizes) <= 2 * module.MAX_PENDING + 2
-    assert sum(sizes) < 40 * len(ids)
+    assert sum(sizes) < 4 * len(ids) + 600

@@ -61,7 +61,6 @@ class Order:
     samples: int
     echoes: list[str] | None
     vocabulary: Vocabulary | None
-    shows_special: bool
 
 
 class Choice:
@@ -72,7 +71,7 @@ class Choice:
         self._num_read = self._num_scored = 0
         self._scores = None
         if order.vocabulary is not None:
-            self._scores = CompletionScores(order.vocabulary, order.shows_special)
+            self._scores = CompletionScores(order.vocabulary)
 
     def take(self, piece: Piece) -> CompletionChoice | None:
         """What is new since the last piece, if anything is."""
@@ -93,7 +92,7 @@ class Choice:
         found = CompletionLogprobs([], [], [], [])
         if not self._begun:
             found = self._scores.of_prompt(piece.request, self._echo)
-        return self._scores.of_answer(found, piece.request, start, self._num_scored)
+        return self._scores.of_answer(found, piece, start, self._num_scored)
 
 
 class CompletionAnswers:
@@ -164,8 +163,7 @@ def _order(context: Context, body: CompletionBody) -> Order:
         rid=name,
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
-    shows_special = body.skip_special_tokens is False
-    return Order(name, call, samples, texts if body.echo else None, vocabulary, shows_special)
+    return Order(name, call, samples, texts if body.echo else None, vocabulary)
 
 
 def _prompts(

@@ -21,7 +21,7 @@ from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CommonBody
 from moesaic.server.openai.shapes import Head, Usage
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, Writer, json_response, prepared
+from moesaic.server.replies import Events, Writer, json_event, json_response, prepared
 
 MAX_RID: Final = 256
 
@@ -36,20 +36,22 @@ class Chunks:
         self.tally = tally
         self._wants_usage = bool(options and options.include_usage)
         self._always = bool(options and options.continuous_usage_stats)
-        self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if self._wants_usage else b"]}\n\n"
+        self._start = _encoder.encode(head)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}' if self._wants_usage else b"]}"
 
     def chunk(self, choice: msgspec.Struct, size: int) -> bytes:
         end = _usage_end(self.tally.usage()) if self._always else self._end
-        return self._start + _encoder.encode(prepared(choice, size)) + end
+        return json_event(self._start + _encoder.encode(prepared(choice, size)) + end)
 
     def last(self) -> bytes:
         """The chunk without choices, if it was asked for."""
-        return self._start + _usage_end(self.tally.usage()) if self._wants_usage else b""
+        if not self._wants_usage:
+            return b""
+        return json_event(self._start + _usage_end(self.tally.usage()))
 
 
 def _usage_end(usage: Usage) -> bytes:
-    return b'],"usage":' + _encoder.encode(usage) + b"}\n\n"
+    return b'],"usage":' + _encoder.encode(usage) + b"}"
 
 
 class Growing(Protocol):

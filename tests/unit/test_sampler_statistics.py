@@ -1,0 +1,209 @@
+"""What is drawn, over random settings, against the distribution that transformers' own processors
+give in the order that the docs promise: a chi-square test.
+
+Everything is seeded, so a run says the same each time. All settings of a test together fail by
+chance with a probability of at most SIGNIFICANCE, shared between them (Bonferroni)."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine import sampler
+from moesaic.engine.sampler import SampleRow, sample
+
+SIGNIFICANCE = 1e-3
+DRAWS = 2000
+SETTINGS = 20
+EOS = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Setting:
+    params: dict
+    logits_V: torch.Tensor
+    prompt: list[int]
+    output: list[int]
+    number: int
+
+    def rows(self):
+        """Distinct (seed, position), also of other settings: one half along seeds, the other along
+        positions."""
+        params = SamplingParams.from_dict(self.params)
+        first = self.number * DRAWS
+        keys = [(first + n, 17) if n % 2 else (2**40 + self.number, n) for n in range(DRAWS)]
+        eos = frozenset([EOS])
+        return [SampleRow(params, *key, self.prompt, self.output, eos) for key in keys]
+
+
+def random_setting(rng, number):
+    vocab = rng.choice([12, 64, 200])
+    choices = {
+        "temperature": rng.uniform(0.4, 2.5),
+        "top_k": rng.randrange(2, vocab),
+        "top_p": rng.uniform(0.3, 0.98),
+        "min_p": rng.uniform(0.01, 0.2),
+        "repetition_penalty": rng.choice([0.6, 1.3, 1.9]),
+        "frequency_penalty": rng.uniform(-1, 1.5),
+        "presence_penalty": rng.uniform(-1.5, 1.5),
+        "logit_bias": {rng.randrange(vocab): rng.uniform(-3, 3) for _ in range(4)},
+        "min_new_tokens": rng.choice([4, 20]),
+    }
+    params = {name: value for name, value in choices.items() if rng.random() < 0.55}
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits_V = torch.randn(vocab, generator=generator) * 1.5
+    prompt, output = ([rng.randrange(vocab) for _ in range(4)] for _ in range(2))
+    return Setting(params, logits_V, prompt, output + output[:2], number)
+
+
+def settings(number):
+    rng = random.Random(5)
+    return [random_setting(rng, n) for n in range(number)]
+
+
+def counted(setting, scores):
+    """transformers has no such processors: the formula of OpenAI's API reference."""
+    frequency, presence = (
+        setting.params.get(f"{name}_penalty", 0.0) for name in ("frequency", "presence")
+    )
+    scores = scores.clone()
+    for token, count in Counter(setting.output).items():
+        scores[0, token] -= count * frequency + presence
+    return scores
+
+
+def processors(setting):
+    """In the order of docs/engine.md."""
+    given = setting.params.get
+    penalty, bias, least = (
+        given(n) for n in ("repetition_penalty", "logit_bias", "min_new_tokens")
+    )
+    single = {(token,): by for token, by in (bias or {}).items()}
+    start, device = len(setting.prompt), "cpu"
+    wanted = [
+        (penalty, lambda: hf.RepetitionPenaltyLogitsProcessor(penalty)),
+        (True, lambda: lambda _, scores: counted(setting, scores)),
+        (bias, lambda: hf.SequenceBiasLogitsProcessor(single)),
+        (least, lambda: hf.MinNewTokensLengthLogitsProcessor(start, least, EOS, device)),
+        (given("temperature"), lambda: hf.TemperatureLogitsWarper(given("temperature"))),
+        (given("top_k"), lambda: hf.TopKLogitsWarper(given("top_k"))),
+        (given("top_p"), lambda: hf.TopPLogitsWarper(given("top_p"))),
+        (given("min_p"), lambda: hf.MinPLogitsWarper(given("min_p"))),
+    ]
+    return hf.LogitsProcessorList([make() for needed, make in wanted if needed])
+
+
+def chance(setting):
+    """How likely draws would be at least as far from the right distribution as ours are."""
+    ids = torch.tensor([setting.prompt + setting.output])
+    right_V = processors(setting)(ids, setting.logits_V[None].double()).softmax(-1)[0] * DRAWS
+    tokens = sample(setting.logits_V.expand(DRAWS, -1), setting.rows()).token_ids
+    seen_V = torch.bincount(torch.tensor(tokens), minlength=len(right_V)).double()
+    if seen_V[right_V == 0].sum() > 0:
+        return 0.0
+    # Cells too small for the approximation are one, with the smallest of the others.
+    order = right_V.argsort()
+    small = right_V[order].cumsum(0) < 10
+    cut = int(small.sum()) + 1
+    right, seen = (
+        torch.cat([x[order[:cut]].sum()[None], x[order[cut:]]]) for x in (right_V, seen_V)
+    )
+    if len(right) == 1:
+        return 1.0
+    statistic = ((seen - right) ** 2 / right).sum()
+    freedom = torch.tensor((len(right) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+@pytest.mark.parametrize("number", [SETTINGS, pytest.param(300, marks=pytest.mark.slow)])
+def test_draws_have_the_distribution_of_transformers(number):
+    found = [(chance(setting), setting.params) for setting in settings(number)]
+    unlikely = [entry for entry in found if entry[0] < SIGNIFICANCE / number]
+    assert not unlikely
+    # Of a right sampler they are uniform (Kolmogorov-Smirnov, p = 0.001); 1 is where one token is.
+    chances = torch.tensor(sorted(value for value, _ in found if value < 1))
+    steps = torch.arange(1, len(chances) + 1) / len(chances)
+    assert (chances - steps).abs().max() < 1.95 / len(chances) ** 0.5 + 1 / len(chances)
+
+
+def one_token_less(real):
+    """top-p (or top-k) drops the last token that it should keep."""
+
+    def near(scores, *rest):
+        found = real(scores, *rest)
+        flat = found.scores.blocks_RNW.flatten(1)
+        above = flat.masked_fill(flat <= found.floor_R1, float("inf")).amin(-1, keepdim=True)
+        floor = torch.where(above < float("inf"), above, found.floor_R1)
+        return replace(found, floor_R1=floor)
+
+    return near
+
+
+def temperature_last(real):
+    """top-p counts probabilities before temperature."""
+
+    def weights(scores, knobs, floor_R1=None, min_p=False):
+        if not min_p:
+            knobs = replace(knobs, temperature=torch.ones_like(knobs.temperature))
+        return real(scores, knobs, floor_R1, min_p)
+
+    return weights
+
+
+def without(field):
+    """The tokens of one part of the sequence are forgotten."""
+    return lambda real: lambda row: real(SampleRow(row.params, 0, 0, **field(row)))
+
+
+DEFECTS = {
+    "top_p drops one token more": ("_near", one_token_less),
+    "top_p before temperature": ("_weights", temperature_last),
+    "repetition_penalty forgets the prompt": (
+        "_repeated",
+        without(lambda row: {"output_ids": row.output_ids}),
+    ),
+    "frequency_penalty counts the prompt": (
+        "_counted",
+        without(lambda row: {"output_ids": [*row.prompt_ids, *row.output_ids]}),
+    ),
+    "a token counts once": (
+        "_counted",
+        without(lambda row: {"output_ids": sorted({*row.output_ids})}),
+    ),
+    "min_p is a half of what was asked for": (
+        "_knobs",
+        lambda real: lambda *a: replace(knobs := real(*a), min_p=knobs.min_p / 2),
+    ),
+    "temperature is 5 % too high": (
+        "_knobs",
+        lambda real: lambda *a: replace(knobs := real(*a), temperature=knobs.temperature * 1.05),
+    ),
+    "the bias is doubled": (
+        "_counted",
+        lambda real: (
+            lambda row: {
+                token: real(row).get(token, 0) - row.params.logit_bias.get(token, 0)
+                for token in {*real(row), *row.params.logit_bias}
+            }
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_would_be_found(monkeypatch, defect):
+    name, plant = DEFECTS[defect]
+    monkeypatch.setattr(sampler, name, plant(getattr(sampler, name)))
+    assert any(chance(setting) < SIGNIFICANCE / SETTINGS for setting in settings(SETTINGS))
