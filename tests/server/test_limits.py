@@ -16,6 +16,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.fuzz_server import attack
@@ -349,7 +350,7 @@ def test_disconnects_at_any_byte_leave_nothing(running: Running) -> None:
     running.engine.flush_cache()
     info = running.engine.get_server_info()
     assert (info["pages_used"], info["pages_cached"]) == (0, 0)
-    assert len(running.engine._desk) == 0 and running.engine._desk._held == {}
+    assert len(running.engine._desk) == 0 and not running.engine._desk._held
     with running.client() as client:
         assert client.post("/generate", json={"text": "x", "sampling_params": GREEDY}).is_success
 
