@@ -86,11 +86,9 @@ def draw_routing(shape: Shape, tokens: int, exponent: float, seed: int) -> TopKO
 def make_layer(shape: Shape, dtype: str, runner: str = "auto") -> FusedMoE:
     """With random weights."""
     weights = WEIGHT_FORMATS[FORMATS[dtype]]
-    problem = Problem(weights=weights.name, dtype="bf16", device="cuda", runner=runner)
+    problem = Problem(weights=weights, dtype="bf16", device="cuda", runner=runner)
     with torch.device("cuda"):
-        context = MoeContext.make(
-            problem, torch.bfloat16, weight_format=weights, max_tokens=max(TOKENS)
-        )
+        context = MoeContext.make(problem, torch.bfloat16, max_tokens=max(TOKENS))
         config = MoeConfig(shape.experts, shape.hidden, shape.inner, shape.top_k)
         layer = FusedMoE(config, context)
     for matrix in (layer.weights.w13_eJH, layer.weights.w2_eHI):

@@ -181,7 +181,7 @@ def _describe_backends(asked: Problem | None) -> dict[str, Any]:
 
     return {
         "device": base.device,
-        "weights": base.weights,
+        "weights": base.weights.name,
         "dtype": base.dtype,
         "a2a": [row(backend, a2a=name) for name, backend in A2A_REGISTRY.items()],
         "runners": [row(backend, runner=name) for name, backend in RUNNER_REGISTRY.items()],
@@ -214,7 +214,7 @@ def _describe_layout(layout: Layout, found: Findings) -> dict[str, Any]:
             "mode": choice.mode,
             "runner": choice.runner,
             "payload": choice.payload,
-            "weights": choice.weights,
+            "weights": choice.weights.name,
             "copies": layout.moe.copies,
             "deterministic": layout.moe.deterministic,
             "reasons": list(layout.moe.reasons),

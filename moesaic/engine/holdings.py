@@ -65,7 +65,7 @@ def providers(runner: ModelRunner) -> dict[str, Any]:
         "runner": choice.runner,
         "runner_provider": provider_name(runners.providers[choice.device]),
         "payload": choice.payload,
-        "weights": choice.weights,
+        "weights": choice.weights.name,
         "reasons": list(runner.moe.reasons),
     }
 

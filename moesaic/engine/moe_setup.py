@@ -93,7 +93,7 @@ def moe_problem(
         mode=args.deepep_mode,
         runner=args.moe_runner_backend,
         payload=args.deepep_dispatch_output_dtype,
-        weights=name if weights is None else weights.name,
+        weights=weights or name,
         dtype=name,
         ep=mesh.ep,
         tp=mesh.tp,
@@ -130,7 +130,6 @@ def moe_context(
         problem,
         dtype,
         ranks.stage_peers,
-        weight_format=weights or WEIGHT_FORMATS[problem.weights],
         timeout=ranks.timeout,
         max_tokens=own(limits.tokens),
         max_decode_tokens=own(limits.decode_tokens),
@@ -169,7 +168,7 @@ def _log_choice(context: MoeContext) -> None:
         choice.runner,
         provider_name(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
         choice.device,
-        choice.weights,
+        choice.weights.name,
         choice.payload,
     )
 

@@ -27,7 +27,7 @@ from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
 from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
-from moesaic.kernels.tuning import block_for
+from moesaic.kernels.tuning import BLOCK_SCALED, FP8_FORMATS, block_for
 
 SORT = "moesaic.kernels.triton.sort"
 EXPERTS = "moesaic.kernels.triton.experts"
@@ -100,7 +100,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """A projection of all slots in the weight format `format` (a name of WEIGHT_FORMATS).
+    """A projection of all slots in the weight format `format`: a name of WEIGHT_FORMATS, or of
+    FP8_WEIGHT_ONLY where fp8 matrices are multiplied with rows as they are.
 
     Planes are [E, parts, …] as moe.quant.weights has them: `values` first, then `scales`, `zeros`
     or `global`, whichever the format has. `shape`: (E, rows, columns) of all parts together.
@@ -258,7 +259,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
     `h.values` [P, I] is written at the places that are somebody's and nowhere else; with
     `h.scales` (float32, [P, I / 128]) it is float8_e4m3fn, quantised by groups of 128 channels.
     Products are summed in float32, and rounded once, when h is written. Rows in a float type for
-    weights in fp8 are quantised first, by `quantise_rows`; those of h in `down` likewise.
+    weights in FP8_FORMATS are quantised first, by `quantise_rows`; those of h in `down` likewise.
     """
     x_RH = dense(operand(near(x), w13))
     for expert, places in expert_places(groups):
@@ -347,7 +348,7 @@ def near(x: Rows) -> Rows:
 
 def operand(x: Rows, matrices: Matrices) -> Rows:
     """Rows as they are multiplied with the matrices."""
-    if x.scales is not None or not matrices.format.startswith("fp8"):
+    if x.scales is not None or matrices.format not in FP8_FORMATS:
         return x
     return Rows(*quantise_rows(x.values, "fp8"), x.scale)
 
@@ -381,8 +382,8 @@ def dense_matrix(matrices: Matrices, expert: int) -> Tensor:
     values = matrices.planes["values"][expert].float()
     if "scales" in matrices.planes:
         scales = matrices.planes["scales"][expert]
-        rows = FP8_GROUP if matrices.format == "fp8_block" else 1
-        columns = FP8_GROUP if matrices.format == "fp8_block" else values.shape[-1]
+        blocks = matrices.format in BLOCK_SCALED
+        rows, columns = (FP8_GROUP, FP8_GROUP) if blocks else (1, values.shape[-1])
         spread = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
         values = values * spread[..., : values.shape[-2], : values.shape[-1]]
     return values.flatten(0, 1)

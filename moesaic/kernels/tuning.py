@@ -38,6 +38,10 @@ KIB = 1024
 LINE = 128
 """Bytes of a cache line."""
 FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
+FP8_WEIGHT_ONLY = {name: f"{name}_w8a16" for name in FP8_FORMATS}
+"""What fp8 matrices are called whose rows are not quantised."""
+BLOCK_SCALED = ("fp8_block", FP8_WEIGHT_ONLY["fp8_block"])
+"""Formats with a scale for each block of 128 by 128."""
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(FP8_FORMATS, 1)}
 """Formats of `small`; those that are not here are `formats`."""
 SCRATCH = 2 * KIB

@@ -91,7 +91,10 @@ class LayerParts:
         return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
 
     def mlp(self, layer: int) -> Module:
-        if layer >= self.raw.integer("first_k_dense_replace", 0, minimum=0):
+        """Behind the first dense layers, those whose number `moe_layer_freq` divides have
+        experts."""
+        first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
+        if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:
             return DeepseekSparseBlock(self.raw, self.config, self.variant, layer)
         inner = self.raw.integer("intermediate_size")
         return dense_mlp(self.config, layer, inner, self.variant.mlp_bias)

@@ -243,7 +243,9 @@ def _check_fit(
         sizes = {name: size[::-1] for name, size in sizes.items()}
     for name, (size_N, size_K) in sizes.items():
         if not ragged and (size_N % rows or size_K % cols):
-            advice = "quantise the experts alone with --experts-only, or choose another format"
+            advice = "choose another format"
+            if ".experts." not in name:
+                advice = f"quantise the experts alone with --experts-only, or {advice}"
             common = gcd(*(size[1] for size in sizes.values()))
             if form.group_size and common % 8 == 0:
                 advice = f"choose --group-size {gcd(common, 128)}"

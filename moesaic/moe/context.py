@@ -16,7 +16,7 @@ from moesaic.moe.dispatch.exchange import LANES, InFlight
 from moesaic.moe.outline import OutlineDispatcher, OutlineGroup
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
+from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, Problem, resolve
 from moesaic.moe.runner.base import Workspace
 
@@ -49,7 +49,6 @@ class MoeContext:
 
     choice: Problem
     reasons: tuple[str, ...]
-    weight_format: WeightFormat
     dtype: torch.dtype
     comm: CommContext
     max_tokens: int = 8192
@@ -69,16 +68,14 @@ class MoeContext:
         problem: Problem,
         dtype: torch.dtype,
         group: Peers | None = None,
-        weight_format: WeightFormat | None = None,
         timeout: float = 60.0,
         **options: bool | int,
     ) -> MoeContext:
         """Resolves what is open; ValueError with advice for what cannot work."""
         load_backends()
         choice = resolve(problem)
-        format = weight_format or WEIGHT_FORMATS[choice.problem.weights]
         comm = CommContext(group or RankGroup.alone(), timeout)
-        made = partial(cls, choice.problem, choice.reasons, format, dtype, comm)
+        made = partial(cls, choice.problem, choice.reasons, dtype, comm)
         return made(workspace=Workspace(choice.problem.device), **options)  # type: ignore[arg-type]
 
     @classmethod
@@ -87,9 +84,12 @@ class MoeContext:
     ) -> MoeContext:
         """One rank; unquantised unless a format is given."""
         name = DTYPE_NAMES[dtype]
-        asked = name if weights is None else weights.name
-        problem = Problem(weights=asked, dtype=name, device=device)
-        return cls.make(problem, dtype, weight_format=weights)
+        return cls.make(Problem(weights=weights or name, dtype=name, device=device), dtype)
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Of the experts."""
+        return self.choice.weights
 
     def placement(self, num_experts: int) -> Placement:
         placement = Placement.trivial(num_experts, self.redundant_experts)

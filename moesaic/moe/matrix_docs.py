@@ -115,7 +115,7 @@ def flags(problem: Problem) -> str:
         ("--deepep-dispatch-output-dtype", problem.payload, default.payload),
     ]
     chosen = [f"{flag} {value}" for flag, value, usual in asked if value != usual]
-    return f"[{problem.weights} weights] {' '.join(chosen)}"
+    return f"[{problem.weights.name} weights] {' '.join(chosen)}"
 
 
 def _resolved() -> Iterator[str]:

@@ -6,7 +6,7 @@ refuses what cannot work, with the reason, suggests the nearest that can, and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, product
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from moesaic.config.flags import nearest
 from moesaic.moe.formats import DISPATCH_FORMATS
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 
 UNQUANTIZED = ("bf16", "fp16", "fp32")
 FP8_WEIGHTS = ("fp8_block", "fp8_channel", "fp8_tensor")
@@ -126,16 +126,35 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
     return _register(RUNNER_REGISTRY, "runner", backend)
 
 
+class _Weights:
+    """A field of `Problem` that takes a weight format or the name of a usual one, and holds the
+    format."""
+
+    def __get__(self, problem: Problem | None, owner: type[Problem]) -> WeightFormat:
+        if problem is None:  # dataclass asks for the default
+            return WEIGHT_FORMATS["bf16"]
+        weights: WeightFormat = problem.__dict__["weights"]
+        return weights
+
+    def __set__(self, problem: Problem, weights: WeightFormat | str) -> None:
+        if isinstance(weights, str):
+            if weights not in WEIGHT_FORMATS:
+                raise ValueError(_unknown("weights", weights, WEIGHT_FORMATS))
+            weights = WEIGHT_FORMATS[weights]
+        problem.__dict__["weights"] = weights
+
+
 @dataclass(frozen=True)
 class Problem:
     """One combination. `dtype` is that of the activations; a size of 0 is not known and not
-    checked."""
+    checked. `weights` is the format of the experts at hand, with their group size and what they
+    are multiplied with; a name stands for the format of WEIGHT_FORMATS."""
 
     a2a: str = "none"
     mode: str = "auto"
     runner: str = "auto"
     payload: str = "auto"
-    weights: str = "bf16"
+    weights: _Weights = _Weights()
     dtype: str = "bf16"
     ep: int = 1
     tp: int = 1
@@ -189,9 +208,9 @@ def payload_of(problem: Problem) -> tuple[str, str]:
     """What is sent, and why: what the weights are multiplied with, if all agree on it."""
     if problem.payload != "auto":
         return problem.payload, "as asked"
-    wanted = WEIGHT_FORMATS[problem.weights].activation
+    wanted = problem.weights.activation
     if wanted is None:
-        return problem.dtype, f"{problem.weights} weights take activations as they are"
+        return problem.dtype, f"{problem.weights.name} weights take activations as they are"
     if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].local_on:
         return problem.dtype, f"nothing travels: the runner makes {wanted} of it"
     for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
@@ -202,18 +221,21 @@ def payload_of(problem: Problem) -> tuple[str, str]:
             PAYLOAD_FORMATS[wanted].check(problem.hidden_size)
         except ValueError as error:
             return problem.dtype, str(error)
-    return wanted, f"{problem.weights} weights are multiplied with {wanted} activations"
+    return wanted, f"{problem.weights.name} weights are multiplied with {wanted} activations"
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    return f"{kind} {name!r} is not known: choose one of {', '.join(names)}{nearest(name, names)}"
 
 
 def _names(problem: Problem) -> Iterator[str]:
     for kind, name, names in (
         ("--moe-a2a-backend", problem.a2a, [*A2A_REGISTRY]),
         ("--moe-runner-backend", problem.runner, ["auto", *RUNNER_REGISTRY]),
-        ("weights", problem.weights, [*WEIGHT_FORMATS]),
     ):
         if name not in names:
-            hint = nearest(name, names)
-            yield f"{kind} {name!r} is not known: choose one of {', '.join(names)}{hint}"
+            yield _unknown(kind, name, names)
     if problem.payload not in ("auto", *PAYLOAD_FORMATS):
         known = ", ".join(PAYLOAD_FORMATS)
         yield f"payload {problem.payload!r} is not known: choose one of {known}"
@@ -238,14 +260,14 @@ def _sizes(problem: Problem) -> Iterator[str]:
 
 
 def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
-    weights = WEIGHT_FORMATS[problem.weights]
+    weights = problem.weights
     try:
         weights.check(cut, problem.hidden_size or cut)
         weights.check(problem.hidden_size or cut, cut)
         if problem.moe_tp > 1:
             weights.check_cut(cut)
     except ValueError as error:
-        yield f"{problem.weights} weights with ep {problem.ep} of tp {problem.tp}: {error}"
+        yield f"{weights.name} weights with ep {problem.ep} of tp {problem.tp}: {error}"
 
 
 def _a2a(problem: Problem) -> Iterator[str]:
@@ -266,14 +288,15 @@ def _provided(backend: A2aBackend | RunnerBackend, problem: Problem) -> Iterator
 
 def _runner(problem: Problem) -> Iterator[str]:
     backend = RUNNER_REGISTRY[problem.runner]
+    weights = problem.weights.name
     yield from _provided(backend, problem)
-    if problem.weights not in backend.weights:
+    if weights not in backend.weights:
         yield (
-            f"{backend.name} does not compute with {problem.weights} weights, only with "
+            f"{backend.name} does not compute with {weights} weights, only with "
             f"{', '.join(backend.weights)}"
         )
-    if problem.weights in UNQUANTIZED and problem.weights != problem.dtype:
-        yield f"{problem.weights} weights cannot be multiplied with {problem.dtype} activations"
+    if weights in UNQUANTIZED and weights != problem.dtype:
+        yield f"{weights} weights cannot be multiplied with {problem.dtype} activations"
     yield from _takes(backend, problem)
     for format in formats_of(problem):
         if format not in backend.layouts:
@@ -286,11 +309,11 @@ def _runner(problem: Problem) -> Iterator[str]:
 def _payload(problem: Problem) -> Iterator[str]:
     yield from _takes(A2A_REGISTRY[problem.a2a], problem)
     payload, _ = payload_of(problem)
-    wanted = WEIGHT_FORMATS[problem.weights].activation
+    wanted = problem.weights.activation
     if payload not in UNQUANTIZED and wanted not in (None, payload):
         yield (
-            f"payload {payload} would be rounded again: {problem.weights} weights are multiplied "
-            f"with {wanted} activations"
+            f"payload {payload} would be rounded again: {problem.weights.name} weights are "
+            f"multiplied with {wanted} activations"
         )
     if payload not in UNQUANTIZED and problem.hidden_size:
         try:
@@ -322,9 +345,11 @@ def supports(problem: Problem) -> Support:
     return next((s for s in tried if s.ok), Support(False, f"no runner fits: {reasons}"))
 
 
-def _order(weights: str) -> list[str]:
+def _order(weights: WeightFormat) -> list[str]:
     """All runners, those that prefer these weights first."""
-    return sorted(RUNNER_REGISTRY, key=lambda name: weights not in RUNNER_REGISTRY[name].preferred)
+    return sorted(
+        RUNNER_REGISTRY, key=lambda name: weights.name not in RUNNER_REGISTRY[name].preferred
+    )
 
 
 def resolve(problem: Problem) -> Choice:
@@ -338,9 +363,9 @@ def resolve(problem: Problem) -> Choice:
     reasons = []
     if problem.runner == "auto":
         runner = next(r for r in _order(problem.weights) if supports(replace(problem, runner=r)).ok)
-        preferred = problem.weights in RUNNER_REGISTRY[runner].preferred
+        preferred = problem.weights.name in RUNNER_REGISTRY[runner].preferred
         why = "preferred for" if preferred else "the first that computes with"
-        reasons.append(f"runner {runner}: {why} {problem.weights} weights")
+        reasons.append(f"runner {runner}: {why} {problem.weights.name} weights")
         problem = replace(problem, runner=runner)
     if problem.payload == "auto":
         payload, why = payload_of(problem)

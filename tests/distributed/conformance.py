@@ -46,7 +46,7 @@ def everything(device: str = "cpu", splits: tuple[Split, ...] = SPLITS) -> tuple
             if not support.ok or problem.mode not in distinct_modes(problem.a2a):
                 continue
             for mode in also(problem.a2a, problem.mode):
-                base = (problem.a2a, mode, problem.runner, problem.payload, problem.weights)
+                base = (problem.a2a, mode, problem.runner, problem.payload, problem.weights.name)
                 for deterministic in (False, True):
                     found.append(Combination(*base, dtype, tp, ep, deterministic, device))
     return tuple(found)

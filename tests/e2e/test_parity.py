@@ -24,6 +24,7 @@ from tests.oracle import (
     load,
     make_model,
     make_prompts,
+    spread_weights,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -181,6 +182,23 @@ def test_odd_shape(checkpoint: Callable[[Case], Checkpoint], device: str, case: 
     folder, oracle = checkpoint(case)
     prompts = make_prompts(oracle.model.config.vocab_size, lengths=ODD_LENGTHS)
     check_case(folder, oracle, prompts, length=24, radix=True, device=device)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_experts_in_every_second_layer(family: str, tmp_path: Path) -> None:
+    """`moe_layer_freq` as DeepSeek's own code reads it; transformers does not know the key, so that
+    its dense layers are put where they belong."""
+    sizes = {"num_hidden_layers": 5, "first_k_dense_replace": 1}
+    model = make_model(Case(family, family, sizes))
+    dense = type(model.model.layers[0].mlp)
+    for number in (1, 3):
+        model.model.layers[number].mlp = dense(model.config)
+    spread_weights(model, seed=0)
+    model.config.moe_layer_freq = 2
+    model.save_pretrained(tmp_path)
+    oracle = Oracle(model.eval())
+    prompts = make_prompts(320, lengths=[17, 100])
+    check_case(tmp_path, oracle, prompts, length=8, radix=False)
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ FORMATS = {
     "int4_w4a16": ("*u8", "*fp32", "*u8", "*fp32", 128),
     "mxfp4": ("*u8", "*u8", "*u8", "*u8", 32),
     "nvfp4": ("*u8", "*u8", "*u8", "*fp32", 16),
+    "fp8_channel_w8a16": ("*u8", "*fp32", "*fp32", "*fp32", 0),
+    "fp8_block_w8a16": ("*u8", "*fp32", "*fp32", "*fp32", 128),
 }
 TENSORS = ("order", "tile_expert", "tile_place", "num_tiles", "first", "count")
 SIZES = ("K", "N", "width", "x_width")
@@ -44,8 +46,9 @@ def compile_product(format: str, block: int, which: str) -> Usage:
         **dict.fromkeys(SIZES, "i32"),
     }
     constants: dict[str, Any] = {
-        "FORMAT": format,
+        "FORMAT": "fp8" if format.startswith("fp8") else format,
         "GROUP": group,
+        "ROWS": format not in ("int4_w4a16", "mxfp4", "fp8_block_w8a16"),
         "SORTED": True,
         "PAIRED": packed,
         "DTYPE": tl.int8 if bytes_too else tl.bfloat16,

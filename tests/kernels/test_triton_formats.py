@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from moesaic.kernels.triton.nibbles import E2M1_ASM, WHOLE_ASM
 from moesaic.moe.quant.numerics import encode_int8
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat, int4_format
+from moesaic.moe.runner.gpu import kernel_format
 from tests.kernels import ptx
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, compile_apart, relative_error
 
@@ -29,6 +32,15 @@ FORMATS: dict[str, WeightFormat] = {
     "int4 by 6": int4_format(6, symmetric=False),
     "mxfp4": WEIGHT_FORMATS["mxfp4"],
     "nvfp4": WEIGHT_FORMATS["nvfp4"],
+    "fp8 rows, weights alone": replace(WEIGHT_FORMATS["fp8_channel"], activation=None),
+    "fp8 blocks, weights alone": replace(WEIGHT_FORMATS["fp8_block"], activation=None),
+}
+SIZES = {
+    "int4 by 128": (128, 128),
+    "int4 by 32": (96, 96),
+    "int4 by 6": (96, 96),
+    "mxfp4": (96, 96),
+    "fp8 blocks, weights alone": (144, 200),
 }
 
 
@@ -43,7 +55,7 @@ def make_matrices(
     planes = on_device(format.encode(dense))
     bias_EN = torch.randn(experts, parts * rows, device=DEVICE) if bias else None
     shape = (experts, parts * rows, columns)
-    return Matrices(format.name, planes, shape, parts, bias_EN, format.group_size)
+    return Matrices(kernel_format(format), planes, shape, parts, bias_EN, format.group_size)
 
 
 def make_rows(count: int, columns: int, dtype: torch.dtype, format: WeightFormat) -> Rows:
@@ -92,8 +104,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
     pairs are read at once."""
     torch.manual_seed(0)
     format = FORMATS[name]
-    multiple = 96 if name in ("int4 by 6", "int4 by 32", "mxfp4") else 80
-    hidden, inner = (128, 128) if name == "int4 by 128" else (multiple, multiple)
+    hidden, inner = SIZES.get(name, (80, 80))
     w13 = make_matrices(format, 3, 2, inner, hidden)
     w2 = make_matrices(format, 3, 1, hidden, inner)
     ids = [[2], [2], [-1], [0], *([2] for _ in range(15))]
@@ -108,7 +119,8 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         ("int4 by 128", 64),
         *(
             pytest.param(name, block, marks=pytest.mark.slow)
-            for name in ("int8_w8a16", "int8_w8a8", "int4 by 128", "mxfp4", "nvfp4")
+            for name in FORMATS
+            if name not in ("int4 by 32", "int4 by 6")
             for block in (32, 64, 128)
         ),
     ],

@@ -157,6 +157,25 @@ def packed(
     return make
 
 
+def int4_bytes(symmetric: bool) -> Callable[[np.random.Generator, int, int], Made]:
+    """compressed-tensors writes weights so that are multiplied with rounded activations: a byte
+    for each number, signed, and one for each zero point."""
+
+    def make(rng: np.random.Generator, size_N: int, size_K: int) -> Made:
+        q, z = rng.integers(-8, 8, (size_N, size_K)), np.zeros((size_N, size_K // 32), int)
+        scale = scales16(rng, z.shape)
+        tensors = {
+            "weight": torch.from_numpy(q.astype(np.int8)),
+            "weight_scale": torch.from_numpy(scale).half(),
+        }
+        if not symmetric:
+            z = rng.integers(-8, 8, z.shape)
+            tensors["weight_zero_point"] = torch.from_numpy(z.astype(np.int8))
+        return tensors, (q - spread(z, 32, size_K)) * spread(scale, 32, size_K)
+
+    return make
+
+
 def awq(group: int | None) -> Callable[[np.random.Generator, int, int], Made]:
     def shuffled(numbers: Array) -> Tensor:
         order = [
@@ -326,6 +345,14 @@ FORMATS = {
     ),
     "ct int4 channel": DiskFormat(
         compressed(PACK, "int", 4, "channel"), packed(4, None, True), "int4_w4a16"
+    ),
+    "ct int4 in bytes": DiskFormat(
+        compressed(INT, "int", 4, "group", group_size=32), int4_bytes(True), "int4_w4a16"
+    ),
+    "ct int4 zeros in bytes": DiskFormat(
+        compressed(INT, "int", 4, "group", group_size=32, symmetric=False),
+        int4_bytes(False),
+        "int4_w4a16",
     ),
     "awq": DiskFormat(
         AWQ | {"group_size": 32}, awq(32), "int4_w4a16", cut=(slice(4, 20), slice(32, 64))

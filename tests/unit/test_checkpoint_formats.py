@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,20 +186,39 @@ def test_gptq_file_beside_the_config(tmp_path: Path) -> None:
         detect_scheme(config_of(None), tmp_path)
 
 
-def test_weight_only_formats_leave_activations_alone(tmp_path: Path) -> None:
-    scheme, *_ = made(FORMATS["ct fp8 weight only"], tmp_path)
-    assert scheme.expert_format == replace(WEIGHT_FORMATS["fp8_tensor"], activation=None)
+def _activations(base: str, **numbers: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(json.dumps(FORMATS[base].config))
+    config["config_groups"]["group_0"]["input_activations"] = numbers or None
+    return config
 
 
-def test_mxfp4_activations_are_kept_as_they_are(tmp_path: Path) -> None:
-    scheme, *_ = made(FORMATS["ct mxfp4"], tmp_path)
-    assert scheme.expert_format is WEIGHT_FORMATS["mxfp4"] and not scheme.note
-    config = json.loads(json.dumps(FORMATS["ct mxfp4"].config))
-    group = config["config_groups"]["group_0"]
-    group["input_activations"] = group["weights"] | {"dynamic": True}
-    scheme = detect_scheme(config_of(config), tmp_path)
-    assert scheme.expert_format is WEIGHT_FORMATS["mxfp4"]
-    assert "activations are not rounded to mxfp4" in scheme.note
+@pytest.mark.parametrize(
+    ("base", "numbers", "activation", "unmet"),
+    [
+        ("ct fp8 weight only", {}, None, ""),
+        ("ct fp8 channel", {"type": "float", "num_bits": 8, "group_size": 128}, "fp8", ""),
+        ("ct fp8 channel", {"type": "int", "num_bits": 8}, None, "int8"),
+        ("ct nvfp4", {}, None, ""),
+        ("ct nvfp4", {"type": "float", "num_bits": 4, "group_size": 16}, "nvfp4", ""),
+        ("ct nvfp4", {"type": "float", "num_bits": 8}, None, "fp8"),
+        ("ct int8 w8a8", {"type": "int", "num_bits": 8}, "int8", ""),
+        ("ct int8 w8a8", {"type": "float", "num_bits": 8}, None, "fp8"),
+        ("ct int4", {"type": "float", "num_bits": 8}, None, "fp8"),
+        ("ct int4", {"type": "int", "num_bits": 4}, None, "int of 4 bit"),
+        ("ct mxfp4", {}, None, ""),
+        ("ct mxfp4", {"type": "float", "num_bits": 4, "group_size": 32}, None, "mxfp4"),
+        ("ct mxfp4", {"type": "float", "num_bits": 8, "group_size": 128}, None, "fp8"),
+    ],
+)
+def test_activations(
+    base: str, numbers: dict[str, Any], activation: str | None, unmet: str, tmp_path: Path
+) -> None:
+    """They are rounded as the checkpoint asks, or stay as they are; a note tells what is unmet."""
+    made(FORMATS[base], tmp_path)
+    scheme = detect_scheme(config_of(_activations(base, **numbers)), tmp_path)
+    assert scheme.expert_format is not None and scheme.expert_format.activation == activation
+    note = f"activations are not rounded to {unmet}, as the checkpoint asks, but kept as they are"
+    assert scheme.note == (note if unmet else "")
 
 
 def test_without_weights_the_config_decides(tmp_path: Path) -> None:

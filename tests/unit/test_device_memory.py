@@ -194,5 +194,5 @@ def test_cuda_without_a_gpu_is_refused():
 def test_flags_that_are_given_are_no_advice(
     dtype: torch.dtype, weights: WeightFormat | None, flags: str
 ):
-    moe = MoeContext.make(Problem(), dtype, weight_format=weights)
+    moe = MoeContext.single(dtype, weights)
     assert smaller_weights(moe) == f"a smaller model{flags}"

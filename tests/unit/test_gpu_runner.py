@@ -45,6 +45,7 @@ from moesaic.moe.runner.base import (
 )
 from moesaic.moe.runner.gpu import (
     PlacesCore,
+    kernel_format,
     post_permute_pairs,
     pre_permute_pairs,
 )
@@ -71,7 +72,7 @@ def numerics_of(format: WeightFormat, pairs: int, payload: str | None = None) ->
     numbers of the layer's type first, but where the first one quantises what it has summed."""
     activation = None if format.activation is None else PAYLOAD_FORMATS[format.activation]
     sent = PAYLOAD_FORMATS[payload or format.activation or DTYPE_NAMES[DTYPE]]
-    at_once = quantises_inner(format.name, E, H, INNER, pairs, torch.device(DEVICE))
+    at_once = quantises_inner(kernel_format(format), E, H, INNER, pairs, torch.device(DEVICE))
     inner = None if at_once else DTYPE
     return Numerics(format, sent, activation, DTYPE, ep=1, moe_tp=1, inner=inner)
 
@@ -80,10 +81,8 @@ def make_layer(
     weights: WeightFormat, runner: str = "auto", payload: str = "auto", **options: bool | int
 ) -> FusedMoE:
     name = DTYPE_NAMES[DTYPE]
-    problem = Problem(
-        runner=runner, payload=payload, weights=weights.name, dtype=name, device="cuda"
-    )
-    context = MoeContext.make(problem, DTYPE, weight_format=weights, **options)
+    problem = Problem(runner=runner, payload=payload, weights=weights, dtype=name, device="cuda")
+    context = MoeContext.make(problem, DTYPE, **options)
     context = replace(context, workspace=Workspace(DEVICE))
     with torch.device(DEVICE):
         layer = FusedMoE(config_of(EXPERTS, K), context)
@@ -143,6 +142,20 @@ def test_every_runner_and_format(runner: str, weights: str) -> None:
         topk,
         numerics_of(format, topk.ids_TK.numel()),
     )
+
+
+@pytest.mark.parametrize("count", [1, 9, 300])
+@pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel", "fp8_tensor", "nvfp4"])
+def test_weights_alone(weights: str, count: int) -> None:
+    """Rows of weight-only formats are not rounded, nor what stands between the products."""
+    format = replace(WEIGHT_FORMATS[weights], activation=None)
+    layer = make_layer(format)
+    assert layer.dispatcher.config.payload.name == DTYPE_NAMES[DTYPE]
+    x_TH, topk = tokens(count), routed(count, "spread")
+    y_TH = forward(layer, x_TH, topk, torch.int64)
+    agrees(y_TH, x_TH, topk, numerics_of(format, topk.ids_TK.numel()))
+    rounded = numerics_of(WEIGHT_FORMATS[weights], topk.ids_TK.numel())
+    assert distance(y_TH, x_TH, topk, rounded) > 1.5e-2
 
 
 @pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel", "int8_w8a8", "nvfp4"])

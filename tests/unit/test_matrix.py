@@ -18,7 +18,7 @@ from moesaic.moe.backends import load_backends
 from moesaic.moe.matrix_docs import REFUSED, RESOLVED, flags, markdown
 from moesaic.moe.permute import POOL
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import WEIGHT_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, int4_format
 from moesaic.moe.registry import (
     A2A_REGISTRY,
     FLAGS,
@@ -77,7 +77,8 @@ def bare(problem: Problem) -> Problem:
 def test_refusals_have_a_reason_that_names_a_value(setting: str, dtype: str):
     count = 0
     for problem, reason in refused(setting, dtype):
-        values = (problem.a2a, problem.runner, problem.payload, problem.weights, "ep ", "cut in")
+        named = (problem.a2a, problem.runner, problem.payload, problem.weights.name)
+        values = (*named, "ep ", "cut in")
         assert any(value in reason for value in values), (problem, reason)
         assert "\n" not in reason and not reason.endswith((".", ";")), reason
         count += 1
@@ -124,7 +125,7 @@ def test_a_suggestion_changes_as_little_as_possible():
 def test_nothing_helps_only_where_weights_and_sizes_do_not_fit():
     """Flags choose neither the type of the model nor its sizes."""
     for problem, _ in list(refused("all steps"))[::7]:
-        mismatch = problem.weights in ("fp16", "fp32")
+        mismatch = problem.weights.name in ("fp16", "fp32")
         assert (suggest(problem) is None) == mismatch, problem
     assert suggest(Problem(weights="nvfp4", hidden_size=72, intermediate_size=64)) is None
     odd = Problem(tp=4, ep=2, hidden_size=128, intermediate_size=101)
@@ -150,7 +151,6 @@ def test_message_names_flag_and_value(problem: Problem):
     [
         (Problem(a2a="deep_ep"), "--moe-a2a-backend 'deep_ep' is not known: choose one of none,"),
         (Problem(runner="tritn"), "--moe-runner-backend 'tritn' is not known: choose one of auto,"),
-        (Problem(weights="int3"), "weights 'int3' is not known"),
         (Problem(payload="fp6"), "payload 'fp6' is not known"),
         (Problem(a2a="mooncake", mode="normal"), "mooncake has no normal mode, only low_latency"),
         (Problem(ep=3, tp=4), "ep 3 does not divide tp 4; use --ep-size 4"),
@@ -223,6 +223,28 @@ def test_payload_follows_weights_where_all_agree():
     payload, why = payload_of(Problem(weights="nvfp4", hidden_size=72))
     assert payload == "bf16" and "multiple of 16" in why
     assert payload_of(Problem(payload="int8")) == ("int8", "as asked")
+
+
+def test_weights_are_the_format_at_hand():
+    """A name stands for the usual format; one that differs is judged by what it is itself."""
+    fp8 = WEIGHT_FORMATS["fp8_block"]
+    assert Problem(weights="fp8_block") == Problem(weights=fp8)
+    assert Problem().weights is WEIGHT_FORMATS["bf16"]
+    with pytest.raises(ValueError, match="weights 'int3' is not known: choose one of fp32, fp16"):
+        Problem(weights="int3")
+    for name in ("fp8_block", "fp8_channel", "fp8_tensor", "nvfp4"):
+        alone = Problem(weights=replace(WEIGHT_FORMATS[name], activation=None), ep=2, tp=2)
+        assert alone != replace(alone, weights=name)
+        for a2a, device in product(A2A_REGISTRY, ("cpu", "cuda")):
+            asked = replace(alone, a2a=a2a, device=device, phases=("decode",))
+            choice = resolve(asked)
+            assert choice.problem.payload == "bf16" and choice.problem.weights.activation is None
+            assert f"payload bf16: {name} weights take activations as they are" in choice.reasons
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "experts": 8, "ep": 2, "tp": 4}
+    assert supports(Problem(weights=int4_format(32), **sizes)).ok
+    assert "must be a multiple of 128" in supports(Problem(weights="int4_w4a16", **sizes)).reason
+    with pytest.raises(ValueError, match=r"64 columns do not fit .* int4_w4a16.* multiple of 48"):
+        resolve(Problem(weights=int4_format(48), **sizes | {"tp": 2}))
 
 
 def test_declared_formats_have_their_functions():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows
+from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.experts_tiles import activate
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.nibbles import (
@@ -27,6 +28,7 @@ from moesaic.kernels.triton.nibbles import (
     scale_of,
     spread_codes,
 )
+from moesaic.kernels.tuning import BLOCK_SCALED, FP8_FORMATS, FP8_WEIGHT_ONLY
 
 PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
 
@@ -47,6 +49,8 @@ EIGHT_BITS = {
     64: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
     128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
 }
+# A sum of each step waits for its scale, in as many registers as the sums have.
+BLOCKS = EIGHT_BITS | {128: Config(block_n=64, block_k=64, num_warps=8, num_stages=3)}
 FOUR_BITS = {
     16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
     32: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
@@ -56,6 +60,8 @@ FOUR_BITS = {
 
 
 def config_for(format: str, block: int) -> Config:
+    if format in BLOCK_SCALED:
+        return BLOCKS[block]
     return (FOUR_BITS if format in PACKED else EIGHT_BITS)[block]
 
 
@@ -103,9 +109,21 @@ def _add_packed(
 
 
 @triton.jit
-def _add_bytes(acc, x0, w_rows, n_ok, k, K, BK: tl.constexpr, EVEN: tl.constexpr):
+def _add_bytes(
+    acc, x0, w_rows, s_rows, n_ok, k, K,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """acc += x · wᵀ over BK columns from k on. With a GROUP, these have one scale."""
     w = _load_columns(w_rows, k + tl.arange(0, BK), K, n_ok, EVEN)
-    return tl.dot(x0, w.to(x0.dtype).T, acc, input_precision="ieee", out_dtype=acc.dtype)
+    if FORMAT == "fp8":
+        w = w.to(tl.float8e4nv, bitcast=True)
+    if GROUP:
+        tl.static_assert(GROUP % BK == 0, "the columns of a step have one scale")
+        part = tl.dot(x0, w.to(x0.dtype).T, input_precision="ieee")
+        acc += part * tl.load(s_rows + k // GROUP, mask=n_ok, other=0.0)[None, :]
+    else:
+        acc = tl.dot(x0, w.to(x0.dtype).T, acc, input_precision="ieee", out_dtype=acc.dtype)
+    return acc
 
 
 @triton.jit
@@ -133,7 +151,7 @@ def _sums(
 ):  # fmt: skip
     """Products of BM rows of x with rows n of one part of a matrix, or of both. `width`: elements
     of a stored row; an argument of its own, so that its alignment is known."""
-    PACKED: tl.constexpr = FORMAT != "int8_w8a8" and FORMAT != "int8_w8a16"
+    PACKED: tl.constexpr = FORMAT == "int4_w4a16" or FORMAT == "mxfp4" or FORMAT == "nvfp4"
     acc_type: tl.constexpr = tl.int32 if FORMAT == "int8_w8a8" else tl.float32
     row0 = matrix * PARTS * N + n
     row1 = row0 + N if PARTS == 2 else row0
@@ -152,22 +170,29 @@ def _sums(
                     acc1, x0, x1, w1, s1, z1, n_ok, k, K, FORMAT, GROUP, BK, EVEN, ASM
                 )
     else:
+        s0, s1 = scales, scales
+        if GROUP:
+            # One scale for GROUP rows, too; those of each part begin afresh.
+            lines = tl.cdiv(N, GROUP)
+            across = tl.cdiv(K, GROUP)
+            s0 = scales + (matrix * PARTS * lines + n // GROUP) * across
+            s1 = s0 + lines * across if PARTS == 2 else s0
         for k in tl.range(0, K, BK):
             x0 = _load_columns(x_rows, k + tl.arange(0, BK), K, rows_ok, EVEN)
-            acc0 = _add_bytes(acc0, x0, w0, n_ok, k, K, BK, EVEN)
+            acc0 = _add_bytes(acc0, x0, w0, s0, n_ok, k, K, FORMAT, GROUP, BK, EVEN)
             if PARTS == 2:
-                acc1 = _add_bytes(acc1, x0, w1, n_ok, k, K, BK, EVEN)
+                acc1 = _add_bytes(acc1, x0, w1, s1, n_ok, k, K, FORMAT, GROUP, BK, EVEN)
     return acc0, acc1
 
 
 @triton.jit
-def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, FORMAT: tl.constexpr,
+def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, ROWS: tl.constexpr,
             BIAS: tl.constexpr):  # fmt: skip
-    """Scales of whole rows, on either side, and the bias. `of_rows`: the weights' one for each row
-    of a matrix: the scales of eight bits, the global scale of nvfp4."""
+    """Scales of whole rows, on either side, and the bias. `of_rows`: with ROWS the weights' one for
+    each row of a matrix: the scales of eight bits, the global scale of nvfp4."""
     out = acc.to(tl.float32) * row_scale[:, None]
     row = (matrix * PARTS + part) * N + n
-    if FORMAT != "int4_w4a16" and FORMAT != "mxfp4":
+    if ROWS:
         out *= tl.load(of_rows + row, mask=n_ok, other=0.0)[None, :]
     if BIAS:
         out += tl.load(bias + row, mask=n_ok, other=0.0).to(tl.float32)[None, :]
@@ -199,7 +224,8 @@ def gate_up_kernel(
     x, x_scales, w, w_scales, w_zeros, w_rows, bias, h,
     order, tile_expert, tile_place, num_tiles, first, count,
     scale, K, N, width, x_width, alpha, limit,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, TOP_K: tl.constexpr, SORTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, SORTED: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, LIMITED: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -221,8 +247,8 @@ def gate_up_kernel(
         FORMAT, 2, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
     row_scale = _row_scales(x_scales, row, ok, scale, FORMAT == "int8_w8a8", BM)
-    gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, FORMAT, BIAS)
-    up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok, FORMAT, BIAS)
+    gate = _finish(gate, row_scale, w_rows, bias, matrix, 0, N, 2, n, n_ok, ROWS, BIAS)
+    up = _finish(up, row_scale, w_rows, bias, matrix, 1, N, 2, n, n_ok, ROWS, BIAS)
     value = activate(gate, up, alpha, limit, LIMITED)
     out = h + place[:, None] * N + n[None, :]
     tl.store(out, value.to(h.dtype.element_ty), mask=ok[:, None] & n_ok[None, :])
@@ -233,7 +259,8 @@ def down_kernel(
     x, x_scales, w, w_scales, w_zeros, w_rows, bias, y, weights,
     order, tile_expert, tile_place, num_tiles, first, count,
     scale, K, N, width, x_width,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -254,7 +281,7 @@ def down_kernel(
         FORMAT, 1, GROUP, PAIRED, DTYPE, BM, BN, BK, EVEN, ASM,
     )  # fmt: skip
     row_scale = _row_scales(x_scales, place, ok, scale, FORMAT == "int8_w8a8", BM)
-    out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok, FORMAT, BIAS)
+    out = _finish(sums, row_scale, w_rows, bias, matrix, 0, N, 1, n, n_ok, ROWS, BIAS)
     if WEIGHTED:
         out *= tl.load(weights + pair, mask=ok, other=0.0)[:, None]
     at = y + pair[:, None] * N + n[None, :]
@@ -264,7 +291,8 @@ def down_kernel(
 def gate_up_formats(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
-    """`gate_up` of kernels.experts with weights in int8, int4, mxfp4 or nvfp4."""
+    """`gate_up` of kernels.experts with weights in int8, int4, mxfp4, nvfp4, or in
+    fp8 whose rows are not quantised."""
     assert h.scales is None, "h is quantised after it is written"
     limited = activation.limit is not None
     _launch(
@@ -281,7 +309,8 @@ def gate_up_formats(
 def down_formats(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
 ) -> Tensor:
-    """`down` of kernels.experts with weights in int8, int4, mxfp4 or nvfp4."""
+    """`down` of kernels.experts with weights in int8, int4, mxfp4, nvfp4, or in fp8
+    whose rows are not quantised."""
     weighted = weights_RK is not None
     weights = weights_RK if weighted else h.values
     _launch(down_kernel, h, w2, groups, {"y": y, "weights": weights}, {"WEIGHTED": weighted})
@@ -305,7 +334,9 @@ def _launch(
     assert values.is_contiguous() and values.shape[-1] == columns
     quantised = format == "int8_w8a8"
     assert quantised == (x.scales is not None), f"{format} weights with {values.dtype} rows"
-    scales = planes["scales"]
+    assert format not in FP8_FORMATS, f"{format} rows are quantised by other kernels"
+    fp8 = format in FP8_WEIGHT_ONLY.values()
+    scales, stored = planes["scales"], planes["values"]
     scales = scales.view(torch.uint8) if format == "nvfp4" else scales
     asm = values.is_cuda and values.dtype == torch.bfloat16
     raised = asm and format in ("mxfp4", "nvfp4")
@@ -314,7 +345,7 @@ def _launch(
     kernel[(len(tiles), triton.cdiv(rows, config.block_n))](
         x=values.view(torch.int32) if paired else values,
         x_scales=x.scales if quantised else values,
-        w=planes["values"],
+        w=stored.view(torch.uint8) if fp8 else stored,
         w_scales=scales,
         w_zeros=planes.get("zeros", scales),
         w_rows=planes.get("global", scales),
@@ -328,10 +359,11 @@ def _launch(
         scale=x.scale * RAISED if raised else x.scale,
         K=columns,
         N=rows,
-        width=planes["values"].shape[-1],
+        width=stored.shape[-1],
         x_width=columns // 2 if paired else columns,
-        FORMAT=format,
-        GROUP=matrices.group,
+        FORMAT="fp8" if fp8 else format,
+        GROUP=FP8_GROUP if format in BLOCK_SCALED else matrices.group,
+        ROWS=format not in (*BLOCK_SCALED, "int4_w4a16", "mxfp4"),
         SORTED=groups.order_P is not None,
         PAIRED=paired,
         DTYPE=FLOATS.get(values.dtype, tl.int8),

@@ -26,9 +26,8 @@ from moesaic.kernels.triton.experts_tiles import (
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row
-from moesaic.kernels.tuning import Config, Plan, device_facts
+from moesaic.kernels.tuning import BLOCK_SCALED, Config, Plan, device_facts
 
-BLOCK_SCALED = ("fp8_block",)
 PROGRAMS = 3
 """Of each processor, that share all tiles; those that find no room come when others have ended."""
 

@@ -18,6 +18,13 @@ FORMATS = (
     "naive-quantized",
     None,
 )
+# By type, bits and, of four bits, columns per scale.
+ACTIVATIONS: dict[tuple[Any, Any, Any], str] = {
+    ("float", 8, None): "fp8",
+    ("int", 8, None): "int8",
+    ("float", 4, 16): "nvfp4",
+    ("float", 4, 32): "mxfp4",
+}
 HANDLED = (
     "float 8 bit (tensor, channel, block), int 8 bit (tensor, channel, group), int 4 bit (channel, "
     "group), float 4 bit (tensor_group of 16, group of 32)"
@@ -48,6 +55,29 @@ def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
     return found[0]
 
 
+def unmet_activation(config: RawConfig, storage: Storage) -> str:
+    """A note where the config asks for activations that the matrices are not multiplied with."""
+    groups = config.mapping("config_groups")
+    asked = {
+        _activation(RawConfig(group, f"{config.source}: {name}")) for name, group in groups.items()
+    }
+    asked -= {None if storage.format is None else storage.format.activation, None}
+    if not asked:
+        return ""
+    names = " and ".join(sorted(map(str, asked)))
+    return f"activations are not rounded to {names}, as the checkpoint asks, but kept as they are"
+
+
+def _activation(group: RawConfig) -> str | None:
+    """The payload format that a group asks for; what is none of them, in words."""
+    if not group.has("input_activations"):
+        return None
+    given = group.mapping("input_activations")
+    kind, bits = given.get("type"), given.get("num_bits")
+    name = ACTIVATIONS.get((kind, bits, given.get("group_size") if bits == 4 else None))
+    return name or f"{kind} of {bits} bit"
+
+
 def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
     weights = RawConfig(group.mapping("weights"), f"{group.source}: weights")
     form = group.data.get("format") or format
@@ -63,19 +93,19 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
         )
     kind = (weights.data.get("type"), weights.data.get("num_bits"))
     strategy = weights.data.get("strategy")
-    weight_only = not group.has("input_activations")
+    asked = _activation(group)
     if kind == ("float", 8) and strategy in ("tensor", "channel", "block"):
         _check_block(weights)
-        return Fp8Matrix(strategy, weight_only=weight_only)
+        return Fp8Matrix(strategy, weight_only=asked != "fp8")
     if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
-        return Nvfp4Matrix(compressed=True, weight_only=weight_only)
+        return Nvfp4Matrix(compressed=True, weight_only=asked != "nvfp4")
     if kind == ("float", 4) and strategy == "group" and weights.integer("group_size") == 32:
-        return Mxfp4Matrix(activations=not weight_only)
+        return Mxfp4Matrix()
     if kind == ("int", 4) and strategy in ("channel", "group"):
-        return _ints(weights, 4, row_group, packed=True)
+        return _ints(weights, 4, row_group, packed=form in ("pack-quantized", None))
     if kind == ("int", 8) and strategy in ("tensor", "channel", "group"):
-        packed = form == "pack-quantized" or (form is None and weight_only)
-        return _ints(weights, 8, row_group, packed, activation=not weight_only)
+        packed = form == "pack-quantized" or (form is None and asked is None)
+        return _ints(weights, 8, row_group, packed, activation=asked == "int8")
     raise ValueError(
         f"{weights.source}: {kind[0]} {kind[1]} bit with strategy {strategy!r} is not handled, "
         f"only {HANDLED}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import RawConfig
-from moesaic.models.schemes.compressed import compressed_tensors
+from moesaic.models.schemes.compressed import compressed_tensors, unmet_activation
 from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Stack, Nvfp4Matrix
 from moesaic.models.schemes.integers import AwqMatrix, GptqMatrix
 from moesaic.models.schemes.scheme import Scheme
@@ -87,7 +87,7 @@ def _scheme(declared: Declared, num_experts: int) -> Scheme:
         )
     storage = METHODS[method](declared)
     format, note = _expert_format(declared, storage)
-    notes = "; ".join(filter(None, (note, storage.note)))
+    notes = "; ".join(filter(None, (note, unmet_activation(declared.config, storage))))
     return Scheme(method, storage, format, num_experts, notes)
 
 

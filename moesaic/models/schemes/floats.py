@@ -137,23 +137,13 @@ class Nvfp4Matrix(Storage):
 @dataclass(frozen=True)
 class Mxfp4Matrix(Storage):
     """compressed-tensors: X.weight_packed [N, K / 2] of e2m1 pairs, the even column in the low
-    half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127.
+    half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127."""
 
-    `activations`: the checkpoint asks for activations in mxfp4 too, which no runner rounds to.
-    """
-
-    activations: bool = False
     sides: ClassVar[frozenset[str]] = frozenset({"input_global_scale"})
 
     @property
     def format(self) -> WeightFormat:
         return WEIGHT_FORMATS["mxfp4"]
-
-    @property
-    def note(self) -> str:
-        if not self.activations:
-            return ""
-        return "activations are not rounded to mxfp4, as the checkpoint asks, but kept as they are"
 
     def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
         size_N, size_K = matrix.shape

@@ -107,7 +107,8 @@ class IntegerMatrix(Storage):
 
 @dataclass(frozen=True)
 class CompressedInts(IntegerMatrix):
-    """compressed-tensors: X.weight in int8, or X.weight_packed along K with X.weight_shape."""
+    """compressed-tensors: X.weight in int8, whatever the bits, or X.weight_packed along K with
+    X.weight_shape."""
 
     packed: bool = True
     per_tensor: bool = False
@@ -140,7 +141,8 @@ class CompressedInts(IntegerMatrix):
             words = source.read("weight_packed", rows, blocks(cols, self.per_word))
             values = _bytes(words)[:, : len(cols) * self.bits // 8]
         else:
-            values = _unsigned(source.read("weight", rows, cols))
+            values = self._shifted(source.read("weight", rows, cols))
+            values = _pairs(values) if self.bits == 4 else values
         if self.per_tensor:
             scales = source.read("weight_scale").float().view(1, 1).expand(len(rows), 1)
         else:
@@ -152,9 +154,13 @@ class CompressedInts(IntegerMatrix):
         if self.symmetric:
             return torch.full((len(rows), len(groups)), self.zero, dtype=torch.uint8)
         if not self.packed:
-            return _unsigned(source.read("weight_zero_point", rows, groups))
+            return self._shifted(source.read("weight_zero_point", rows, groups))
         words = source.read("weight_zero_point", blocks(rows, self.per_word), groups)
         return _numbers(words.t(), self.bits).t()[: len(rows)]
+
+    def _shifted(self, numbers: Tensor) -> Tensor:
+        """Signed numbers plus half the range, in uint8."""
+        return _unsigned(numbers) if self.bits == 8 else (numbers + self.zero).view(torch.uint8)
 
     def store(self, planes: Planes) -> dict[str, Tensor]:
         values, scales = planes["values"], planes["scales"]

@@ -78,11 +78,6 @@ class Storage(ABC):
     def format(self) -> WeightFormat | None: ...
 
     @property
-    def note(self) -> str:
-        """What a user should know about it."""
-        return ""
-
-    @property
     def unit(self) -> tuple[int, int]:
         """Rows and columns that lie in one word of the file, so that they are read together."""
         return 1, 1

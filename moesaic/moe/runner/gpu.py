@@ -36,6 +36,7 @@ from moesaic.kernels.experts import (
 from moesaic.kernels.formats import nvfp4_grid
 from moesaic.kernels.quantise import FP8_GROUP, quantise_rows
 from moesaic.kernels.tuning import (
+    FP8_WEIGHT_ONLY,
     Plan,
     Shape,
     block_for,
@@ -51,7 +52,7 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
 )
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
-from moesaic.moe.quant.weights import ExpertMatrix
+from moesaic.moe.quant.weights import ExpertMatrix, WeightFormat
 from moesaic.moe.runner.base import (
     ExpertWeights,
     MoeRunnerConfig,
@@ -197,7 +198,7 @@ def plan_of(num_places: int, context: RunContext, device: torch.device) -> Plan:
 
 
 def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> Shape:
-    format = weights.w13_eJH.format.name
+    format = kernel_format(weights.w13_eJH.format)
     return Shape(format, config.num_experts, config.hidden_size, config.intermediate_size)
 
 
@@ -226,9 +227,15 @@ def on_grid(x_TH: Tensor, wanted: str | None, scale: float) -> Rows:
     return Rows(*quantise_rows(x_TH, "int8" if wanted == "int8" else "fp8"))
 
 
+def kernel_format(format: WeightFormat) -> str:
+    """The name by which the kernels know a format: those of fp8 quantise rows themselves, so that
+    matrices whose rows are to stay as they are need others."""
+    return format.name if format.activation else FP8_WEIGHT_ONLY.get(format.name, format.name)
+
+
 def matrices(matrix: ExpertMatrix, bias: Tensor | None) -> Matrices:
-    format = matrix.format
-    return Matrices(format.name, matrix.planes, matrix.shape, matrix.parts, bias, format.group_size)
+    name, group = kernel_format(matrix.format), matrix.format.group_size
+    return Matrices(name, matrix.planes, matrix.shape, matrix.parts, bias, group)
 
 
 class PlacesCore(MoeRunnerCore):
