@@ -1,6 +1,6 @@
 """Strangers at every port and socket between the processes of a service, with good requests beside.
 
-    python -m bench.fuzz_ports --number 20000 --seed 1
+    python -m bench.fuzz_ports --number 5000 --seed 1
     python -m bench.fuzz_ports --markdown
 
 starts a server on two nodes of this machine, connects to everything that its processes listen on
@@ -299,7 +299,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m bench.fuzz_ports", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--number", type=int, default=20_000)
+    parser.add_argument("--number", type=int, default=5_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true", help="print the table of the last run")
