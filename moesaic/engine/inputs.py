@@ -6,13 +6,13 @@ import operator
 import random
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.request import Request
-from moesaic.core.sampling import GRAMMARS, SamplingParams
+from moesaic.core.sampling import GRAMMARS, Grammar, SamplingParams
 from moesaic.core.words import shown
 from moesaic.engine.answers import num_logprobs
 from moesaic.engine.grammar_check import GrammarChecker
@@ -118,6 +118,8 @@ class GenerateInput:
     top_logprobs_num: Any = 0
     rid: str | list[str] | None = None
     data_parallel_rank: int | list[int] | None = None
+    client: Hashable = None
+    """In whose line grammars that are new wait to be checked."""
 
     @property
     def is_single(self) -> bool:
@@ -160,7 +162,7 @@ class GenerateInput:
         )
 
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
-        """One a sample: `n` of each prompt, next to each other."""
+        """One a sample: `n` of each prompt, next to each other. Grammars are not checked yet."""
         prompts = self._prompts(tokenizer, limits)
         columns = zip(
             prompts,
@@ -186,6 +188,19 @@ class GenerateInput:
                 if len(found) > MAX_SAMPLES:
                     raise ValueError(f"more than {MAX_SAMPLES} answers at once: ask several times")
         return found
+
+    def check_grammars(self, requests: Sequence[Request], grammars: GrammarChecker) -> None:
+        """Those of the call's own requests."""
+        for number, grammar in _grammars(requests):
+            with self._naming(number):
+                grammars.check(grammar, self.client)
+
+    async def check_grammars_in_turn(
+        self, requests: Sequence[Request], grammars: GrammarChecker
+    ) -> None:
+        for number, grammar in _grammars(requests):
+            with self._naming(number):
+                await grammars.check_in_turn(grammar, self.client)
 
     def _rids(self, number: int) -> list[str | None]:
         rids: list[Any] = self.rid if isinstance(self.rid, list) else [self.rid]
@@ -255,6 +270,16 @@ class GenerateInput:
             where = "" if self.is_single else f"prompt {number}: "
             error.args = (f"{where}{error}",)
             raise
+
+
+def _grammars(requests: Sequence[Request]) -> Iterator[tuple[int, Grammar]]:
+    """Each with the number of its prompt, whose samples stand next to each other."""
+    number = position = 0
+    while position < len(requests):
+        params = requests[position].params
+        if params.grammar is not None:
+            yield number, params.grammar
+        number, position = number + 1, position + params.n
 
 
 def _check_number(prompts: Sequence[Any]) -> None:
@@ -351,8 +376,6 @@ def _params(given: Any, tokenizer: Tokenizer | None, limits: Limits) -> Sampling
         raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
     if params.n > MAX_SAMPLES:
         raise ValueError(f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
-    if params.grammar is not None:
-        limits.grammars.check(params.grammar)
     return params
 
 

@@ -1,6 +1,6 @@
 """Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
 
-Only data is read: tokenizer.json, JSON settings and Jinja templates, which run in a sandbox.
+Only data is read: tokenizer.json, JSON settings and Jinja templates (chat_template.py).
 """
 
 from __future__ import annotations
@@ -8,31 +8,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
+
+from moesaic.engine.chat_template import ChatTemplateError as ChatTemplateError
+from moesaic.engine.chat_template import ChatTemplates
 
 logger = logging.getLogger(__name__)
 
 BROKEN = "\ufffd"
 # So many are decoded without holding Python's lock.
 MANY_IDS = 2048
-MAX_RENDERED = 16 << 20
-MAX_RENDER_SECONDS = 10.0
 # Characters that a normaliser may join to one: no composed character has more.
 MAX_JOINED = 4
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -49,10 +43,6 @@ _BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class ChatTemplateError(ValueError):
-    """There is no chat template, or it does not accept the messages."""
-
-
 class Tokenizer:
     def __init__(
         self,
@@ -65,9 +55,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens)
         self.eos_ids = eos_ids
-        self.templates = dict(templates)
+        self.chat = ChatTemplates(templates, special_tokens, folder)
         self.folder = folder
-        self._compiled: dict[str, Template] = {}
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -143,6 +132,11 @@ class Tokenizer:
     def _anchor(self) -> list[int]:
         return self.encode("a", add_special_tokens=False)[-1:]
 
+    @property
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name."""
+        return self.chat.texts
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -151,114 +145,17 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The prompt as text; encode it with `add_special_tokens=False`."""
-        template = self._template(self._template_name(tools))
-        variables: dict[str, Any] = {
-            **self.special_tokens,
-            "documents": None,
-            **kwargs,
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return _limited(template.generate(variables))
-        except Exception as error:
-            raise ChatTemplateError(
-                f"the chat template does not accept these messages: {error or repr(error)}"
-            ) from error
-
-    def _template_name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
-        if name in self.templates:
-            return name
-        if self.templates:
-            raise ChatTemplateError(
-                f"{self.folder} has chat templates {sorted(self.templates)} and none is the "
-                "default: choose one by name with chat_template"
-            )
-        raise ChatTemplateError(
-            f"{self.folder} has no chat template: give one with chat_template (a file or the "
-            "template itself), or send a prompt instead of messages"
-        )
-
-    def _template(self, name: str) -> Template:
-        if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self.templates[name])
-            except TemplateError as error:
-                raise ChatTemplateError(
-                    f"chat template {name!r} of {self.folder} is not valid Jinja: {error}"
-                ) from error
-        return self._compiled[name]
+        return self.chat.submit(None, messages, add_generation_prompt, tools, kwargs).result()
 
 
-def _limited(pieces: Iterator[str]) -> str:
-    """A rendered chat as one text. Templates are the operator's, what they loop over is not."""
-    deadline, size, found = time.monotonic() + MAX_RENDER_SECONDS, 0, []
-    for piece in pieces:
-        size += len(piece)
-        found.append(piece)
-        if size > MAX_RENDERED or time.monotonic() > deadline:
-            raise ChatTemplateError(
-                f"it would be more than {MAX_RENDERED} characters, or takes more than "
-                f"{MAX_RENDER_SECONDS:g} s: send less"
-            )
-    return "".join(found)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; here only its body counts."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates read a turn's reasoning under different names: give it under those in use."""
-    for key in REASONING_KEYS:
-        if (reasoning := message.get(key)) is not None:
-            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return message
+def load_tokenizer(folder: str | None, chat_template: str | None) -> Tokenizer | None:
+    """For a server: the chat template (a file, or that of the folder) is tried before it serves."""
+    if folder is None:
+        return None
+    template = None if chat_template is None else Path(chat_template).read_text("utf-8")
+    tokenizer = Tokenizer.from_folder(folder, chat_template=template)
+    tokenizer.chat.check()
+    return tokenizer
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

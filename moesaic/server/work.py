@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Hashable
+from dataclasses import replace
 
 from starlette.requests import Request
 
@@ -22,7 +23,7 @@ async def stream(
     """The pieces of all answers, the first of which is there already: until then the engine may
     refuse or fail, and the status of the response can still say so. Errors are Refusals. `apart`: a
     failed answer leaves the others whole, and is told as one of them."""
-    pieces = _pieces(context, call, True, _client(request))
+    pieces = _pieces(context, call, True, client_of(request))
     try:
         first = await while_connected(request, anext(pieces))
         if first.progress.finished and first.request.failed and not apart:
@@ -35,7 +36,7 @@ async def stream(
 
 async def whole(context: Context, request: Request, call: GenerateInput) -> list[Piece]:
     """The last piece of each answer, in the order of the prompts. Errors are Refusals."""
-    return await while_connected(request, _all(context, call, _client(request)))
+    return await while_connected(request, _all(context, call, client_of(request)))
 
 
 async def probe(context: Context, call: GenerateInput) -> list[Piece]:
@@ -48,7 +49,7 @@ async def _all(context: Context, call: GenerateInput, client: Hashable | None) -
     return [found[index] for index in sorted(found)]
 
 
-def _client(request: Request) -> Hashable:
+def client_of(request: Request) -> Hashable:
     """Whose line it is: many may have one key, and an address may be that of many."""
     return request.scope.get(CLIENT), request.client and request.client.host
 
@@ -59,7 +60,7 @@ async def _pieces(
     if context.trouble:
         raise Refusal(503, context.trouble, headers=LEAVING)
     gate: Gate = NoGate() if client is None else context.admission.ticket(client)
-    pieces = context.engine.follow(call, stream, gate)
+    pieces = context.engine.follow(replace(call, client=client), stream, gate)
     try:
         async for piece in pieces:
             if context.args.log_requests and piece.progress.finished:
