@@ -59,6 +59,7 @@ from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.profiler import Profiler
 from moesaic.engine.remote import RemoteCore, start_ranks
 from moesaic.engine.tokenizer import load_tokenizer
+from moesaic.models.checkpoint import check_folder
 from moesaic.models.tiny import materialise
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import Kind
@@ -92,11 +93,7 @@ class Engine:
             served_model_name=args.served_model_name or args.model_path,
         )
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
-        if not Path(self.args.model_path).is_dir():
-            raise ValueError(
-                f"--model-path {self.args.model_path} is not a folder: give a Hugging Face folder "
-                "with config.json, safetensors and tokenizer.json; nothing is downloaded"
-            )
+        check_folder(self.args.model_path, has_tensors=self.args.load_format != "dummy")
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path, self.args.chat_template)

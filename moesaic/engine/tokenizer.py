@@ -5,7 +5,6 @@ Only data is read: tokenizer.json, JSON settings and Jinja templates (chat_templ
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from moesaic.engine.chat_template import ChatTemplateError as ChatTemplateError
 from moesaic.engine.chat_template import ChatTemplates
+from moesaic.models.folder import (
+    GenerationConfig,
+    ModelEnds,
+    Token,
+    TokenizerConfig,
+    TokenNames,
+    checked,
+    read_as,
+    read_object,
+    read_text,
+)
 
 logger = logging.getLogger(__name__)
 
+TOKEN_FILES = "tokenizer_config.json or special_tokens_map.json"
 BROKEN = "\ufffd"
 # So many are decoded without holding Python's lock.
 MANY_IDS = 2048
@@ -64,8 +76,11 @@ class Tokenizer:
         """`chat_template`: a file, the name of one of the folder's templates, or Jinja itself."""
         folder = Path(path)
         backend = _load_backend(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        settings = read_object(folder / "tokenizer_config.json")
+        config = checked(settings, TokenizerConfig, str(folder / "tokenizer_config.json"))
+        legacy = read_object(folder / "special_tokens_map.json")
+        checked(legacy, TokenNames, str(folder / "special_tokens_map.json"))
+        named = _named_tokens(config, settings, legacy)
         _add_tokens(backend, config, named)
         special = {name: token.content for name, token in named.items()}
         _apply_bos_eos(backend, config, special)
@@ -152,7 +167,7 @@ def load_tokenizer(folder: str | None, chat_template: str | None) -> Tokenizer |
     """For a server: the chat template (a file, or that of the folder) is tried before it serves."""
     if folder is None:
         return None
-    template = None if chat_template is None else Path(chat_template).read_text("utf-8")
+    template = None if chat_template is None else read_text(Path(chat_template))
     tokenizer = Tokenizer.from_folder(folder, chat_template=template)
     tokenizer.chat.check()
     return tokenizer
@@ -174,67 +189,55 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _named_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, AddedToken]:
+def _named_tokens(
+    config: TokenizerConfig, settings: dict[str, Any], legacy: dict[str, Any]
+) -> dict[str, AddedToken]:
     """bos_token, eos_token and the like. The older special_tokens_map.json rules only in folders
     that are as old: those whose settings do not list the added tokens."""
-    flags = {entry["content"]: entry for entry in config.get("added_tokens_decoder", {}).values()}
-    merged = legacy | config if flags else config | legacy
+    flags = {entry.content: entry for entry in (config.added_tokens_decoder or {}).values()}
+    merged = legacy | settings if flags else settings | legacy
     extra = merged.get("extra_special_tokens")
     if isinstance(extra, dict):
         merged = merged | extra
     named = {}
     for name, value in merged.items():
         if name.endswith("_token") and isinstance(value, str | dict):
-            content = value if isinstance(value, str) else value["content"]
-            entry = flags.get(content, value)
-            named[name] = _added_token(content if isinstance(entry, str) else entry, special=True)
+            token = checked({name: value}, dict[str, Token], TOKEN_FILES)[name]
+            content = token if isinstance(token, str) else token.content
+            named[name] = _added_token(flags.get(content, token), special=True)
     return named
 
 
-def _added_token(entry: str | dict[str, Any], special: bool) -> AddedToken:
+def _added_token(entry: Token, special: bool) -> AddedToken:
     if isinstance(entry, str):
         return AddedToken(entry, special=special, normalized=False)
-    known = ("content", "single_word", "lstrip", "rstrip", "normalized")
-    return AddedToken(**{k: entry[k] for k in known if k in entry}, special=special)
+    known = {"single_word", "lstrip", "rstrip", "normalized"}
+    given = {name: value for name, value in msgspec.to_builtins(entry).items() if name in known}
+    return AddedToken(entry.content, special=special, **given)
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, AddedToken]
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, named: dict[str, AddedToken]
 ) -> None:
     """Tokens that the settings name and tokenizer.json may lack, in the order of their ids."""
-    listed = {
-        int(number): entry for number, entry in config.get("added_tokens_decoder", {}).items()
-    }
-    for number, entry in sorted(listed.items()):
-        special = bool(entry.get("special", False))
+    for number, entry in sorted((config.added_tokens_decoder or {}).items()):
+        special = bool(entry.special)
         add = backend.add_special_tokens if special else backend.add_tokens
         add([_added_token(entry, special)])
-        if (found := backend.token_to_id(entry["content"])) != number:
+        if (found := backend.token_to_id(entry.content)) != number:
             logger.warning(
                 "tokenizer_config.json gives token %r the id %d, tokenizer.json gives it %s",
-                entry["content"],
+                entry.content,
                 number,
                 found,
             )
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = config.extra_special_tokens or config.additional_special_tokens or []
     more = [] if isinstance(extra, dict) else [_added_token(entry, special=True) for entry in extra]
     backend.add_special_tokens([*named.values(), *more])
 
 
 def _apply_bos_eos(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, special: dict[str, str]
 ) -> None:
     """tokenizer.json says which special tokens frame a text; explicit add_bos_token and
     add_eos_token overrule it (DeepSeek's folders name BOS only there)."""
@@ -242,8 +245,8 @@ def _apply_bos_eos(
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]
     has_eos = eos is not None and frame[int(has_bos) :][-1:] == [backend.token_to_id(eos)]
-    wants_bos = bos is not None and bool(config.get("add_bos_token", has_bos))
-    wants_eos = eos is not None and bool(config.get("add_eos_token", has_eos))
+    wants_bos = bos is not None and _or(config.add_bos_token, has_bos)
+    wants_eos = eos is not None and _or(config.add_eos_token, has_eos)
     if (wants_bos, wants_eos) == (has_bos, has_eos):
         return
     parts = ["$A"]
@@ -259,24 +262,25 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None)
     found = set[int]()
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         found.add(token_id)
-    config = _read_json(folder / "config.json")
-    for source in (_read_json(folder / "generation_config.json"), config):
-        value = source.get("eos_token_id", (source.get("text_config") or {}).get("eos_token_id"))
-        if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+    for name, kind in (("generation_config.json", GenerationConfig), ("config.json", ModelEnds)):
+        found |= read_as(folder / name, kind).all_ids
     return frozenset(found)
 
 
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _or(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
+
+
+def _templates(folder: Path, config: TokenizerConfig) -> dict[str, str]:
     """Files win over the entry of tokenizer_config.json."""
     found = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"
     if found:
-        return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
-    entry = config.get("chat_template")
+        return {name: read_text(file) for name, file in found.items()}
+    entry = config.chat_template
     if isinstance(entry, list):
-        return {named["name"]: named["template"] for named in entry}
+        return {named.name: named.template for named in entry}
     if isinstance(entry, dict):
         return dict(entry)
     return {} if entry is None else {"default": entry}
@@ -288,7 +292,7 @@ def _chosen_template(choice: str, templates: Mapping[str, str]) -> str:
     if "{" in choice:
         return choice
     if Path(choice).is_file():
-        return Path(choice).read_text(encoding="utf-8")
+        return read_text(Path(choice))
     raise ValueError(
         f"chat_template={choice!r} is neither a file nor one of this model's templates "
         f"{sorted(templates)}, and it is no Jinja text"
