@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
