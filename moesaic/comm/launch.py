@@ -26,6 +26,7 @@ from moesaic.comm.supervise.spec import ServiceSpec, Timeouts, pack
 from moesaic.comm.supervise.watch import process_state
 from moesaic.comm.supervisor import LENGTH_BYTES
 from moesaic.core.messages import AnyMessage, Fault, Hello, Message, Ready, Stop, decode, encode
+from moesaic.core.process import NODE_SECRET, child_environment
 
 __all__ = ["Service", "ServiceSpec", "Timeouts", "host_ranks"]
 
@@ -277,13 +278,11 @@ def _leaving_on_signals(service: Service) -> Iterator[None]:
 
 
 def _spawn(spec: ServiceSpec, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # Whatever this program imports from is where its targets are.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-m", "moesaic.comm.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**child_environment(NODE_SECRET), **environment},
         start_new_session=True,
         bufsize=0,
     )

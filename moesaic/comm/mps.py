@@ -22,6 +22,7 @@ from moesaic.comm import mps_watch
 from moesaic.comm.mps_watch import LOGS, PIPES, READY
 from moesaic.config.devices import VISIBLE
 from moesaic.config.gpus import MOST_CLIENTS, PERCENT, processor_percent
+from moesaic.core.process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def _start_own(program: str) -> Mps:
     for path in environment.values():
         os.mkdir(path, mode=0o700)
     # A daemon that sees some GPUs only numbers them anew, and ranks name them by the old numbers.
-    inherited = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    inherited = {name: value for name, value in child_environment().items() if name != VISIBLE}
     watch = subprocess.Popen(
         [sys.executable, "-I", mps_watch.__file__, program, folder],
         env={**inherited, **environment},

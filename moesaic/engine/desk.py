@@ -130,12 +130,12 @@ class Desk:
                     job.finish(FinishReason("abort", message=str(error), failed=True))
         return len(chosen)
 
-    def abort(self, name: str, owner: Hashable = None) -> int:
-        """Ends the requests that have this id, of this owner alone if one is given; their number.
+    def abort(self, name: str, client: Hashable = None) -> int:
+        """Ends the requests that have this id, of this client alone if one is given; their number.
         The id is that of a request, of a prompt (all its samples) or of a call."""
         with self._lock:
             chosen = self._open.found(name)
-        return self._abort([job for job in chosen if owner is None or job.owner == owner])
+        return self._abort([job for job in chosen if client is None or job.client == client])
 
     def abort_all(self) -> int:
         with self._lock:

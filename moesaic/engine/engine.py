@@ -11,8 +11,16 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -36,7 +44,7 @@ from moesaic.engine.desk import Desk
 from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
 from moesaic.engine.gate import Gate, NoGate
-from moesaic.engine.grammar_check import THREADS, GrammarChecker
+from moesaic.engine.grammar_check import GrammarChecker
 from moesaic.engine.grammar_child import Setup
 from moesaic.engine.holdings import holdings, log_ranks
 from moesaic.engine.inputs import (
@@ -50,7 +58,8 @@ from moesaic.engine.jobs import Job, Progress
 from moesaic.engine.mail import Mailbox, Post
 from moesaic.engine.profiler import Profiler
 from moesaic.engine.remote import RemoteCore, start_ranks
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.tokenizer import load_tokenizer
+from moesaic.models.checkpoint import check_folder
 from moesaic.models.tiny import materialise
 from moesaic.observe.requests import RequestStats, RequestWatch
 from moesaic.observe.spans import Kind
@@ -84,14 +93,10 @@ class Engine:
             served_model_name=args.served_model_name or args.model_path,
         )
         logging.getLogger("moesaic").setLevel(self.args.log_level.upper())
-        if not Path(self.args.model_path).is_dir():
-            raise ValueError(
-                f"--model-path {self.args.model_path} is not a folder: give a Hugging Face folder "
-                "with config.json, safetensors and tokenizer.json; nothing is downloaded"
-            )
+        check_folder(self.args.model_path, has_tensors=self.args.load_format != "dummy")
         if self.args.num_threads is not None:
             torch.set_num_threads(self.args.num_threads)
-        self.tokenizer = _load_tokenizer(self.args)
+        self.tokenizer = load_tokenizer(self.args.tokenizer_path, self.args.chat_template)
         prepared = time.monotonic()
         self.mesh = mesh_of(self.args)
         self._core: Core = self._make_core(apart)
@@ -119,9 +124,6 @@ class Engine:
         self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
         self._arrivals = count()
         self._closed = False
-        # Grammars may take long to check: not in threads that others need.
-        self.checks = ThreadPoolExecutor(THREADS, "moesaic-grammars")
-        """Threads that wait for grammars to be checked, and need not be in anybody's way."""
         self.spans = self._core.front
         self._desk = Desk(
             self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
@@ -184,6 +186,7 @@ class Engine:
         )
         signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
         jobs = self._prepare(call, lambda *signal: signals.put(signal), stream)
+        call.check_grammars([job.request for job in jobs], self._limits.grammars)
         answers = self._answers(call, jobs, return_text_in_logprobs)
         pieces = self._stream(answers, signals)
         if stream:
@@ -239,22 +242,23 @@ class Engine:
             async for number, progress in signals:
                 yield Piece(number, progress, jobs[number].request)
 
-    def abort(self, rid: str, owner: object = None) -> int:
+    def abort(self, rid: str, client: object = None) -> int:
         """Ends what has exactly this id: a call, a prompt with all its samples, or one further
-        sample; with `owner` only what that client asked for. The number of requests, which is 0 if
+        sample; with `client` only what that client asked for. The number of requests, which is 0 if
         they are done already."""
         if not isinstance(rid, str):
             raise ValueError(f"rid must be the id of one request, not {shown(rid)}")
-        return self._desk.abort(rid, owner)
+        return self._desk.abort(rid, client)
 
     def abort_all(self) -> int:
         """Ends whatever is in flight; the number of requests."""
         return self._desk.abort_all()
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """ValueError for a form that no answer can be held to; it may take a second."""
+    async def check_grammar(self, grammar: Grammar, client: Hashable = None) -> None:
+        """ValueError for a form that no answer can be held to. A new one waits in the client's
+        line, and QueueFull means that there are too many."""
         SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
-        self._limits.grammars.check(grammar)
+        await self._limits.grammars.check_in_turn(grammar, client)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; the number of pages that became free."""
@@ -330,13 +334,14 @@ class Engine:
         atexit.unregister(self.shutdown)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self.checks.shutdown(wait=False)
         self._limits.grammars.close()
+        if self.tokenizer is not None:
+            self.tokenizer.chat.close()
 
     def _prepare(
         self, call: GenerateInput, put: Callable[[int, Progress], None], stream: bool
     ) -> list[Job]:
-        """Checks every request; nothing is submitted before somebody listens."""
+        """Checks all but grammars; nothing is submitted before somebody listens."""
         begin = self.spans.clock()
         specs = call.specs(self.tokenizer, self._limits)
         self.spans.add(Kind.TOKENISE, begin, tokens=sum(len(spec.prompt_ids) for spec in specs))
@@ -347,12 +352,13 @@ class Engine:
         ]
 
     async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
-        loop = asyncio.get_running_loop()
-        mailbox = Mailbox(self._post(loop))
+        mailbox = Mailbox(self._post(asyncio.get_running_loop()))
         work = partial(self._prepare, call, mailbox.put, stream)
-        if call.has_grammar and not self._closed:
-            return await loop.run_in_executor(self.checks, work), mailbox
-        return (await asyncio.to_thread(work) if call.size > LONG_PROMPT else work()), mailbox
+        is_long = call.size > LONG_PROMPT or call.has_grammar
+        jobs = await asyncio.to_thread(work) if is_long else work()
+        requests = [job.request for job in jobs]
+        await call.check_grammars_in_turn(requests, self._limits.grammars)
+        return jobs, mailbox
 
     def _post(self, loop: asyncio.AbstractEventLoop) -> Post:
         with self._lock:
@@ -378,7 +384,7 @@ class Engine:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
-        whose = spec.part_of, spec.owner
+        whose = spec.part_of, spec.client
         return Job(request, detokenizer, listener, interval, self._watch, *whose)
 
     def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
@@ -489,10 +495,3 @@ class Engine:
                 command(self._core)
         except Exception:
             logger.exception("a command to the engine failed")
-
-
-def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:
-    if args.tokenizer_path is None:
-        return None
-    template = None if args.chat_template is None else Path(args.chat_template).read_text("utf-8")
-    return Tokenizer.from_folder(Path(args.tokenizer_path), chat_template=template)

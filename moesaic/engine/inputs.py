@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic.core.request import Request
-from moesaic.core.sampling import GRAMMARS, SamplingParams
+from moesaic.core.sampling import GRAMMARS, Grammar, SamplingParams
 from moesaic.core.words import shown, shown_id
 from moesaic.engine.answers import num_logprobs
 from moesaic.engine.grammar_check import GrammarChecker
@@ -90,7 +90,7 @@ class RequestSpec:
     rid: str = ""
     part_of: tuple[str, ...] = ()
     """The ids of its prompt and of its call."""
-    owner: Hashable = None
+    client: Hashable = None
     group: int | None = None
 
     def to_request(self, arrival: int) -> Request:
@@ -112,7 +112,8 @@ class RequestSpec:
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
     """The arguments of one call; each but the prompts is one value for all, or a list of them.
-    `rid` as one value is the id of the call. `owner`: the client that asks, if that is known."""
+    `rid` as one value is the id of the call. `client`: who asks, if that is known: in whose
+    turn new grammars are checked, and who may abort it."""
 
     prompt: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
@@ -122,7 +123,7 @@ class GenerateInput:
     top_logprobs_num: Any = 0
     rid: str | list[str] | None = None
     data_parallel_rank: int | list[int] | None = None
-    owner: Hashable = None
+    client: Hashable = None
 
     @property
     def is_single(self) -> bool:
@@ -165,7 +166,7 @@ class GenerateInput:
         )
 
     def specs(self, tokenizer: Tokenizer | None, limits: Limits) -> list[RequestSpec]:
-        """One a sample: `n` of each prompt, next to each other."""
+        """One a sample: `n` of each prompt, next to each other. Grammars are not checked yet."""
         prompts = self._prompts(tokenizer, limits)
         columns = zip(
             prompts,
@@ -186,13 +187,26 @@ class GenerateInput:
                 _check_group(group, limits.num_groups)
                 samples = _samples(*column, tokenizer, limits)
                 found += [
-                    replace(spec, rid=_rid(ids[0], k), part_of=ids, owner=self.owner, group=group)
+                    replace(spec, rid=_rid(ids[0], k), part_of=ids, client=self.client, group=group)
                     for k, spec in enumerate(samples)
                 ]
                 if len(found) > MAX_SAMPLES:
                     raise ValueError(f"more than {MAX_SAMPLES} answers at once: ask several times")
         _check_distinct(found)
         return found
+
+    def check_grammars(self, requests: Sequence[Request], grammars: GrammarChecker) -> None:
+        """Those of the call's own requests."""
+        for number, grammar in _grammars(requests):
+            with self._naming(number):
+                grammars.check(grammar, self.client)
+
+    async def check_grammars_in_turn(
+        self, requests: Sequence[Request], grammars: GrammarChecker
+    ) -> None:
+        for number, grammar in _grammars(requests):
+            with self._naming(number):
+                await grammars.check_in_turn(grammar, self.client)
 
     def _ids(self, number: int) -> list[tuple[str, ...]]:
         """Of each prompt its own id, and that of the call where it differs."""
@@ -270,6 +284,16 @@ class GenerateInput:
             where = "" if self.is_single else f"prompt {number}: "
             error.args = (f"{where}{error}",)
             raise
+
+
+def _grammars(requests: Sequence[Request]) -> Iterator[tuple[int, Grammar]]:
+    """Each with the number of its prompt, whose samples stand next to each other."""
+    number = position = 0
+    while position < len(requests):
+        params = requests[position].params
+        if params.grammar is not None:
+            yield number, params.grammar
+        number, position = number + 1, position + params.n
 
 
 def _check_number(prompts: Sequence[Any]) -> None:
@@ -376,8 +400,6 @@ def _params(given: Any, tokenizer: Tokenizer | None, limits: Limits) -> Sampling
         raise ValueError("stop strings need a tokenizer: give stop_token_ids instead")
     if params.n > MAX_SAMPLES:
         raise ValueError(f"n {params.n} is more than {MAX_SAMPLES}: ask several times")
-    if params.grammar is not None:
-        limits.grammars.check(params.grammar)
     return params
 
 

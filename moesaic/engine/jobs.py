@@ -36,7 +36,7 @@ class Job:
     watch: RequestWatch | None = None
     part_of: tuple[str, ...] = ()
     """The ids of its prompt and of its call."""
-    owner: Hashable = None
+    client: Hashable = None
     """The client that asked for it, if that is known."""
     last_token: float = 0.0
     held: float = 0.0

@@ -53,6 +53,7 @@ from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
+from moesaic.models.folder import ModelEnds, checked
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.weights import fill_randomly, load_weights, settle_input_scales
@@ -100,7 +101,8 @@ class ModelRunner:
         dense = dense_weights(scheme, folder, self.moe)
         part = outline(raw, self.moe, self.parallel, dense)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
-        self._check_weights_fit(folder, weight_bytes)
+        tables = part.rope.nbytes * self.context_length  # an outline has one position
+        self._check_weights_fit(folder, weight_bytes + tables)
         with self.device:
             context = BuildContext(self.context_length, self.moe, self.parallel, dense)
             self.model = build_model(raw, context)
@@ -388,6 +390,4 @@ def _is_finite(logits_V: Tensor) -> bool:
 
 def _eos_ids(raw: RawConfig) -> frozenset[int]:
     """For engines without a tokenizer, which knows better."""
-    given = raw.data.get("eos_token_id")
-    ids = given if isinstance(given, list) else [given]
-    return frozenset(token for token in ids if isinstance(token, int))
+    return checked(raw.data, ModelEnds, raw.source).all_ids

@@ -1,39 +1,45 @@
 """Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
 
-Only data is read: tokenizer.json, JSON settings and Jinja templates, which run in a sandbox.
+Only data is read: tokenizer.json, JSON settings and Jinja templates (chat_template.py).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from moesaic.engine.chat_template import ChatTemplateError as ChatTemplateError
+from moesaic.engine.chat_template import ChatTemplates
+from moesaic.models.folder import (
+    GenerationConfig,
+    ModelEnds,
+    Token,
+    TokenizerConfig,
+    TokenNames,
+    checked,
+    read_as,
+    read_object,
+    read_text,
+)
+
 logger = logging.getLogger(__name__)
 
+TOKEN_FILES = "tokenizer_config.json or special_tokens_map.json"
 BROKEN = "\ufffd"
 # So many are decoded without holding Python's lock.
 MANY_IDS = 2048
-MAX_RENDERED = 16 << 20
-MAX_RENDER_SECONDS = 10.0
 # Characters that a normaliser may join to one: no composed character has more.
 MAX_JOINED = 4
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -48,10 +54,6 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 # How tokenizers that fall back to bytes write one.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class ChatTemplateError(ValueError):
-    """There is no chat template, or it does not accept the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens)
         self.eos_ids = eos_ids
-        self.templates = dict(templates)
+        self.chat = ChatTemplates(templates, special_tokens, folder)
         self.folder = folder
-        self._compiled: dict[str, Template] = {}
         self._token_texts: dict[int, str] = {}
         self._forms: dict[int, TokenForm] = {}
 
@@ -90,8 +91,11 @@ class Tokenizer:
         """`chat_template`: a file, the name of one of the folder's templates, or Jinja itself."""
         folder = Path(path)
         backend = _load_backend(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        settings = read_object(folder / "tokenizer_config.json")
+        config = checked(settings, TokenizerConfig, str(folder / "tokenizer_config.json"))
+        legacy = read_object(folder / "special_tokens_map.json")
+        checked(legacy, TokenNames, str(folder / "special_tokens_map.json"))
+        named = _named_tokens(config, settings, legacy)
         _add_tokens(backend, config, named)
         special = {name: token.content for name, token in named.items()}
         _apply_bos_eos(backend, config, special)
@@ -180,6 +184,11 @@ class Tokenizer:
             return False
         return bool(form.text.strip()) and BROKEN not in form.text
 
+    @property
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name."""
+        return self.chat.texts
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -188,114 +197,17 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The prompt as text; encode it with `add_special_tokens=False`."""
-        template = self._template(self._template_name(tools))
-        variables: dict[str, Any] = {
-            **self.special_tokens,
-            "documents": None,
-            **kwargs,
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return _limited(template.generate(variables))
-        except Exception as error:
-            raise ChatTemplateError(
-                f"the chat template does not accept these messages: {error or repr(error)}"
-            ) from error
-
-    def _template_name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
-        if name in self.templates:
-            return name
-        if self.templates:
-            raise ChatTemplateError(
-                f"{self.folder} has chat templates {sorted(self.templates)} and none is the "
-                "default: choose one by name with chat_template"
-            )
-        raise ChatTemplateError(
-            f"{self.folder} has no chat template: give one with chat_template (a file or the "
-            "template itself), or send a prompt instead of messages"
-        )
-
-    def _template(self, name: str) -> Template:
-        if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self.templates[name])
-            except TemplateError as error:
-                raise ChatTemplateError(
-                    f"chat template {name!r} of {self.folder} is not valid Jinja: {error}"
-                ) from error
-        return self._compiled[name]
+        return self.chat.submit(None, messages, add_generation_prompt, tools, kwargs).result()
 
 
-def _limited(pieces: Iterator[str]) -> str:
-    """A rendered chat as one text. Templates are the operator's, what they loop over is not."""
-    deadline, size, found = time.monotonic() + MAX_RENDER_SECONDS, 0, []
-    for piece in pieces:
-        size += len(piece)
-        found.append(piece)
-        if size > MAX_RENDERED or time.monotonic() > deadline:
-            raise ChatTemplateError(
-                f"it would be more than {MAX_RENDERED} characters, or takes more than "
-                f"{MAX_RENDER_SECONDS:g} s: send less"
-            )
-    return "".join(found)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; here only its body counts."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates read a turn's reasoning under different names: give it under those in use."""
-    for key in REASONING_KEYS:
-        if (reasoning := message.get(key)) is not None:
-            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return message
+def load_tokenizer(folder: str | None, chat_template: str | None) -> Tokenizer | None:
+    """For a server: the chat template (a file, or that of the folder) is tried before it serves."""
+    if folder is None:
+        return None
+    template = None if chat_template is None else read_text(Path(chat_template))
+    tokenizer = Tokenizer.from_folder(folder, chat_template=template)
+    tokenizer.chat.check()
+    return tokenizer
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -314,67 +226,55 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _named_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, AddedToken]:
+def _named_tokens(
+    config: TokenizerConfig, settings: dict[str, Any], legacy: dict[str, Any]
+) -> dict[str, AddedToken]:
     """bos_token, eos_token and the like. The older special_tokens_map.json rules only in folders
     that are as old: those whose settings do not list the added tokens."""
-    flags = {entry["content"]: entry for entry in config.get("added_tokens_decoder", {}).values()}
-    merged = legacy | config if flags else config | legacy
+    flags = {entry.content: entry for entry in (config.added_tokens_decoder or {}).values()}
+    merged = legacy | settings if flags else settings | legacy
     extra = merged.get("extra_special_tokens")
     if isinstance(extra, dict):
         merged = merged | extra
     named = {}
     for name, value in merged.items():
         if name.endswith("_token") and isinstance(value, str | dict):
-            content = value if isinstance(value, str) else value["content"]
-            entry = flags.get(content, value)
-            named[name] = _added_token(content if isinstance(entry, str) else entry, special=True)
+            token = checked({name: value}, dict[str, Token], TOKEN_FILES)[name]
+            content = token if isinstance(token, str) else token.content
+            named[name] = _added_token(flags.get(content, token), special=True)
     return named
 
 
-def _added_token(entry: str | dict[str, Any], special: bool) -> AddedToken:
+def _added_token(entry: Token, special: bool) -> AddedToken:
     if isinstance(entry, str):
         return AddedToken(entry, special=special, normalized=False)
-    known = ("content", "single_word", "lstrip", "rstrip", "normalized")
-    return AddedToken(**{k: entry[k] for k in known if k in entry}, special=special)
+    known = {"single_word", "lstrip", "rstrip", "normalized"}
+    given = {name: value for name, value in msgspec.to_builtins(entry).items() if name in known}
+    return AddedToken(entry.content, special=special, **given)
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, AddedToken]
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, named: dict[str, AddedToken]
 ) -> None:
     """Tokens that the settings name and tokenizer.json may lack, in the order of their ids."""
-    listed = {
-        int(number): entry for number, entry in config.get("added_tokens_decoder", {}).items()
-    }
-    for number, entry in sorted(listed.items()):
-        special = bool(entry.get("special", False))
+    for number, entry in sorted((config.added_tokens_decoder or {}).items()):
+        special = bool(entry.special)
         add = backend.add_special_tokens if special else backend.add_tokens
         add([_added_token(entry, special)])
-        if (found := backend.token_to_id(entry["content"])) != number:
+        if (found := backend.token_to_id(entry.content)) != number:
             logger.warning(
                 "tokenizer_config.json gives token %r the id %d, tokenizer.json gives it %s",
-                entry["content"],
+                entry.content,
                 number,
                 found,
             )
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = config.extra_special_tokens or config.additional_special_tokens or []
     more = [] if isinstance(extra, dict) else [_added_token(entry, special=True) for entry in extra]
     backend.add_special_tokens([*named.values(), *more])
 
 
 def _apply_bos_eos(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, special: dict[str, str]
 ) -> None:
     """tokenizer.json says which special tokens frame a text; explicit add_bos_token and
     add_eos_token overrule it (DeepSeek's folders name BOS only there)."""
@@ -382,8 +282,8 @@ def _apply_bos_eos(
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]
     has_eos = eos is not None and frame[int(has_bos) :][-1:] == [backend.token_to_id(eos)]
-    wants_bos = bos is not None and bool(config.get("add_bos_token", has_bos))
-    wants_eos = eos is not None and bool(config.get("add_eos_token", has_eos))
+    wants_bos = bos is not None and _or(config.add_bos_token, has_bos)
+    wants_eos = eos is not None and _or(config.add_eos_token, has_eos)
     if (wants_bos, wants_eos) == (has_bos, has_eos):
         return
     parts = ["$A"]
@@ -399,24 +299,25 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None)
     found = set[int]()
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         found.add(token_id)
-    config = _read_json(folder / "config.json")
-    for source in (_read_json(folder / "generation_config.json"), config):
-        value = source.get("eos_token_id", (source.get("text_config") or {}).get("eos_token_id"))
-        if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+    for name, kind in (("generation_config.json", GenerationConfig), ("config.json", ModelEnds)):
+        found |= read_as(folder / name, kind).all_ids
     return frozenset(found)
 
 
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _or(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
+
+
+def _templates(folder: Path, config: TokenizerConfig) -> dict[str, str]:
     """Files win over the entry of tokenizer_config.json."""
     found = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"
     if found:
-        return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
-    entry = config.get("chat_template")
+        return {name: read_text(file) for name, file in found.items()}
+    entry = config.chat_template
     if isinstance(entry, list):
-        return {named["name"]: named["template"] for named in entry}
+        return {named.name: named.template for named in entry}
     if isinstance(entry, dict):
         return dict(entry)
     return {} if entry is None else {"default": entry}
@@ -428,7 +329,7 @@ def _chosen_template(choice: str, templates: Mapping[str, str]) -> str:
     if "{" in choice:
         return choice
     if Path(choice).is_file():
-        return Path(choice).read_text(encoding="utf-8")
+        return read_text(Path(choice))
     raise ValueError(
         f"chat_template={choice!r} is neither a file nor one of this model's templates "
         f"{sorted(templates)}, and it is no Jinja text"

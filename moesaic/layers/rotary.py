@@ -94,6 +94,10 @@ class RotaryTable:
             self.cos = (angles.cos() * scale).to(device)
             self.sin = (angles.sin() * scale).to(device)
 
+    @property
+    def nbytes(self) -> int:
+        return self.cos.nbytes + self.sin.nbytes
+
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for each token, with a dimension of one for the heads. The table moves to
         where positions are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moesaic.models.config import EXPERT_COUNTS, RawConfig
+from moesaic.models.folder import TensorIndex, read_as
+
 INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
+_EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -49,11 +54,10 @@ class Checkpoint:
         leave the index as it was."""
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                files = sorted({Path(str(name)).name for name in weight_map.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index} is not a valid safetensors index: {error!r}") from error
+            listed = read_as(index, TensorIndex).weight_map.values()
+            files = sorted({Path(name).name for name in listed})
+            if not files:
+                raise ValueError(f"{index}: weight_map is empty: fetch the file again")
         else:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
@@ -110,6 +114,41 @@ class Checkpoint:
                 f"tensor {name} in {self.folder} has type {dtype} where config.json asks for "
                 f"{' or '.join(spec.dtypes)}"
             )
+
+
+def check_folder(path: str, has_tensors: bool) -> None:
+    """ValueError for what is no checkpoint, or has a config.json that asks for more layers or
+    experts than there are tensors of: before anything is made that large."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--model-path {path} is not a folder: give a Hugging Face folder with config.json, "
+            "safetensors and tokenizer.json; nothing is downloaded"
+        )
+    raw = RawConfig.read(folder)
+    layers, experts = raw.integer("num_hidden_layers"), raw.num_experts()
+    if not has_tensors:
+        return
+    names = _tensor_names(folder)
+    for field, asked, numbered in (
+        ("num_hidden_layers", layers, _LAYER),
+        (next(filter(raw.has, EXPERT_COUNTS), ""), experts, _EXPERT),
+    ):
+        numbers = [int(found[1]) for name in names if (found := numbered.search(name))]
+        if numbers and asked > max(numbers) + 1:
+            raise ValueError(
+                f"{raw.source}: {field} is {asked}, and the tensors in {folder} are of "
+                f"{max(numbers) + 1}: mend it, or fetch the files that are missing"
+            )
+
+
+def _tensor_names(folder: Path) -> Iterable[str]:
+    """By the index where there is one: it is a single file, and its numbers are right also where
+    tensors were renamed behind it."""
+    if (index := folder / INDEX).is_file():
+        return read_as(index, TensorIndex).weight_map
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.location
 
 
 def _either(shapes: Iterable[tuple[int, ...]]) -> str:

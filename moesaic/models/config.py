@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -14,13 +13,50 @@ from moesaic.layers.linear import LinearConfig
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
 from moesaic.models.dense import DenseWeights
+from moesaic.models.folder import brief, read_object
 from moesaic.moe.context import MoeContext
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+Item = TypeVar("Item")
+
+# What no model has more of: a file that says so is broken, or meant to take all memory and time.
+# Published models have up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760
+# positions; float32, in which positions are rotated, counts to 2^24.
+MOST: Final = {
+    "num_hidden_layers": 1024,
+    "num_nextn_predict_layers": 64,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14,
+    "q_lora_rank": 1 << 18,
+    "kv_lora_rank": 1 << 18,
+    "max_position_embeddings": 1 << 24,
+    "original_max_position_embeddings": 1 << 24,
+}
+# In all layers together, since each has a name that is looked for.
+MOST_EXPERTS: Final = 1 << 16
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_ELSE: Final = 2**31 - 1
+MOST_NUMBER: Final = 1e12
+
 
 class RawConfig:
-    """config.json with typed access; a missing or mistyped key is an error that names it."""
+    """config.json with typed access; a key that is missing, mistyped or beyond what any model has
+    is an error that names it."""
 
     def __init__(self, data: dict[str, Any], source: str) -> None:
         self.data, self.source = data, source
@@ -33,39 +69,45 @@ class RawConfig:
                 f"{path} does not exist: --model-path must be a Hugging Face folder with "
                 "config.json, safetensors and tokenizer.json"
             )
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")
-        return cls(data, str(path))
+        return cls(read_object(path), str(path))
 
     def has(self, key: str) -> bool:
         return self.data.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(f"{self.source}: {key} must be an integer >= {minimum}, not {value!r}")
+        value, most = self._get(key, default), MOST.get(key, MOST_ELSE)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= most:
+            raise ValueError(
+                f"{self.source}: {key} must be an integer from {minimum} to {most}, "
+                f"not {brief(value)}"
+            )
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(
+        self, key: str, default: float | None = None, least: float = 0.0, most: float = MOST_NUMBER
+    ) -> float:
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{self.source}: {key} must be a number, not {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:
+            raise ValueError(
+                f"{self.source}: {key} must be a number from {least:g} to {most:g}, "
+                f"not {brief(value)}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.source}: {key} must be true or false, not {value!r}")
+            raise ValueError(f"{self.source}: {key} must be true or false, not {brief(value)}")
         return value
 
-    def items(self, key: str, length: int | None = None) -> list[Any]:
+    def items(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
+        """Of one kind; empty if there is none."""
         value = self._get(key, [])
-        if not isinstance(value, list):
-            raise ValueError(f"{self.source}: {key} must be a list, not {value!r}")
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ValueError(
+                f"{self.source}: {key} must be a list of {kind.__name__}, not {brief(value)}"
+            )
         if length is not None and value and len(value) < length:
             raise ValueError(f"{self.source}: {key} has {len(value)} entries, {length} are needed")
         return value
@@ -74,14 +116,28 @@ class RawConfig:
         """Refuses a value that changes the model in a way which is not served."""
         if self.data.get(key, served) not in (served, None):
             raise ValueError(
-                f"{self.source}: {key} {self.data[key]!r} is not served, only {served!r}"
+                f"{self.source}: {key} {brief(self.data[key])} is not served, only {served!r}"
             )
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{self.source}: {key} must be an object, not {value!r}")
+            raise ValueError(f"{self.source}: {key} must be an object, not {brief(value)}")
         return value
+
+    def num_experts(self) -> int:
+        """Of a layer, under the name that the family has for it; 0 if there is none."""
+        found = [(key, self.integer(key)) for key in EXPERT_COUNTS if self.has(key)]
+        if not found:
+            return 0
+        key, number = found[0]
+        layers = self.integer("num_hidden_layers")
+        if number * layers > MOST_EXPERTS:
+            raise ValueError(
+                f"{self.source}: {key} {number} and num_hidden_layers {layers} are "
+                f"{number * layers} experts: no more than {MOST_EXPERTS} are served"
+            )
+        return number
 
     def optional_int(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None
@@ -148,14 +204,14 @@ def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
     name = str(raw.data.get("dtype") or raw.data.get("torch_dtype") or "bfloat16")
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"{raw.source}: dtype {name!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"{raw.source}: dtype {brief(name)} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelConfig:
     activation = raw.data.get("hidden_act", "silu")
     if activation != "silu":
-        raise ValueError(f"{raw.source}: hidden_act {activation!r} is not served, only 'silu'")
+        raise ValueError(f"{raw.source}: hidden_act {brief(activation)} is not served, only 'silu'")
     return ModelConfig(
         vocab_size=raw.integer("vocab_size"),
         hidden_size=raw.integer("hidden_size"),
@@ -185,16 +241,17 @@ def rope_config(
     kind = "default" if kind == "dynamic" else kind
     if kind not in ROPE_TYPES:
         raise ValueError(
-            f"{raw.source}: rope type {kind!r} is not served, only {', '.join(ROPE_TYPES)}, dynamic"
+            f"{raw.source}: rope type {brief(kind)} is not served, only "
+            f"{', '.join(ROPE_TYPES)}, dynamic"
         )
     max_positions = raw.integer("max_position_embeddings")
     original = raw.optional_int("original_max_position_embeddings") or rope.integer(
         "original_max_position_embeddings", max_positions
     )
-    factor = rope.number("factor", max_positions / original) if kind != "default" else 1.0
+    factor = 1.0 if kind == "default" else rope.number("factor", max_positions / original, 1e-6)
     return RopeConfig(
         dim=dim,
-        theta=rope.number("rope_theta", raw.number("rope_theta", theta)),
+        theta=rope.number("rope_theta", raw.number("rope_theta", theta, 2.0), 2.0),
         type=kind,
         factor=factor,
         original_max_positions=original,

@@ -14,6 +14,7 @@ from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
+from moesaic.models.folder import brief
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
@@ -119,7 +120,7 @@ def _topk(raw: RawConfig) -> TopKConfig:
     method = raw.data.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(
-            f"{raw.source}: topk_method {method!r} is not served for DeepSeek-V2, "
+            f"{raw.source}: topk_method {brief(method)} is not served for DeepSeek-V2, "
             "only 'greedy' and 'group_limited_greedy'"
         )
     grouped = method == "group_limited_greedy"

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+LONGEST = 18
+
 
 def parse_name(model_path: str, prefix: str, example: str) -> tuple[str, dict[str, int]]:
     """tiny:mixtral,num_hidden_layers=4 -> mixtral and {"num_hidden_layers": 4}."""
@@ -16,7 +18,8 @@ def parse_name(model_path: str, prefix: str, example: str) -> tuple[str, dict[st
     changes: dict[str, int] = {}
     for text in texts:
         key, _, value = text.partition("=")
-        if not key.isidentifier() or not (value.isascii() and value.isdecimal()):
+        is_number = value.isascii() and value.isdecimal() and len(value) <= LONGEST
+        if not key.isidentifier() or not is_number:
             raise ValueError(f"{text!r} in {model_path!r} is not KEY=INTEGER, as in {example}")
         if key in changes:
             raise ValueError(f"{model_path!r} gives {key} twice")

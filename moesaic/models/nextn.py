@@ -188,7 +188,7 @@ def _build_whole(raw: RawConfig, own: Own) -> NextN:
 
 
 def _layers(raw: RawConfig) -> range:
-    names = raw.items("architectures")
+    names = raw.items("architectures", str)
     if ARCHITECTURE not in names:
         raise ValueError(
             f"{raw.source}: architectures {names} have no layers for multi-token prediction that "

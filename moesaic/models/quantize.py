@@ -195,7 +195,7 @@ def _form(raw: RawConfig, source: Path, job: Job) -> Form:
             f"--group-size {job.group_size}: format {job.form} has no groups to choose, only "
             f"{', '.join(grouped)} have"
         )
-    names = raw.items("architectures")
+    names = raw.items("architectures", str)
     if not any(name in ARCHITECTURES for name in names):
         raise ValueError(
             f"{raw.source}: architectures {names} are not known, only {', '.join(ARCHITECTURES)}"

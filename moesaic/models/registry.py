@@ -19,7 +19,8 @@ ARCHITECTURES = {
 
 def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
     """The model with its weights still unset."""
-    names = raw.items("architectures")
+    raw.num_experts()
+    names = raw.items("architectures", str)
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ValueError(
@@ -27,7 +28,11 @@ def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
             f"{', '.join(ARCHITECTURES)}"
         )
     family = import_module(f"moesaic.models.{ARCHITECTURES[known[0]]}")
-    model: CausalLM = family.build(raw, context)
+    try:
+        model: CausalLM = family.build(raw, context)
+    except ValueError as error:  # of a layer, which does not know where its sizes are from
+        named = raw.source in str(error)
+        raise error if named else ValueError(f"{raw.source}: {error}") from error
     if context.dense is not None:
         context.dense.apply(model)
     return model.eval()

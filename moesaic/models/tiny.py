@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "tiny:"
 SMALLEST_VOCAB = 258
+# 4 GiB, which are made in memory and kept in the user's cache.
+MOST_NUMBERS = 1 << 30
 EOS, TURN = "<|end|>", "<|turn|>"
 # What else ends answers: in gpt-oss <|end|> is a marker within them.
 OTHER_EOS = {"gpt_oss": "<|return|>"}
@@ -135,6 +138,11 @@ def make_tiny_checkpoint(
         if config.get("num_nextn_predict_layers"):
             slots += build_nextn(raw, model, Own()).checkpoint_slots()
     shapes = {slot.name: _stored_shape(slot, config) for slot in slots}
+    if (size := sum(map(math.prod, shapes.values()))) > MOST_NUMBERS:
+        raise ValueError(
+            f"a tiny {family} of {size} numbers: at most {MOST_NUMBERS} are made and stored, give "
+            "smaller sizes, or take a shape (shape:NAME) with --load-format dummy"
+        )
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

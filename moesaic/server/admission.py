@@ -7,17 +7,15 @@ not keep one with a single request from being next. Everything happens in one ev
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import count
 from typing import Final
 
 from moesaic.engine.engine import QueueFull
 from moesaic.engine.gate import Start
+from moesaic.engine.turns import TurnQueue
 
 logger = logging.getLogger(__name__)
 
@@ -37,121 +35,39 @@ class Full(QueueFull):
         self.retry_after = retry_after
 
 
-class Admission:
+class Admission(TurnQueue["Ticket"]):
     """`waiting` and `running` are requests now, `arriving` calls that are still being made into
     requests; `refused_total` and `admitted_total` since the start."""
 
     def __init__(self, max_running: int, max_queued: int | None = None) -> None:
-        self.slots = max_running + max(1, max_running // LEAD_SHARE)
-        self.most_open = max_running + (MAX_QUEUED if max_queued is None else max_queued)
-        self.waiting = self.running = self.arriving = 0
+        most_open = max_running + (MAX_QUEUED if max_queued is None else max_queued)
+        super().__init__(max_running + max(1, max_running // LEAD_SHARE), most_open)
+        self.arriving = self.admitted_total = 0
         self._max_running = max_running
-        self.refused_total = self.admitted_total = 0
-        self._lines: dict[Hashable, _Line] = {}
-        self._turns: list[tuple[int, int, _Line]] = []
-        self._turn = 0
-        self._order = count()
         self._rate = _Rate()
 
     def ticket(self, client: Hashable) -> Ticket:
         """The gate for one call of a client."""
         return Ticket(self, client)
 
-    def queue(self, ticket: Ticket) -> None:
-        """Full if there is no room for it, and nobody has more waiting than its client would."""
-        if ticket.wanted > self.most_open:
+    def queue(self, waiter: Ticket) -> None:
+        if waiter.wanted > self.most_open:
             raise ValueError(
-                f"{ticket.wanted} answers at once are more than --max-running-requests and "
+                f"{waiter.wanted} answers at once are more than --max-running-requests and "
                 f"--max-queued-requests allow, which is {self.most_open}: ask several times"
             )
-        line = self._lines.get(ticket.client)
-        self._make_room(ticket.wanted, 0 if line is None else line.waiting)
-        line = self._lines.setdefault(ticket.client, _Line(ticket.client))
-        line.tickets[ticket] = None
-        line.waiting += ticket.wanted
-        self.waiting += ticket.wanted
-        if len(line.tickets) == 1:
-            self._line_up(line, self._turn)
-        self.pump()
-
-    def unqueue(self, ticket: Ticket) -> None:
-        """A ticket that wants nothing more, or whose client has left."""
-        line = self._lines[ticket.client]
-        del line.tickets[ticket]
-        self.forget(ticket, ticket.wanted)
-        if not line.tickets:
-            del self._lines[ticket.client]  # its turn is passed over when it comes
-
-    def holds(self, ticket: Ticket) -> bool:
-        line = self._lines.get(ticket.client)
-        return line is not None and ticket in line.tickets
-
-    def forget(self, ticket: Ticket, number: int) -> None:
-        """So many requests of a queued ticket will not begin."""
-        self._lines[ticket.client].waiting -= number
-        self.waiting -= number
-        ticket.wanted -= number
+        super().queue(waiter)
 
     def free(self, number: int) -> None:
-        self.running -= number
         self._rate.add(number)
-        self.pump()
-
-    def pump(self) -> None:
-        """Gives free slots to whoever is next."""
-        begun: dict[Ticket, int] = {}
-        while self.running < self.slots and self._turns:
-            turn, _, line = heapq.heappop(self._turns)
-            if not self._is_current(line):
-                continue
-            self._turn = turn
-            ticket = next(iter(line.tickets))
-            begun[ticket] = begun.get(ticket, 0) + 1
-            self.running += 1
-            ticket.held += 1
-            self.forget(ticket, 1)
-            if not ticket.wanted:
-                del line.tickets[ticket]
-            if line.tickets:
-                self._line_up(line, turn + 1)
-            else:
-                del self._lines[line.client]
-        for ticket, number in begun.items():
-            ticket.begin(number)
+        super().free(number)
 
     def retry_after(self) -> int:
         rate = self._rate.per_second()
         seconds = 1 if rate is None else math.ceil(self.waiting / max(rate, 1e-3))
         return min(max(seconds, 1), LONGEST_RETRY)
 
-    def _line_up(self, line: _Line, turn: int) -> None:
-        heapq.heappush(self._turns, (turn, next(self._order), line))
-        if len(self._turns) > 2 * len(self._lines) + 64:  # those of clients that have left
-            self._turns = [entry for entry in self._turns if self._is_current(entry[2])]
-            heapq.heapify(self._turns)
-
-    def _is_current(self, line: _Line) -> bool:
-        return self._lines.get(line.client) is line
-
-    def _make_room(self, number: int, own: int) -> None:
-        """By sending away the newest of whoever has most waiting. One call that has begun may have
-        filled the queue: then whoever has nothing waiting goes beyond the limit."""
-        while (excess := self.running + self.waiting + number - self.most_open) > 0:
-            most = max(self._lines.values(), key=lambda line: line.waiting, default=None)
-            if most is None or most.waiting <= own + number:
-                self.refused_total += number
-                raise self._full()
-            newest = most.newest()
-            if newest is None and not own and excess <= self.most_open:
-                return
-            if newest is None:
-                self.refused_total += number
-                raise self._full()
-            self.refused_total += newest.wanted
-            self.unqueue(newest)
-            newest.refuse(self._full())
-
-    def _full(self) -> Full:
+    def full(self) -> Full:
         running = min(self.running, self._max_running)  # the others are at hand, and wait there
         waiting = self.running - running + self.waiting
         return Full(
@@ -214,7 +130,7 @@ class Ticket:
             self.held -= slots
             self._admission.free(slots)
 
-    def refuse(self, error: Full) -> None:
+    def refuse(self, error: Exception) -> None:
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -233,17 +149,6 @@ class Ticket:
         held, self.held = self.held, 0
         if held:
             self._admission.free(held)
-
-
-class _Line:
-    def __init__(self, client: Hashable) -> None:
-        self.client, self.waiting = client, 0
-        self.tickets: OrderedDict[Ticket, None] = OrderedDict()
-
-    def newest(self) -> Ticket | None:
-        """The last that has nothing running yet."""
-        last = next(reversed(self.tickets))
-        return None if last.held else last
 
 
 class _Rate:

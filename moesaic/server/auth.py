@@ -14,11 +14,10 @@ from typing import Final
 from starlette.requests import Request
 
 from moesaic.config import ServerArgs
+from moesaic.core.process import ADMIN_API_KEY, API_KEY
 from moesaic.server.errors import Refusal
 from moesaic.server.routes import Access
 
-API_KEY: Final = "MOESAIC_API_KEY"
-ADMIN_API_KEY: Final = "MOESAIC_ADMIN_API_KEY"
 NAMED_PORT: Final = re.compile(r":\d*$")
 CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
 # What browsers send, and the clients of servers do not. A page can leave out some of it, and set

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -101,12 +100,9 @@ async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
     return _decode(data, kind), len(data)
 
 
-async def aside(size: int, make: Callable[[], Result], pool: Executor | None = None) -> Result:
-    """In a thread where it is made of much, or if there is a pool for what is slow: the event loop
-    must not be held up."""
-    if pool is None and size <= LONG_PROMPT:
-        return make()
-    return await asyncio.get_running_loop().run_in_executor(pool, make)
+async def aside(size: int, make: Callable[[], Result]) -> Result:
+    """In a thread where it is made of much: the event loop must not be held up."""
+    return make() if size <= LONG_PROMPT else await asyncio.to_thread(make)
 
 
 def is_moderate(text: str) -> bool:

@@ -110,8 +110,8 @@ async def abort_request(context: Context, request: Request) -> Response:
     if not body.rid:
         raise Refusal(400, "give the rid of a request, or abort_all", "rid")
     may_end_all = context.keys.allow(Access.ADMIN, request)
-    owner = None if may_end_all else work.client_of(request)
-    ended = await context.ask(lambda: context.engine.abort(body.rid, owner))
+    client = None if may_end_all else work.client_of(request)
+    ended = await context.ask(lambda: context.engine.abort(body.rid, client))
     return json_response({"status": "ok", "aborted": ended})
 
 

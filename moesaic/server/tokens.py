@@ -17,6 +17,7 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
 from moesaic.server.routes import Access, Route
+from moesaic.server.work import client_of
 
 # Of a request to /detokenize.
 MAX_IDS: Final = 1 << 17
@@ -47,7 +48,13 @@ async def tokenize(context: Context, request: Request) -> Response:
         raise Refusal(400, "give either prompt or messages, and not both")
     if isinstance(body.prompt, list) and len(body.prompt) > MAX_SAMPLES:
         raise Refusal(400, f"give at most {MAX_SAMPLES} texts at once", "prompt")
-    found = await _aside(context, lambda tokenizer: _ids(tokenizer, body, context.engine.limits))
+    limits = context.engine.limits
+    if body.messages is None:
+        found = await _aside(context, lambda tokenizer: _ids(tokenizer, body, limits))
+    else:
+        text = await _rendered(context, request, body)
+        special = bool(body.add_special_tokens)
+        found = [await _aside(context, lambda tokenizer: tokenizer.encode(text, special))]
     counts = [len(ids) for ids in found]
     single = not isinstance(body.prompt, list)
     return json_response(
@@ -81,10 +88,6 @@ async def detokenize(context: Context, request: Request) -> Response:
 
 
 def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: Limits) -> list[list[int]]:
-    if body.messages is not None:
-        text = tokenizer.apply_chat_template(body.messages, body.add_generation_prompt, body.tools)
-        limits.check_chars(len(text))
-        return [tokenizer.encode(text, bool(body.add_special_tokens))]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     assert texts is not None
     for text in texts:
@@ -92,15 +95,32 @@ def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: Limits) -> list[list[
     return [tokenizer.encode(text, body.add_special_tokens is not False) for text in texts]
 
 
+async def _rendered(context: Context, request: Request, body: TokenizeBody) -> str:
+    chat, messages = _tokenizer(context).chat, body.messages or []
+    try:
+        rendering = chat.submit(
+            client_of(request), messages, body.add_generation_prompt, body.tools, {}
+        )
+        text = await asyncio.wrap_future(rendering)
+        context.engine.limits.check_chars(len(text))
+    except (ValueError, RuntimeError) as error:
+        raise context.refusal(error) from None
+    return text
+
+
 async def _aside(context: Context, work: Callable[[Tokenizer], Result]) -> Result:
     """In a thread: it may be megabytes."""
-    tokenizer = context.engine.tokenizer
-    if tokenizer is None:
-        raise Refusal(400, "this server has no tokenizer (--skip-tokenizer-init)")
+    tokenizer = _tokenizer(context)
     try:
         return await asyncio.to_thread(work, tokenizer)
     except ValueError as error:
         raise context.refusal(error) from None
+
+
+def _tokenizer(context: Context) -> Tokenizer:
+    if context.engine.tokenizer is None:
+        raise Refusal(400, "this server has no tokenizer (--skip-tokenizer-init)")
+    return context.engine.tokenizer
 
 
 ROUTES = (

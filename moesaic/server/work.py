@@ -61,7 +61,7 @@ async def _pieces(
     if context.trouble:
         raise Refusal(503, context.trouble, headers=LEAVING)
     gate: Gate = NoGate() if client is None else context.admission.ticket(client)
-    pieces = context.engine.follow(replace(call, owner=client), stream, gate)
+    pieces = context.engine.follow(replace(call, client=client), stream, gate)
     try:
         async for piece in pieces:
             if context.args.log_requests and piece.progress.finished:

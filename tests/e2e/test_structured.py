@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -177,11 +178,13 @@ def test_checking_does_not_hold_the_event_loop(engine: Engine) -> None:
         async def last() -> str:
             return [piece async for piece in engine.follow(call)][-1].progress.text
 
-        with engine._limits.grammars._child_lock:
-            task = asyncio.create_task(last())
-            for _ in range(50):
-                await asyncio.sleep(0.002)
-                turns += not task.done()
+        release = threading.Event()
+        engine._limits.grammars.turns.submit("operator", release.wait)
+        task = asyncio.create_task(last())
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+            turns += not task.done()
+        release.set()
         return turns, await task
 
     turns, text = asyncio.run(main())

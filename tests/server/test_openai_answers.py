@@ -3,6 +3,7 @@ defaults, templates."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +23,15 @@ from transformers import AutoTokenizer
 
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import tokenizer as tokenizer_module
 from moesaic.engine.answers import Piece
 from moesaic.engine.engine import Engine
 from moesaic.engine.jobs import Progress
+from moesaic.engine.limited_child import Allowance, LimitedChild
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.server.openai.bodies import ChatBody
 from moesaic.server.openai.choices import Choice, Reading
-from moesaic.server.openai.prompts import make_chat
+from moesaic.server.openai.prompts import make_chat, render
 from moesaic.server.parsers import Tool, choose_format
 from tests.server.test_server import held, served, wait_until, wait_until_idle
 
@@ -41,6 +42,8 @@ LONG = {"messages": USER, "max_tokens": 1900, "ignore_eos": True, "stream": True
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}"
+    "{% if m.content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
     "{% if m.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
     "<|turn|>{{ m.role }}\n{{ m.content or '' }}{{ m.reasoning_content or '' }}"
     "{% for call in m.tool_calls or [] %}"
@@ -187,7 +190,8 @@ def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None
     sent = {"messages": messages, "tools": [tool], "reasoning_effort": "none"}
     body = msgspec.convert(sent, ChatBody)
     assert engine.tokenizer is not None
-    tokens = make_chat(body, with_tools=True).prompt(engine.tokenizer, engine.limits).tokens
+    chat = make_chat(body, with_tools=True)
+    tokens = asyncio.run(render(chat, engine.tokenizer, engine.limits, None)).tokens
     oracle = AutoTokenizer.from_pretrained(folder)
     # What the template makes of arguments as a text, and as an object.
     objects = json.dumps(json.loads(text), ensure_ascii=False)
@@ -200,16 +204,26 @@ def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None
     assert oracle.decode(tokens).endswith("assistant\n<think></think>")
 
 
-def test_rendering_is_limited(
+def test_a_template_that_hangs_is_ended_and_nobody_else_is(
     http: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_module, "MAX_RENDERED", 1000)
-    response = http.post(CHAT, json={"messages": USER * 60})
-    assert response.status_code == 400 and "send less" in response.json()["error"]["message"]
-    monkeypatch.setattr(tokenizer_module, "MAX_RENDERED", 1 << 20)
-    monkeypatch.setattr(tokenizer_module, "MAX_RENDER_SECONDS", -1.0)
-    response = http.post(CHAT, json={"messages": USER})
-    assert response.status_code == 400 and "takes more than" in response.json()["error"]["message"]
+    """It is good for all that it is tried with, and bad for one word."""
+    assert engine.tokenizer is not None
+    chat, crafted = engine.tokenizer.chat, [{"role": "user", "content": "hang"}]
+    setup, allowed = json.dumps(chat.texts).encode(), Allowance(0.3, 64 << 20)
+    child = LimitedChild("moesaic.engine.template_child", setup, allowed)
+    monkeypatch.setattr(chat, "_child", child)
+    with ThreadPoolExecutor(2) as pool:
+        paths = (CHAT, "/tokenize")
+        asked = [pool.submit(http.post, path, json={"messages": crafted}) for path in paths]
+        assert http.get("/health").status_code == 200
+        good = http.post(CHAT, json={"messages": USER, "max_tokens": 1})
+        assert good.status_code == 200
+        for one in asked:
+            response = one.result()
+            assert response.status_code == 400
+            assert "takes more than 0.3 s" in response.json()["error"]["message"]
+    child.close()
 
 
 def test_a_server_without_a_tokenizer(folder: Path) -> None:

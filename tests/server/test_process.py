@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from moesaic.server.listen import bind
 
 KEY = "correct-horse-battery"
+SECRET = "of-the-nodes-and-nobody-else"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,10 @@ def server(later: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "moesaic.launch_server", "--model-path", "tiny:qwen3_moe"]
-    flags = ["--tp", "4", "--ep", "4", "--num-threads", "1", "--api-key", KEY]
+    flags = ["--tp", "4", "--ep", "4", "--num-threads", "1"]
     process = subprocess.Popen(
         [*command, *flags, "--port", str(port)],
+        env={**os.environ, "MOESAIC_API_KEY": KEY, "MOESAIC_SECRET": SECRET},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,8 +86,16 @@ def test_the_key_stays_inside(server: tuple[subprocess.Popen[str], str]) -> None
         assert client.get("/server_info").status_code == 401
         answer = client.get("/server_info", headers={"Authorization": f"Bearer {KEY}"})
         assert answer.json()["tp_size"] == 4 and KEY not in answer.text
-    for child in psutil.Process(process.pid).children(recursive=True):
-        assert KEY not in " ".join(child.cmdline())
+        body = {"messages": [{"role": "user", "content": "x"}], "regex": "a+", "max_tokens": 1}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    family = psutil.Process(process.pid).children(recursive=True)
+    told = {child: Path(f"/proc/{child.pid}/environ").read_text() for child in family}
+    assert len(told) >= 8  # supervisor, fork server, ranks, and who runs grammars and templates
+    for child, environment in told.items():
+        assert KEY not in " ".join(child.cmdline()) + environment
+    # Supervisors of other nodes are met with the secret; ranks and others need none.
+    assert [child.name() for child in family if SECRET in told[child]] == ["moesaic-super"]
 
 
 @pytest.mark.slow

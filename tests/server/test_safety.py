@@ -138,29 +138,42 @@ def hear_all(connection: socket.socket, said: bytes) -> bytes:
     return found
 
 
-def test_grammars_that_wait_take_nobody_elses_threads(running: Running) -> None:
-    """40 of them are more than the default pool has threads; prompts of others are tokenised there,
-    and grammars that are known do not wait."""
-    checker, long = running.engine.limits.grammars, ["a" * 600] * 4
+def test_grammars_that_wait_keep_nobody_else_waiting(running: Running) -> None:
+    """40 of one client are more than may wait: another client's is still taken in, grammars that
+    are known do not wait, and prompts of others are tokenised."""
+    turns, long = running.engine.limits.grammars.turns, ["a" * 600] * 4
     params = {"temperature": 0, "max_new_tokens": 4}
     known = {"text": "x", "sampling_params": params | {"regex": "[ab]+"}}
-    with running.client() as client, ThreadPoolExecutor(50) as pool:
+    release = threading.Event()
+    elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
+    other = httpx.Client(
+        base_url=f"http://127.0.0.1:{running.port}", transport=elsewhere, timeout=60
+    )
+    with running.client() as client, other, ThreadPoolExecutor(50) as pool:
         assert client.post("/generate", json=known).status_code == 200
-        with checker._child_lock:
+        turns.submit("operator", release.wait)
+        try:
             bodies = [
                 {"text": "x", "sampling_params": params | {"regex": f"a{{{n},}}"}}
                 for n in range(1, 41)
             ]
             asked = [pool.submit(client.post, "/generate", json=body) for body in bodies]
-            wait_until(lambda: sum(one.done() for one in asked) == 8 and checker._waiting == 32)
+            wait_until(lambda: sum(one.done() for one in asked) == 9 and turns.open == 32)
             refused = [one.result() for one in asked if one.done()]
             assert {one.status_code for one in refused} == {429}
             assert "32 grammars that were not seen before wait" in refused[0].text
-            assert running.context.admission.arriving == 32
+            assert running.context.admission.arriving == 31
+            new = {"model": "default", "prompt": "x", "max_tokens": 4, "regex": "[cd]+"}
+            theirs = pool.submit(other.post, "/v1/completions", json=new)
+            wait_until(lambda: sum(one.done() for one in asked) == 10)
+            assert not theirs.done() and turns.open == 32
             assert client.post("/generate", json=known).status_code == 200
             body = {"text": long, "sampling_params": GREEDY}
             assert client.post("/generate", json=body).status_code == 200
-        assert [one.result().status_code for one in asked].count(200) == 32
+        finally:
+            release.set()
+        assert theirs.result().status_code == 200
+        assert [one.result().status_code for one in asked].count(200) == 30
     assert running.context.admission.arriving == 0
 
 

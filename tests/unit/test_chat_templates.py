@@ -1,17 +1,23 @@
 """Chats with tools, calls and reasoning: our rendering against that of transformers."""
 
+import hashlib
 import json
+import threading
+from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer
-from moesaic.models.tiny import CHAT_TEMPLATE
+from moesaic.engine import chat_template
+from moesaic.engine.limited_child import Allowance
+from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
+from moesaic.models.tiny import CHAT_TEMPLATE, EOS, OTHER_EOS
 from moesaic.server.parsers import Tool, choose_format
 from tests.unit.chat_parts import parts_of, summed
 
+HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
 # In the manner of the families: the same constructs, not the same words.
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -271,6 +277,7 @@ def folder(tmp_path_factory):
 def test_rendered_as_by_transformers(folder, name):
     template, settings = TEMPLATES[name]
     ours = Tokenizer.from_folder(folder, chat_template=template)
+    ours.chat.check()
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     for chat in (CHAT, SETTLED, CHAT[:2]):
         for tools in (None, TOOLS):
@@ -282,6 +289,95 @@ def test_rendered_as_by_transformers(folder, name):
                     )
                     assert ours.apply_chat_template(chat, **kwargs) == want
                     assert "Weather" in want
+
+
+# Each would take minutes or gigabytes, and gives nothing out before.
+_LOOP = "{% for a in range(99999) %}"
+HOSTILE = {
+    "empty loops": _LOOP + _LOOP + "{% endfor %}{% endfor %}",
+    "long loops": _LOOP + _LOOP + "a{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "recursive loops": "{% for x in [1, 1] recursive %}"
+    "{{ loop([1, 1]) if loop.depth < 60 else '' }}{% endfor %}",
+    "power": "{% set x = many ** many ** many %}",
+    "map": _LOOP + "{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    "select": _LOOP + "{% set x = range(99999) | select('odd') | list %}{% endfor %}",
+    "repeat": "{% set x = 'a' * many %}",
+    "doubling": "{% set n = namespace(s='aa') %}{% for i in range(60) %}"
+    "{% set n.s = n.s + n.s %}{% endfor %}",
+    "batch": "{% set x = messages | batch(many, 0) | list %}",
+    "slice": "{% set x = messages | slice(many) | list %}",
+    "centre": "{% set x = messages[0].content | center(many) %}",
+    "format": "{% set x = ('%' ~ many ~ 'd') % many %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_templates_that_take_too_much_are_ended(name, monkeypatch):
+    """By the kernel, whatever they are in; and the next rendering works."""
+    monkeypatch.setattr(chat_template, "ALLOWANCE", Allowance(0.15, 64 << 20))
+    hidden = "{% if messages[0].content == 'now' %}" + HOSTILE[name] + "{% endif %}fine"
+    chat = chat_template.ChatTemplates({"default": hidden}, {}, "folder")
+
+    def render(content):
+        messages = [{"role": "user", "content": content}]
+        return chat.submit(None, messages, True, None, {"many": 2**31 - 1}).result()
+
+    try:
+        assert render("not now") == "fine"
+        first = chat.pid
+        limit = r"takes more than (0\.15 s|64 MB of memory) to render these messages"
+        with pytest.raises(ChatTemplateError, match="'default' of folder " + limit):
+            render("now")
+        if name == "empty loops":
+            assert render("not now") == "fine" and chat.pid != first
+            chat.close()
+            assert chat.pid is None
+            with pytest.raises(RuntimeError, match="shut down"):
+                render("not now")
+    finally:
+        chat.close()
+
+
+def test_a_server_does_not_start_with_such_a_template(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(chat_template, "ALLOWANCE", Allowance(0.3, 64 << 20))
+    file = tmp_path / "chat.jinja"
+    tools_only = "{% if tools %}" + HOSTILE["empty loops"] + "{% endif %}"
+    for text, words in (
+        (tools_only, r"takes more than 0\.3 s to render these messages"),
+        ("{% set x = 9 ** (9 ** 9) %}", "takes more than"),  # computed when it is compiled
+        ("{% for %}", "is not valid Jinja"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"{words}.*: mend it, or give another with --chat-te"):
+            load_tokenizer(str(folder), str(file))
+    file.write_text("{{ raise_exception('none is good enough') }}")  # its right
+    refusing = load_tokenizer(str(folder), str(file))
+    with pytest.raises(ChatTemplateError, match="none is good enough"):
+        refusing.apply_chat_template(CHAT)
+
+
+def test_templates_made_here_are_known():
+    """They are not tried when a server starts."""
+    ours = [CHAT_TEMPLATE.replace(EOS, end) for end in (EOS, *OTHER_EOS.values())]
+    ours.append((HOUSE / "chat_template.jinja").read_text())
+    digests = {hashlib.sha256(text.encode()).hexdigest() for text in ours}
+    assert digests == chat_template.OWN
+
+
+def test_clients_take_turns_in_rendering(folder):
+    """The event holds the process, so that nothing depends on time."""
+    chat = Tokenizer.from_folder(folder, chat_template=CHAT_TEMPLATE).chat
+    release, order = threading.Event(), []
+    chat._turns.submit("operator", release.wait)
+    asked = [chat.submit(client, CHAT[:2], True, None, {}) for client in ["many"] * 100 + ["one"]]
+    for client, future in zip(["many"] * 100 + ["one"], asked, strict=True):
+        future.add_done_callback(lambda _, client=client: order.append(client))
+    release.set()
+    assert len({future.result() for future in asked}) == 1
+    assert order.index("one") <= 1
+    chat.close()
 
 
 def test_a_template_refuses(folder):

@@ -252,8 +252,14 @@ def _weights(base: str, **more: Any) -> dict[str, Any]:
         (_change("ct int4", format="marlin-24"), "format 'marlin-24' is not handled"),
         (_change("ct int4", sparsity_config={"format": "x"}), "sparse weights are not handled"),
         (_change("ct int4", config_groups={}), "config_groups is missing"),
-        (_weights("ct int4", num_bits=3), "int 3 bit with strategy 'group' is not handled"),
-        (_weights("ct mxfp4", group_size=16), "float 4 bit with strategy 'group' is not handled"),
+        (
+            _weights("ct int4", num_bits=3),
+            "type 'int' of 3 bits with strategy 'group' is not handled",
+        ),
+        (
+            _weights("ct mxfp4", group_size=16),
+            "type 'float' of 4 bits with strategy 'group' is not handled",
+        ),
         (_change("ct mxfp4", format="mxfp8-quantized"), "format 'mxfp8-quantized' is not handled"),
         (_weights("ct int4", actorder="group"), "actorder 'group' reorders columns"),
         (_weights("ct int4", group_size="x"), "group_size must be an integer"),

@@ -28,10 +28,10 @@ class Told:
         assert self.lock._is_owned()  # type: ignore[attr-defined]
         self.commands.append(command)
 
-    def job(self, rid: str, part_of: Sequence[str] = (), owner: object = None) -> Job:
+    def job(self, rid: str, part_of: Sequence[str] = (), client: object = None) -> Job:
         request = Request(rid, [1], SamplingParams(), 0, 3, 0)
         job = Job(request, None, lambda progress: self.desk.ended(progress.rid))
-        job.part_of, job.owner = tuple(part_of), owner
+        job.part_of, job.client = tuple(part_of), client
         return job
 
     def hold(self, *jobs: Job) -> None:
@@ -95,9 +95,9 @@ def test_an_id_is_in_use_until_its_last_request_is_over() -> None:
     assert len(told.desk) == 1
 
 
-def test_one_owner_does_not_abort_anothers_requests() -> None:
+def test_one_client_does_not_abort_anothers_requests() -> None:
     told = Told()
-    jobs = [told.job("a", owner="x"), told.job("b", owner="y"), told.job("c")]
+    jobs = [told.job("a", client="x"), told.job("b", client="y"), told.job("c")]
     told.hold(*jobs)
     ended = [told.desk.abort(name, "x") for name in "abc"]
     assert ended == [1, 0, 0] and aborted(jobs) == ["a"]

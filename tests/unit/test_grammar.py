@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
 from moesaic.engine import grammar_check
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.grammar import Compiler
-from moesaic.engine.grammar_check import GrammarChecker
+from moesaic.engine.grammar_check import MAX_OPEN, GrammarChecker
 from moesaic.engine.grammar_child import Setup
 from moesaic.engine.matchers import Matchers
 from moesaic.engine.plan import PlanItem, StepPlan
@@ -133,49 +134,78 @@ def test_memory_is_bounded_and_the_next_grammar_is_tried_anew() -> None:
         greedy = {"type": "integer", "multipleOf": 99999989, "maximum": 10**15, "minimum": 0}
         with pytest.raises(ValueError, match="to compile: simplify it"):
             checker.check(grammar("json_schema", greedy))
-        assert checker._child is None
+        assert checker._child.pid is None
         checker.check(grammar("regex", "a+"))
-        child = checker._child
-        assert child is not None and child.alive
+        child = checker._child.pid
+        assert child is not None
         # What was refused is refused again without being tried.
         with pytest.raises(ValueError, match="to compile: simplify it"):
             checker.check(grammar("json_schema", greedy))
-        assert checker._child is child and child.alive
+        assert checker._child.pid == child
     finally:
         checker.close()
-    assert not child.alive
+    assert checker._child.pid is None
     with pytest.raises(RuntimeError, match="shut down"):
         checker.check(grammar("regex", "b+"))
 
 
-def test_verdicts_are_bounded_and_only_so_many_wait(
+def test_a_client_with_many_new_grammars_keeps_nobody_out(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The event holds the process that compiles, so that nothing depends on time."""
     monkeypatch.setattr(grammar_check, "REMEMBERED", 3)
-    monkeypatch.setattr(grammar_check, "MAX_WAITING", 4)
     for number in range(6):
         checker.check(grammar("regex", f"a{number}"))
     assert len(checker._verdicts) == 3
-    failed: list[BaseException] = []
+    release, order = threading.Event(), []
 
-    def ask(number: int) -> None:
-        try:
-            checker.check(grammar("regex", f"waits{number}"))
-        except BaseException as error:
-            failed.append(error)
+    async def ask(text: str, client: str) -> None:
+        await checker.check_in_turn(grammar("regex", text), client)
+        order.append(client)
 
-    with checker._child_lock:
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(7)]
-        for thread in threads:
-            thread.start()
-        for thread in threads[grammar_check.MAX_WAITING + 1 :]:
-            thread.join(0.2)
-        checker.check(grammar("regex", "a5"))  # known: it does not wait
-    for thread in threads:
-        thread.join(30)
-    assert len(failed) == 7 - grammar_check.MAX_WAITING
-    assert all(isinstance(error, QueueFull) for error in failed)
-    assert checker._waiting == 0
+    async def main() -> list[BaseException | None]:
+        held = checker.turns.submit("operator", release.wait)
+        many = [asyncio.create_task(ask(f"many{number}", "many")) for number in range(40)]
+        await asyncio.sleep(0)
+        full = [task for task in many if task.done()]
+        assert full == many[MAX_OPEN - 1 :]  # the operator's is one of those that are open
+        one = asyncio.create_task(ask("one", "one"))
+        while not many[MAX_OPEN - 2].done():  # the newest that waited
+            await asyncio.sleep(0)
+        await checker.check_in_turn(grammar("regex", "a5"), "many")  # known: it does not wait
+        assert not one.done() and checker.turns.open == MAX_OPEN
+        release.set()
+        found = await asyncio.gather(*many, one, return_exceptions=True)
+        assert held.result()
+        return found
+
+    *many, one = asyncio.run(main())
+    assert one is None and order.index("one") <= 1
+    assert many[: MAX_OPEN - 2] == [None] * (MAX_OPEN - 2)
+    for error in many[MAX_OPEN - 2 :]:
+        assert isinstance(error, QueueFull) and str(error).startswith(f"{MAX_OPEN} grammars")
+    assert checker.turns.open == 0
+
+
+def test_a_client_that_leaves_gives_up_its_place(checker: GrammarChecker) -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        checker.turns.submit("operator", release.wait)
+        asked = [
+            asyncio.create_task(checker.check_in_turn(grammar("regex", f"left{n}"), "one"))
+            for n in range(5)
+        ]
+        await asyncio.sleep(0)
+        assert checker.turns.open == 6
+        for task in asked[1:]:
+            task.cancel()
+        await asyncio.wait(asked[1:])
+        assert checker.turns.open == 2
+        release.set()
+        await asked[0]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

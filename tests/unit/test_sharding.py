@@ -327,7 +327,7 @@ def test_tiny_models_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("architectures=3", "has no 'architectures' to change"),
         ("num_hidden_layers=two", "'num_hidden_layers=two' in 'tiny:mixtral,.* is not KEY=INTEGER"),
         ("num_hidden_layers=-1", "is not KEY=INTEGER"),
-        ("num_hidden_layers=0", "num_hidden_layers must be an integer >= 1, not 0"),
+        ("num_hidden_layers=0", "num_hidden_layers must be an integer from 1 to 1024, not 0"),
         ("num_hidden_layers", "'num_hidden_layers' in .* is not KEY=INTEGER"),
         ("head_dim=8,head_dim=8", "gives head_dim twice"),
         ("vocab_size=257", "vocab_size=257: a tiny model needs at least 258"),

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from moesaic.comm.supervise import fork_server
+from moesaic.core.process import without_secrets_in_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Nursery:
         os.environ[fork_server.SUPERVISOR] = str(os.getpid())
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([fork_server.__name__, *preload])
-        multiprocessing.forkserver.ensure_running()
+        with without_secrets_in_environment():  # ranks need none of them
+            multiprocessing.forkserver.ensure_running()
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable when a process was born, or none can be."""
         self._born: deque[BaseProcess] = deque()

@@ -13,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from moesaic.core.process import child_environment
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
@@ -75,7 +77,12 @@ def _built(command: list[str], source: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / library.name
         subprocess.run(
-            [*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=SECONDS
+            [*command, "-o", str(made)],
+            env=child_environment(),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
         made.chmod(0o700)
         made.replace(library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.models.config import RawConfig
+from moesaic.models.folder import brief
 from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Matrix, Nvfp4Matrix
 from moesaic.models.schemes.integers import CompressedInts
 from moesaic.models.schemes.storage import Storage
@@ -39,17 +40,18 @@ def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
     ):
         given = config.data.get(key)
         if given and given != {"format": "dense"}:
-            raise ValueError(f"{config.source}: {key} {given}: {why}")
-    groups = config.mapping("config_groups")
-    if not groups:
+            raise ValueError(f"{config.source}: {key} {brief(given)}: {why}")
+    groups = RawConfig(config.mapping("config_groups"), f"{config.source}: config_groups")
+    if not groups.data:
         raise ValueError(f"{config.source}: config_groups is missing")
+    format = config.data.get("format")
     found = [
-        _group(RawConfig(group, f"{config.source}: {name}"), config.data.get("format"), row_group)
-        for name, group in groups.items()
+        _group(RawConfig(groups.mapping(name), f"{groups.source}: {name}"), format, row_group)
+        for name in groups.data
     ]
     if any(storage != found[0] for storage in found):
         raise ValueError(
-            f"{config.source}: config_groups {list(groups)} store matrices in different ways, "
+            f"{config.source}: config_groups {list(groups.data)} store matrices in different ways, "
             "which is not handled: give all modules one scheme"
         )
     return found[0]
@@ -83,7 +85,7 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
     form = group.data.get("format") or format
     if form not in FORMATS:
         raise ValueError(
-            f"{group.source}: format {form!r} is not handled, only "
+            f"{group.source}: format {brief(form)} is not handled, only "
             f"{', '.join(repr(known) for known in FORMATS if known)}"
         )
     if weights.data.get("actorder") == "group":
@@ -107,8 +109,8 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
         packed = form == "pack-quantized" or (form is None and asked is None)
         return _ints(weights, 8, row_group, packed, activation=asked == "int8")
     raise ValueError(
-        f"{weights.source}: {kind[0]} {kind[1]} bit with strategy {strategy!r} is not handled, "
-        f"only {HANDLED}"
+        f"{weights.source}: type {brief(kind[0])} of {brief(kind[1])} bits with strategy "
+        f"{brief(strategy)} is not handled, only {HANDLED}"
     )
 
 
@@ -134,6 +136,6 @@ def _check_block(weights: RawConfig) -> None:
     block = weights.data.get("block_structure")
     if block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
         raise ValueError(
-            f"{weights.source}: block_structure {block!r} is not handled, only {[BLOCK, BLOCK]}: "
-            "the kernels have no other"
+            f"{weights.source}: block_structure {brief(block)} is not handled, only "
+            f"{[BLOCK, BLOCK]}: the kernels have no other"
         )

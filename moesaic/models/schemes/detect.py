@@ -5,7 +5,6 @@ A quantisation that is not handled is refused with its value and with what is ha
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import RawConfig
+from moesaic.models.folder import brief, read_object
 from moesaic.models.schemes.compressed import compressed_tensors, unmet_activation
 from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Stack, Nvfp4Matrix
 from moesaic.models.schemes.integers import AwqMatrix, GptqMatrix
@@ -23,7 +23,6 @@ from moesaic.models.schemes.storage import Storage
 from moesaic.moe.quant.weights import WeightFormat
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Declared:
         value = self.config.data.get(key, default)
         if value not in handled:
             raise ValueError(
-                f"{self.config.source}: {key} {value!r} is not handled, only "
+                f"{self.config.source}: {key} {brief(value)} is not handled, only "
                 f"{', '.join(map(repr, handled))}"
             )
         return value
@@ -69,7 +68,7 @@ def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
     """Reads the headers of the checkpoint's files where there are any: `--load-format dummy` does
     without."""
     config = _declaration(raw, folder)
-    num_experts = next((raw.integer(key) for key in COUNTS if raw.has(key)), 0)
+    num_experts = raw.num_experts()
     if config is None:
         return Scheme(num_experts=num_experts)
     if not any(folder.glob("*.safetensors")):
@@ -82,7 +81,7 @@ def _scheme(declared: Declared, num_experts: int) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
-            f"{declared.config.source}: quant_method {method!r} is not handled, only "
+            f"{declared.config.source}: quant_method {brief(method)} is not handled, only "
             f"{', '.join(METHODS)}"
         )
     storage = METHODS[method](declared)
@@ -102,20 +101,10 @@ def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
     ):
         path = folder / name
         if path.is_file():
-            data = _json(path)
+            data = RawConfig(read_object(path), str(path))
             given = data.data if key is None else data.mapping(key)
             return RawConfig({"quant_method": method, **given}, str(path))
     return None
-
-
-def _json(path: Path) -> RawConfig:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")
-    return RawConfig(data, str(path))
 
 
 def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat | None, str]:
@@ -172,8 +161,8 @@ def _fp8(declared: Declared) -> Storage:
         return Fp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
     if block != [BLOCK, BLOCK]:
         raise ValueError(
-            f"{config.source}: weight_block_size {block} is not handled, only {[BLOCK, BLOCK]}: "
-            "the kernels have no other"
+            f"{config.source}: weight_block_size {brief(block)} is not handled, only "
+            f"{[BLOCK, BLOCK]}: the kernels have no other"
         )
     return Fp8Matrix("block", "weight_scale_inv")
 
@@ -185,7 +174,7 @@ def _awq(declared: Declared) -> Storage:
     version = declared.config.data.get("version", "gemm")
     if str(version).lower() != "gemm":
         raise ValueError(
-            f"{declared.config.source}: version {version!r} is not handled, only 'gemm': the "
+            f"{declared.config.source}: version {brief(version)} is not handled, only 'gemm': the "
             "others pack their words in another order"
         )
     group = declared.group(keys[1])
@@ -199,7 +188,7 @@ def _gptq(declared: Declared) -> Storage:
     overrides = [rule for rule in dynamic if not rule.startswith("-:")]
     if overrides:
         raise ValueError(
-            f"{declared.config.source}: dynamic {overrides[0]!r} gives some modules other "
+            f"{declared.config.source}: dynamic {brief(overrides[0])} gives some modules other "
             "parameters, which is not handled; only '-:' rules are"
         )
     group = declared.group()

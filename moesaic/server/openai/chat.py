@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,15 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import ChatBody
 from moesaic.server.openai.choices import Choice, Reading
-from moesaic.server.openai.forms import Form, check_form, is_formed, wanted_form
-from moesaic.server.openai.prompts import check_size, make_chat, render, tools_of
+from moesaic.server.openai.forms import Form, check_form, wanted_form
+from moesaic.server.openai.prompts import (
+    Chat,
+    Prompt,
+    check_size,
+    make_chat,
+    render,
+    tools_of,
+)
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
@@ -32,8 +39,9 @@ from moesaic.server.openai.setup import Setup
 from moesaic.server.openai.shapes import ChatCompletion, Head
 from moesaic.server.openai.streams import Chunks, blaming, new_id, reply
 from moesaic.server.openai.usage import Tally
-from moesaic.server.parsers import Tool
-from moesaic.server.replies import Writer, prepared
+from moesaic.server.parsers import Tool, ToolChoice
+from moesaic.server.replies import Writer, prepared, while_connected
+from moesaic.server.work import client_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,7 @@ class Order:
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
     setup = context.part(Setup)
-    pool = context.engine.checks if body.tools or is_formed(body) else None
-    order = await aside(size, lambda: _order(context, body), pool)
+    order = await while_connected(request, _order(context, body, size, client_of(request)))
     answers = ChatAnswers(setup, body, order)
     with blaming("messages"):
         return await reply(context, request, order.call, answers, bool(body.stream))
@@ -114,8 +121,35 @@ class ChatAnswers:
         self._tally.reasoning = await asyncio.to_thread(count) if is_long else count()
 
 
-def _order(context: Context, body: ChatBody) -> Order:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a body asks for, before anything is computed for it."""
+
+    chat: Chat
+    tools: list[Tool]
+    choice: ToolChoice
+    form: Form | None
+    top_logprobs: int
+
+
+async def _order(context: Context, body: ChatBody, size: int, client: Hashable) -> Order:
     setup = context.part(Setup)
+    asked = await aside(size, lambda: _asked(setup, body))
+    if asked.form is not None:
+        await check_form(context, asked.form, client)
+    try:
+        prompt = await render(asked.chat, setup.tokenizer, setup.limits, client)
+    except RuntimeError as error:
+        raise context.refusal(error) from error
+    grammar = await aside(size, lambda: _grammar(setup, asked, prompt.end))
+    if grammar and (asked.form is None or grammar != asked.form.params):
+        ((kind, text),) = grammar.items()
+        blamed = _at_fault(asked.form, asked.tools)
+        await check_form(context, Form(blamed, Grammar(kind, text)), client)
+    return _found_good(setup, body, asked, prompt, grammar)
+
+
+def _asked(setup: Setup, body: ChatBody) -> _Asked:
     setup.check_model(body.model)
     body.check_refused()
     top = _check_logprobs(body)
@@ -126,28 +160,30 @@ def _order(context: Context, body: ChatBody) -> Order:
     check_limits(body)
     form = wanted_form(body)
     check_size(body, choice, form is not None)
-    if form is not None:
-        check_form(context, form)
-    chat = make_chat(body, with_tools=bool(tools))
-    prompt = render(chat, setup.tokenizer, setup.limits)
-    thinking = setup.format.thinking(chat.kwargs)
-    response = None if form is None else form.params
+    return _Asked(make_chat(body, with_tools=bool(tools)), tools, choice, form, top)
+
+
+def _grammar(setup: Setup, asked: _Asked, prompt_end: str) -> dict[str, str]:
+    response = None if asked.form is None else asked.form.params
+    thinking = setup.format.thinking(asked.chat.kwargs)
     try:
-        grammar = setup.format.grammar(tools, choice, response, thinking, prompt.end)
+        return setup.format.grammar(asked.tools, asked.choice, response, thinking, prompt_end)
     except ValueError as error:
-        raise Refusal(400, str(error), _at_fault(form, tools)) from None
-    if grammar and grammar != response:
-        ((kind, text),) = grammar.items()
-        check_form(context, Form(_at_fault(form, tools), Grammar(kind, text)))
+        raise Refusal(400, str(error), _at_fault(asked.form, asked.tools)) from None
+
+
+def _found_good(
+    setup: Setup, body: ChatBody, asked: _Asked, prompt: Prompt, grammar: dict[str, str]
+) -> Order:
     extra = dict[str, object](grammar)
-    if tools or setup.format.reasoning is not None:
+    if asked.tools or setup.format.reasoning is not None:
         skips = body.skip_special_tokens is not False
         extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
     params = sampling_params(body, setup, _max_tokens(body), extra)
     reading = Reading(
         setup.format,
-        tools,
-        thinking,
+        asked.tools,
+        setup.format.thinking(asked.chat.kwargs),
         prompt.end,
         body.separate_reasoning is not False,
         body.stream_reasoning is not False,
@@ -160,7 +196,7 @@ def _order(context: Context, body: ChatBody) -> Order:
         input_ids=prompt.tokens,
         sampling_params=params,
         return_logprob=bool(body.logprobs),
-        top_logprobs_num=top,
+        top_logprobs_num=asked.top_logprobs,
         rid=name,
     )
     return Order(name, call, reading)

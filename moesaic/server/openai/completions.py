@@ -15,7 +15,7 @@ from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CompletionBody
-from moesaic.server.openai.forms import check_form, is_formed, wanted_form
+from moesaic.server.openai.forms import Form, check_form, wanted_form
 from moesaic.server.openai.logprobs import CompletionScores, Vocabulary
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
@@ -34,7 +34,8 @@ from moesaic.server.openai.streams import (
     reply,
 )
 from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Writer, prepared
+from moesaic.server.replies import Writer, prepared, while_connected
+from moesaic.server.work import client_of
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -45,8 +46,10 @@ MAX_CHOICES: Final = 4096
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
     setup = context.part(Setup)
-    pool = context.engine.checks if is_formed(body) else None
-    order = await aside(size, lambda: _order(context, body), pool)
+    order = await aside(size, lambda: _order(setup, body))
+    if order.form is not None:
+        checked = check_form(context, order.form, client_of(request))
+        await while_connected(request, checked)
     answers = CompletionAnswers(setup, body, order)
     with blaming("prompt"):
         return await reply(context, request, order.call, answers, bool(body.stream))
@@ -61,6 +64,7 @@ class Order:
     samples: int
     echoes: list[str] | None
     vocabulary: Vocabulary | None
+    form: Form | None = None
 
 
 class Choice:
@@ -136,8 +140,7 @@ class CompletionAnswers:
         return self._choices[index]
 
 
-def _order(context: Context, body: CompletionBody) -> Order:
-    setup = context.part(Setup)
+def _order(setup: Setup, body: CompletionBody) -> Order:
     setup.check_model(body.model)
     body.check_refused()
     samples = body.n or 1
@@ -147,8 +150,7 @@ def _order(context: Context, body: CompletionBody) -> Order:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     check_limits(body)
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    if (form := wanted_form(body)) is not None:
-        check_form(context, form)
+    form = wanted_form(body)
     params = sampling_params(body, setup, limit, {} if form is None else dict(form.params))
     texts, ids = _prompts(setup, body, samples)
     number = len(texts if ids is None else ids)
@@ -163,7 +165,8 @@ def _order(context: Context, body: CompletionBody) -> Order:
         rid=name,
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
-    return Order(name, call, samples, texts if body.echo else None, vocabulary)
+    echoes = texts if body.echo else None
+    return Order(name, call, samples, echoes, vocabulary, form)
 
 
 def _prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,13 +55,7 @@ def wanted_form(body: CommonBody) -> Form | None:
     return found[0] if found else None
 
 
-def is_formed(body: CommonBody) -> bool:
-    """Whether there is a grammar to check, which may take a while."""
-    fields = (*FIELDS, "response_format", "structured_outputs")
-    return any(getattr(body, field) is not None for field in fields)
-
-
-def check_form(context: Context, form: Form) -> None:
+async def check_form(context: Context, form: Form, client: Hashable) -> None:
     """A Refusal that names the field if the engine cannot hold an answer to it. What the client has
     sent comes first and by itself: the same input has the same verdict, whatever the model's own
     format puts around it."""
@@ -70,7 +64,7 @@ def check_form(context: Context, form: Form) -> None:
         fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
         raise Refusal(400, f"{field} is not possible: {fix}", field)
     try:
-        context.engine.check_grammar(grammar)
+        await context.engine.check_grammar(grammar, client)
     except ValueError as error:
         why = str(error).removeprefix(f"{grammar.kind} is not possible: ")
         raise Refusal(400, f"{field} is not possible: {why}", field) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,9 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES
+from moesaic.engine.chat_template import CallArguments, ChatTemplateError
 from moesaic.engine.inputs import Limits, PromptTooLong
-from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer
-from moesaic.server.bodies import is_moderate
+from moesaic.engine.tokenizer import Tokenizer
+from moesaic.server.bodies import aside, is_moderate
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.bodies import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
 from moesaic.server.parsers import NamedTool, Tool, ToolChoice
@@ -31,23 +34,6 @@ END_CHARS: Final = 256
 MAX_TOOL_BYTES: Final = 1 << 18
 
 
-class Arguments(dict[str, Any]):
-    """Arguments of a call for templates: some put them out as JSON, some take them for a text."""
-
-    def __init__(self, text: str, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, after: str) -> str:
-        return self._text + after
-
-    def __radd__(self, before: str) -> str:
-        return before + self._text
-
-
 @dataclass(frozen=True, slots=True)
 class Chat:
     """What a template gets. `opening`: the start of the answer, from which the model goes on."""
@@ -58,15 +44,8 @@ class Chat:
     opening: str = ""
     asks: bool = True  # with the beginning of an answer after the messages
 
-    def prompt(self, tokenizer: Tokenizer, limits: Limits) -> Prompt:
-        limits.check_chars(self._chars)
-        text = tokenizer.apply_chat_template(self.messages, self.asks, self.tools, **self.kwargs)
-        text += self.opening
-        limits.check_chars(len(text))
-        return Prompt(tokenizer.encode(text, add_special_tokens=False), text[-END_CHARS:])
-
     @property
-    def _chars(self) -> int:
+    def num_chars(self) -> int:
         """Of what no template leaves out: of an assistant's turns some drop the reasoning."""
         others = (message for message in self.messages if message["role"] != "assistant")
         return sum(len(message["content"] or "") for message in others)
@@ -80,13 +59,21 @@ class Prompt:
     end: str
 
 
-def render(chat: Chat, tokenizer: Tokenizer, limits: Limits) -> Prompt:
+async def render(chat: Chat, tokenizer: Tokenizer, limits: Limits, client: Hashable) -> Prompt:
+    """In the client's turn: the template runs in another process."""
     try:
-        return chat.prompt(tokenizer, limits)
+        limits.check_chars(chat.num_chars)
+        text = await asyncio.wrap_future(
+            tokenizer.chat.submit(client, chat.messages, chat.asks, chat.tools, chat.kwargs)
+        )
+        text += chat.opening
+        limits.check_chars(len(text))
     except PromptTooLong as error:
         raise Refusal(400, str(error), "messages", "context_length_exceeded") from None
     except ChatTemplateError as error:
         raise Refusal(400, str(error), "messages") from None
+    tokens = await aside(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
+    return Prompt(tokens, text[-END_CHARS:])
 
 
 def make_chat(body: ChatBody, with_tools: bool) -> Chat:
@@ -195,13 +182,9 @@ def _text(message: MessageBody) -> str | None:
 
 def _call(call: CallBody) -> dict[str, Any]:
     text = call.function.arguments
-    arguments: Any = text  # as the model wrote it
     if is_moderate(text):
         with suppress(msgspec.DecodeError, UnicodeError, RecursionError):
-            arguments = msgspec.json.decode(text or "{}")
-    if isinstance(arguments, dict):
-        arguments = Arguments(text, arguments)
-    else:
-        arguments = text
-    function = {"name": call.function.name, "arguments": arguments}
+            if isinstance(msgspec.json.decode(text or "{}"), dict):
+                text = CallArguments(text)
+    function = {"name": call.function.name, "arguments": text}
     return {"id": call.id, "type": call.type, "function": function}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.core.words import shown
 from moesaic.engine.tokenizer import Tokenizer
 from moesaic.models.config import RawConfig
+from moesaic.models.folder import GenerationConfig, read_as
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.logprobs import Vocabulary
@@ -77,16 +77,14 @@ def _format(args: ServerArgs, model_type: str, tokenizer: Tokenizer | None) -> F
 
 
 def _defaults(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+    given = read_as(file, GenerationConfig)
+    found = {name: value for name in DEFAULTS if (value := getattr(given, name)) is not None}
+    if found.get("top_k") == 0:
+        found["top_k"] = -1
+    if given.do_sample is False:
+        found["temperature"] = 0.0  # transformers would not look at it then
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
-        if found.get("top_k") == 0:
-            found["top_k"] = -1
-        if given.get("do_sample") is False:
-            found["temperature"] = 0.0  # transformers would not look at it then
         SamplingParams.from_dict(found)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
     return found

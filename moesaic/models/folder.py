@@ -1,0 +1,157 @@
+"""The JSON and text files of a Hugging Face folder, which anybody may have written: what does not
+fit is a ValueError that names the file, the field and its value. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+Kind = TypeVar("Kind")
+
+LONGEST_VALUE: Final = 60
+# Where msgspec says that a value does not fit.
+_AT: Final = re.compile(r" - at `(?:key` in `)?\$\.?(\w*).*`$")
+
+
+class TokenEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token with its flags, as tokenizer_config.json and special_tokens_map.json write it."""
+
+    content: str
+    single_word: bool | None = None
+    lstrip: bool | None = None
+    rstrip: bool | None = None
+    normalized: bool | None = None
+    special: bool | None = None
+
+
+Token = str | TokenEntry
+
+
+class NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class TokenNames(msgspec.Struct, frozen=True):
+    """The tokens that every tokenizer may name; folders name others by keys of the same form."""
+
+    bos_token: Token | None = None
+    eos_token: Token | None = None
+    pad_token: Token | None = None
+    unk_token: Token | None = None
+    sep_token: Token | None = None
+    cls_token: Token | None = None
+    mask_token: Token | None = None
+    additional_special_tokens: list[Token] | None = None
+    extra_special_tokens: list[Token] | dict[str, Token] | None = None
+
+
+class TokenizerConfig(TokenNames, frozen=True):
+    """Of tokenizer_config.json, what is read."""
+
+    added_tokens_decoder: dict[int, TokenEntry] | None = None
+    chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+
+
+class EndTokens(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def ids(self) -> frozenset[int]:
+        found = self.eos_token_id
+        return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+class ModelEnds(EndTokens, frozen=True):
+    """Of config.json: models with several parts keep their text model's settings apart."""
+
+    text_config: EndTokens | None = None
+
+    @property
+    def all_ids(self) -> frozenset[int]:
+        inner = frozenset[int]() if self.text_config is None else self.text_config.ids
+        return self.ids if self.eos_token_id is not None else inner
+
+
+class GenerationConfig(ModelEnds, frozen=True):
+    """Of generation_config.json, what is read."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    do_sample: bool | None = None
+
+
+class TensorIndex(msgspec.Struct, frozen=True):
+    """Of model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if there is no such file."""
+    if not path.is_file():
+        return {}
+    text = read_text(path)
+    try:
+        content = json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: no such file is") from None
+    except _Constant as error:
+        raise ValueError(f"{path} is not valid JSON: it has {error}, give a number") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_as(path: Path, kind: type[Kind]) -> Kind:
+    """The fields of a file that are known, with their types checked; others are left alone."""
+    return checked(read_object(path), kind, str(path))
+
+
+def checked(content: dict[str, Any], kind: type[Kind], source: str) -> Kind:
+    try:
+        return msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        field = _AT.search(str(error))
+        name = field[1] if field else ""
+        why = _AT.sub("", str(error)).replace("`", "")
+        value = f" is {brief(content[name])}" if name in content else ""
+        raise ValueError(f"{source}: {name}{value}: {why}: mend the file") from None
+
+
+def brief(value: Any) -> str:
+    """A value for a message: the beginning of what it looks like."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return "a number of very many digits"
+    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+
+
+class _Constant(Exception):
+    """NaN or Infinity, which Python reads and JSON does not have."""
+
+
+def _refuse(constant: str) -> None:
+    raise _Constant(constant)
