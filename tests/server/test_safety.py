@@ -14,9 +14,9 @@ import pytest
 from starlette.requests import Request
 
 from moesaic.engine.engine import Engine
+from moesaic.engine.profiler import FOLDER_VARIABLE
 from moesaic.server import work
 from moesaic.server.auth import Keys
-from moesaic.server.profile import FOLDER_VARIABLE
 from moesaic.server.run import Server
 from tests.server.serving import wait_until
 from tests.server.test_limits import Running, keys, post_head, status_of, talk
