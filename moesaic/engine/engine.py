@@ -287,7 +287,7 @@ class Engine:
         self, output_dir: str | Path | None = None, num_steps: int | None = None
     ) -> None:
         """Records what every rank does, until `stop_profile` or for so many steps. The trace goes
-        to `output_dir`, ./profile unless given. ValueError if a recording is under way."""
+        to `output_dir`; unless given, see `trace_folder`. ValueError if a recording is running."""
         self._profiler.start(output_dir, num_steps)
 
     def stop_profile(self) -> str:

@@ -25,7 +25,9 @@ from moesaic.observe.trace import Track, write_trace
 
 logger = logging.getLogger(__name__)
 
-FOLDER: Final = "profile"
+# Names the folder of traces; whoever starts a server decides, and no client.
+FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
+PRIVATE: Final = 0o700
 LOOK_SECONDS: Final = 0.1
 Ask = Callable[[str, Mapping[str, Any]], RankAnswers]
 
@@ -45,7 +47,7 @@ class Profiler:
     def start(self, output_dir: str | Path | None, num_steps: int | None) -> None:
         if num_steps is not None and num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}: record at least one step")
-        folder = Path(output_dir or FOLDER)
+        folder = Path(output_dir or trace_folder())
         with self._lock:
             if self._recording is not None:
                 raise ProfileRunning("a profile is being recorded already: stop it first")
@@ -204,10 +206,20 @@ class Recording:
         return self._mesh.place(rank).replica
 
 
+def trace_folder() -> Path:
+    """Where traces go unless a caller says otherwise: not to the working directory, which may be
+    served or shared, but to a folder that is the user's own."""
+    if told := os.environ.get(FOLDER_VARIABLE):
+        return Path(told).absolute()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "moesaic" / "profile"
+
+
 def _check_folder(folder: Path) -> None:
-    """Before anything is recorded that could not be written."""
+    """Before anything is recorded that could not be written. Folders that are made are private."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for parent in [*reversed(folder.parents), folder]:
+            parent.mkdir(mode=PRIVATE, exist_ok=True)
     except OSError as error:
         raise ValueError(f"the profile cannot be written to {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):

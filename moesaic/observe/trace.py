@@ -4,6 +4,7 @@ in JSON, compressed by gzip."""
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +37,9 @@ def write_trace(path: Path, tracks: Sequence[Track], facts: Mapping[str, Any]) -
     partial = path.with_name(f".{path.name}.partial")
     encode = msgspec.json.encode
     try:
-        with gzip.open(partial, "wb", COMPRESSION) as file:
+        # For the user alone, and never through a link that somebody else has put there.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as raw, gzip.GzipFile("", "wb", COMPRESSION, raw) as file:
             head = encode({"displayTimeUnit": "ms", "otherData": facts})
             file.write(head[:-1] + b',"traceEvents":[')
             events, before = _events(tracks, start), b"\n"

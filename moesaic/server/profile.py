@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -12,15 +11,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.profiler import FOLDER, ProfileRunning
+from moesaic.engine.profiler import FOLDER_VARIABLE, ProfileRunning, trace_folder
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import json_response
 from moesaic.server.routes import Access, Route
 
-# The folder under which traces go; a client may choose one in it, never one outside.
-FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
 # What a trace shows. Spans are taken where the engine waits for its device, so both are in it.
 ACTIVITIES: Final = frozenset(("CPU", "GPU"))
 LONGEST_FOLDER: Final = 255
@@ -85,7 +82,7 @@ async def stop_profile(context: Context, _: Request) -> Response:
 def folder_for(asked: str | None) -> Path:
     """Where a client's trace goes: the server's folder or one in it. Whoever may call this writes
     nowhere else, whatever links and dots the name has."""
-    root = Path(os.environ.get(FOLDER_VARIABLE) or FOLDER).resolve()
+    root = trace_folder().resolve()
     if asked is None:
         return root
     if len(asked) > LONGEST_FOLDER or "\0" in asked:

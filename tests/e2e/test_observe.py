@@ -13,6 +13,8 @@ import pytest
 from moesaic import Engine
 from moesaic.core.stats import EngineStats
 from moesaic.server.app import make_app
+from moesaic.server.errors import Refusal
+from moesaic.server.profile import folder_for
 from tests import trace_format
 from tests.e2e.grid import model_path
 from tests.trace_format import Event
@@ -256,6 +258,30 @@ async def converse(client: httpx.AsyncClient, root: Path) -> None:
     assert all(len(trace.of(rank + 1, "step")) == 4 for rank in range(4))
     assert {e.name for e in trace.events if e.pid == 0} == {"tokenise", "submit", "detokenise"}
     assert not list(root.glob("*.gz"))
+
+
+def test_traces_are_private(
+    one_rank: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the working directory, and not for others to read."""
+    work, state = tmp_path / "work", tmp_path / "state"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.delenv("MOESAIC_PROFILER_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    one_rank.start_profile()
+    path = Path(one_rank.stop_profile())
+    assert path.parent == state / "moesaic" / "profile" and not list(work.iterdir())
+    assert path.stat().st_mode & 0o777 == 0o600
+    made = (state, state / "moesaic", path.parent)
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_for("mine") == tmp_path / ".local/state/moesaic/profile/mine"
+    (tmp_path / ".local/state/moesaic/profile").mkdir(parents=True)
+    (tmp_path / ".local/state/moesaic/profile/out").symlink_to(work)
+    with pytest.raises(Refusal, match="output_dir must be a name"):
+        folder_for("out/there")
 
 
 def test_nothing_to_stop(one_rank: Engine, tmp_path: Path) -> None:

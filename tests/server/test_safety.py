@@ -14,10 +14,10 @@ import pytest
 from starlette.requests import Request
 
 from moesaic.engine.engine import Engine
+from moesaic.engine.profiler import FOLDER_VARIABLE
 from moesaic.server import work
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
-from moesaic.server.profile import FOLDER_VARIABLE
 from moesaic.server.run import Server
 from tests.server.serving import Running, post_head, status_of, talk, wait_until
 from tests.server.test_limits import keys

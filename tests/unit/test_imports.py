@@ -2,10 +2,13 @@
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parents[2] / "moesaic"
 LEVELS = (
@@ -139,3 +142,18 @@ def test_rule(importer: str, imported: str, message: str):
 )
 def test_imports_are_found(source: str, names: list[str]):
     assert list(imports_of(source, ("moesaic", "moe"))) == names
+
+
+def test_every_dependency_has_a_lower_bound() -> None:
+    """That of a version which was tried: with older ones tests fail, or holes are open."""
+    with (PACKAGE.parent / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    needed = [Requirement(text) for group in groups for text in group]
+    assert len(needed) > 30
+    for one in needed:
+        assert {part.operator for part in one.specifier} & {">=", "==", "~="}, str(one)
+    bounds = {one.name: one.specifier for one in needed}
+    assert "3.1.5" not in bounds["jinja2"] and "3.1.6" in bounds["jinja2"]
+    installed = metadata.version("uvicorn")
+    assert installed in bounds["uvicorn"] and "99" not in bounds["uvicorn"]
