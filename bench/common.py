@@ -178,7 +178,7 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def positive(word: str) -> int:

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -65,7 +65,7 @@ class Session:
 
     role: Role
     peer: Identity
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 class WrongSecret(PermissionError):
@@ -100,7 +100,7 @@ def introduce(connection: socket.socket, role: Role, own: Identity, secret: byte
 
 def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, bytes]) -> Session:
     """The listener's side, with a secret for each role that it serves; PermissionError if the
-    caller is not of this service."""
+    caller is not of this service. It waits for `welcome` then."""
     deadline = time.monotonic() + PROOF_SECONDS
     hello = read_exactly(connection, len(GREETING) + 1, deadline)
     roles = [role for role in secrets if hello == GREETING + bytes([role])]
@@ -117,9 +117,13 @@ def identify(connection: socket.socket, own: Identity, secrets: Mapping[Role, by
         raise PermissionError(text) from error
     if not hmac.compare_digest(proof, _proof(secret, b"caller", hello + answer)):
         raise PermissionError("it does not know the secret")
-    connection.sendall(WELCOME)
     there = _unpack(hello[-IDENTITY.size :])
     return Session(roles[0], there, _proof(secret, b"session", hello + answer))
+
+
+def welcome(connection: socket.socket) -> None:
+    """The listener is ready to serve a caller that has proved itself."""
+    connection.sendall(WELCOME)
 
 
 def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytes:

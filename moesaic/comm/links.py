@@ -201,25 +201,34 @@ class Links:
             known = self._outlets.get((host, port))
             if known is not None and not known.broken:
                 return known
-            address = f"{host}:{port}"
+            connection = self._call(host, port, peer)
+            tune(connection)
+            # So that a sender which is stuck looks around.
+            connection.settimeout(SLICE)
+            outlet = Outlet(connection, peer, f"{host}:{port}")
+            self._outlets[host, port] = outlet
+            return outlet
+
+    def _call(self, host: str, port: int, peer: Identity) -> socket.socket:
+        """A connection whose ends have proved themselves. One that a busy listener closed before
+        that is tried again."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
             try:
                 connection = socket.create_connection(
                     (host, port), CONNECT_SECONDS, source_address=(self.address, 0)
                 )
             except OSError as error:
-                raise OSError(f"{peer} ({address}) cannot be reached: {error}") from error
+                raise OSError(f"{peer} ({host}:{port}) cannot be reached: {error}") from error
             try:
                 session = introduce(connection, Role.LINK, self.identity, self._secret)
                 if session.peer != peer:
                     raise PermissionError(f"it is {session.peer}")
+                return connection
             except OSError as error:
                 connection.close()
-                raise OSError(f"{peer} ({address}) refused: {error}") from error
-            tune(connection)
-            # So that a sender which is stuck looks around.
-            connection.settimeout(SLICE)
-            outlet = self._outlets[host, port] = Outlet(connection, peer, address)
-            return outlet
+                if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                    raise OSError(f"{peer} ({host}:{port}) refused: {error}") from error
 
     def close(self) -> None:
         """End all connections and the listener. May be repeated."""

@@ -7,12 +7,12 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from moesaic.comm.handshake import Identity, Role, Session, identify
+from moesaic.comm.handshake import Identity, Role, Session, identify, welcome
 from moesaic.comm.quiet_log import QuietLog
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class RoleHandler:
 class Listener:
     """Accepts connections, each in a thread of its own.
 
-    When too many have not proved themselves yet, the oldest of these is closed: a flood of
-    connections cannot keep out a caller that proves itself at once.
+    When too many have not proved themselves yet, the address that has most of these loses its
+    oldest: a flood from one machine does not keep out a caller from another.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Listener:
         self._listening, self._identity, self._handlers = listening, identity, handlers
         self._secrets = {role: handler.secret for role, handler in handlers.items()}
         self._lock = threading.Lock()
-        self._unproved: deque[socket.socket] = deque()
+        self._unproved: dict[socket.socket, str] = {}
+        """Where each comes from, the oldest first."""
         self._proved: set[socket.socket] = set()
         self._log = QuietLog(logger)
         self.closed = False
@@ -71,40 +72,54 @@ class Listener:
                 # The listener is closed, there are no descriptors, or the caller has gone already.
                 time.sleep(PAUSE_SECONDS)
                 continue
-            where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this machine"
-            self._admit(connection)
-            threading.Thread(
-                target=self._serve, args=(connection, where), name=f"from {where}", daemon=True
-            ).start()
+            host, port = address[:2] if isinstance(address, tuple) else ("this machine", "socket")
+            self._admit(connection, str(host))
+            where = f"{host}:{port}"
+            thread = threading.Thread(target=self._serve, args=(connection, where), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # this process has as many threads as it may
+                self._settle(connection)
+                connection.close()
+                self._log.warn(f"refused a connection from {where}: {error}")
+                time.sleep(PAUSE_SECONDS)
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        """Note a connection that has proved nothing, and close one where there are too many."""
         with self._lock:
-            self._unproved.append(connection)
-            oldest = self._unproved.popleft() if len(self._unproved) > MOST_UNPROVED else None
-        if oldest is not None:
-            _wake(oldest)
+            self._unproved[connection] = host
+            if len(self._unproved) <= MOST_UNPROVED:
+                return
+            largest = Counter(self._unproved.values()).most_common(1)[0][0]
+            oldest = next(one for one, found in self._unproved.items() if found == largest)
+            del self._unproved[oldest]
+        _wake(oldest)
+
+    def _settle(self, connection: socket.socket, *, proved: bool = False) -> bool:
+        """Whether a connection was still waiting to prove itself; now it has, or never will."""
+        with self._lock:
+            was_waiting = self._unproved.pop(connection, None) is not None
+            if proved and was_waiting and not self.closed:
+                self._proved.add(connection)
+            return was_waiting and not self.closed
 
     def _serve(self, connection: socket.socket, where: str) -> None:
         """The life of a connection."""
         with connection:
             try:
                 session = identify(connection, self._identity, self._secrets)
+                # From here on it is not closed for others; only then is it told that it is served.
+                if not self._settle(connection, proved=True):
+                    return
                 connection.settimeout(None)
                 tune(connection)
+                welcome(connection)
+                self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
             except OSError as error:
                 if not self.closed:
                     self._log.warn(f"refused a connection from {where}: {error}")
-                return
             finally:
-                with self._lock, contextlib.suppress(ValueError):
-                    self._unproved.remove(connection)
-            with self._lock:
-                if self.closed:
-                    return
-                self._proved.add(connection)
-            try:
-                self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
-            finally:
+                self._settle(connection)
                 with self._lock:
                     self._proved.discard(connection)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,9 +28,10 @@ MOST_BYTES: Final = 1 << 28
 ANSWER_SECONDS: Final = 60.0
 CONNECT_PAUSE: Final = 0.1
 # How long a client sleeps between two looks for a key: short at first, as peers mostly come
-# together, then long enough for the store to serve many ranks.
+# together, then a twentieth of what it has waited, so that the store can serve many ranks.
 FIRST_PAUSE: Final = 0.001
-LONGEST_PAUSE: Final = 0.03
+LONGEST_PAUSE: Final = 0.25
+PAUSE_SHARE: Final = 0.05
 
 Answer = bool | int | list[bytes | None] | None
 
@@ -59,7 +60,7 @@ class StoreAddress:
 
     host: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}" if self.port else self.host
@@ -82,6 +83,7 @@ class StoreAddress:
             connection = socket.create_connection((self.host, self.port), ANSWER_SECONDS)
         else:
             connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(ANSWER_SECONDS)
         try:
             if not self.port:
                 connection.connect(self.host)
@@ -105,7 +107,7 @@ class Table:
     def serve(self, connection: socket.socket, session: Session, name: str) -> None:
         """Answer one client until it goes."""
         stream = MessageStream(connection, session, calls=False)
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             while True:
                 stream.send(msgspec.msgpack.encode(self.answer(stream.receive())))
 
@@ -195,17 +197,16 @@ class StoreClient:
     ) -> list[str]:
         """Until all keys are there: those that are missing after so many seconds. `look` is called
         between two looks, and may raise."""
-        deadline = time.monotonic() + seconds
-        pause = FIRST_PAUSE
+        begun = time.monotonic()
         while not self.has(keys):
             if look is not None:
                 look()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begun
+            if waited >= seconds:
                 values = self.get_now(keys)
                 return [key for key, value in zip(keys, values, strict=True) if value is None]
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(max(FIRST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE)
+            time.sleep(min(pause, seconds - waited))
         return []
 
     def close(self) -> None:
@@ -213,8 +214,13 @@ class StoreClient:
 
     def _ask(self, request: Request) -> Any:
         with self._lock:
-            self._stream.send(msgspec.msgpack.encode(request))
-            reply = _REPLIES.decode(self._stream.receive())
+            try:
+                self._stream.send(msgspec.msgpack.encode(request))
+                reply = _REPLIES.decode(self._stream.receive())
+            except BaseException:
+                # What comes later would be taken for the answer to the next request.
+                self._connection.close()
+                raise
         if reply.error:
             raise RuntimeError(f"the store refuses {request.operation!r}: {reply.error}")
         return reply.value

@@ -32,7 +32,8 @@ class MessageStream:
         self._sent = self._heard = 0
 
     def send(self, data: bytes) -> None:
-        assert len(data) <= MOST_BYTES, f"a message of {len(data)} bytes"
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes: {MOST_BYTES} are allowed")
         self._sent += 1
         mac = self._mac(self._sends, self._sent, data)
         self._connection.sendall(HEAD.pack(len(data)) + mac + data)

@@ -1,7 +1,7 @@
 """The supervisor's process: `python -m moesaic.comm.supervisor`, started by comm.launch.
 
 It reads a ServiceSpec from its standard input, which stays open: its end means that the client is
-gone, and the service stops. It answers with one line on its standard output, "ok FOLDER" or
+gone, and the service stops. It answers with one line on its standard output, "ok ROUTE FOLDER" or
 "error TEXT", and keeps that open as well: its end tells the client that the supervisor is gone.
 
 It runs in a session of its own, so the terminal's Ctrl-C and Ctrl-Z go to the client alone, which

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,11 +22,12 @@ from moesaic.comm.handshake import (
     WrongSecret,
     identify,
     introduce,
+    welcome,
 )
 from moesaic.comm.listener import MOST_UNPROVED, Listener, RoleHandler
 from moesaic.comm.meeting import StoreGroup
 from moesaic.comm.shared_memory import create_memory, map_memory
-from moesaic.comm.store import LocalStore, StoreAddress, StoreClient, Table
+from moesaic.comm.store import LocalStore, Reply, StoreAddress, StoreClient, Table
 from moesaic.comm.stream import HEAD, MAC_BYTES, MessageStream, Tampered
 from moesaic.comm.torch_store import TorchStore
 from moesaic.comm.window import SharedWindow
@@ -96,9 +98,12 @@ def pair(secret: bytes = SECRET) -> Iterator[tuple[socket.socket, Session, socke
     """Both ends of a connection after the handshake."""
     ours, theirs = socket.socketpair()
     found: list[Session] = []
-    thread = threading.Thread(
-        target=lambda: found.append(identify(theirs, Identity(-1, 7), {Role.STORE: secret}))
-    )
+
+    def listen() -> None:
+        found.append(identify(theirs, Identity(-1, 7), {Role.STORE: secret}))
+        welcome(theirs)
+
+    thread = threading.Thread(target=listen)
     thread.start()
     session = introduce(ours, Role.STORE, Identity(3, 1), secret)
     thread.join()
@@ -198,6 +203,74 @@ def test_a_flood_of_strangers(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
             connection.close()
         assert said_back(address, b"again") == b"again"
     assert len(caplog.records) <= 1
+
+
+class Delayed:
+    """A connection on which something happens after the first thing that is sent."""
+
+    def __init__(self, connection: socket.socket, happen: Callable[[], None]) -> None:
+        self._connection, self._happen = connection, happen
+
+    def sendall(self, data: bytes) -> None:
+        self._connection.sendall(data)
+        self._happen()
+        self._happen = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_a_flood_does_not_cut_off_a_slow_caller_from_elsewhere():
+    """It has greeted the listener, and proves itself only when the flood has come in."""
+    flood: list[socket.socket] = []
+
+    def come_in(address: tuple[str, int]) -> None:
+        flood.extend(socket.create_connection(address) for _ in range(2 * MOST_UNPROVED))
+        assert hear(flood[0], b"") == b""  # so many that the first of them is closed
+
+    with (
+        echo() as address,
+        socket.create_connection(address, 10, source_address=("127.0.0.2", 0)) as connection,
+    ):
+        slow: Any = Delayed(connection, lambda: come_in(address))
+        session = introduce(slow, Role.NODE, ME, SECRET)
+        stream = MessageStream(connection, session, calls=True)
+        stream.send(b"through")
+        assert stream.receive() == b"through"
+        for stranger in flood:
+            stranger.close()
+
+
+def test_a_listener_survives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch):
+    with echo() as address:
+        start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+        def fail_once(thread: threading.Thread) -> None:
+            if failures:
+                raise failures.pop()
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail_once)
+        assert hear(socket.create_connection(address), b"") == b""
+        assert said_back(address, b"again") == b"again"
+
+
+def test_a_late_answer_is_not_taken_for_the_next():
+    with pair() as (ours, caller, theirs, listener):
+        client = StoreClient(ours, caller)
+        ours.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            client.has(["there"])
+        with suppress(BrokenPipeError):  # it has hung up, which is as well
+            MessageStream(theirs, listener, calls=False).send(msgspec.msgpack.encode(Reply(True)))
+        with pytest.raises(OSError):
+            client.has(["missing"])
+
+
+def test_secrets_are_not_shown(store: LocalStore):
+    with pair() as (_, session, _, _):
+        shown = f"{store.address!r} {session!r}"
+        assert repr(store.address.secret) not in shown and repr(session.key) not in shown
 
 
 MIB = 1 << 20

@@ -236,10 +236,13 @@ def test_weight_only_checkpoints_of_others(
     torch.testing.assert_close(served(stored), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
-def test_weight_only_on_ranks(source: Path, tmp_path: Path) -> None:
+FP8, NVFP4 = "ct fp8 channel, weights alone", "ct nvfp4, weights alone"
+
+
+@pytest.mark.parametrize("name", [pytest.param(FP8, marks=pytest.mark.slow), NVFP4])
+def test_weight_only_on_ranks(name: str, source: Path, tmp_path: Path) -> None:
     """Rows travel as they are, too."""
-    disk = OUTSIDE["ct fp8 channel, weights alone"]
+    disk = OUTSIDE[name]
     plain, stored = write_outside(disk, source, tmp_path)
     found = served(stored, tp_size=2, ep_size=2, moe_a2a_backend="deepep")
     expected = Oracle(load(plain)).logprobs(PROMPT)
@@ -312,7 +315,6 @@ def _qparams(w_NK: Tensor, args: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_checkpoints_of_compressed_tensors(preset: str, wide_source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     plain, stored = write_outside(by_library(preset), wide_source, tmp_path)
     expected = Oracle(load(plain)).logprobs(PROMPT)
     torch.testing.assert_close(served(stored), expected, atol=TOLERANCE, rtol=0)

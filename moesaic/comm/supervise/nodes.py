@@ -125,10 +125,15 @@ class Channel:
         self._connection.close()
 
     def _send(self) -> None:
-        # That the other end is gone shows where this one receives.
-        with suppress(OSError):
+        try:
             while (data := self._outgoing.get()) is not None:
                 self._stream.send(data)
+        except OSError:
+            return  # that the other end is gone shows where this one receives
+        except ValueError as error:
+            logger.error("the connection to another node is given up: %s", error)
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class OtherNodes:
