@@ -21,7 +21,7 @@ from moesaic.core.sampling import BadParameter, Grammar
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.grammar import check_depth, is_installed
 from moesaic.engine.grammar_child import Setup
-from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NotInTime
+from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NoAnswer
 from moesaic.engine.turns import TurnExecutor
 
 ALLOWANCE: Final = Allowance(seconds=1.0, room=128 * 2**20)
@@ -75,12 +75,16 @@ class GrammarChecker:
         key = _key(grammar)
         if (known := self._recall(key)) is not None:  # another client had the same
             return known
-        verdict = self._try(grammar)
+        verdict, certain = self._try(grammar)
+        if certain:
+            self._remember(key, verdict)
+        return verdict
+
+    def _remember(self, key: bytes, verdict: str) -> None:
         with self._lock:
             self._verdicts[key] = verdict
             while len(self._verdicts) > REMEMBERED:
                 self._verdicts.popitem(last=False)
-        return verdict
 
     def _recall(self, key: bytes) -> str | None:
         with self._lock:
@@ -88,17 +92,18 @@ class GrammarChecker:
                 self._verdicts.move_to_end(key)
             return self._verdicts.get(key)
 
-    def _try(self, grammar: Grammar) -> str:
+    def _try(self, grammar: Grammar) -> tuple[str, bool]:
+        """Why it is refused, and whether that would be found again."""
         try:
             check_depth(grammar)
         except ValueError as error:
-            return str(error)
+            return str(error), True
         try:
-            return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode()
+            return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode(), True
         except Exceeded as error:
-            return f"it takes {error} to compile: simplify it"
-        except NotInTime:
-            raise QueueFull("a grammar could not be checked in time: try again later") from None
+            return f"it takes {error} to compile: simplify it", error.certain
+        except NoAnswer:
+            raise QueueFull("a grammar could not be checked now: try again later") from None
 
 
 def _key(grammar: Grammar) -> bytes:
