@@ -75,16 +75,12 @@ class GrammarChecker:
         key = _key(grammar)
         if (known := self._recall(key)) is not None:  # another client had the same
             return known
-        verdict, certain = self._try(grammar)
-        if certain:
-            self._remember(key, verdict)
-        return verdict
-
-    def _remember(self, key: bytes, verdict: str) -> None:
+        verdict = self._try(grammar)
         with self._lock:
             self._verdicts[key] = verdict
             while len(self._verdicts) > REMEMBERED:
                 self._verdicts.popitem(last=False)
+        return verdict
 
     def _recall(self, key: bytes) -> str | None:
         with self._lock:
@@ -92,16 +88,16 @@ class GrammarChecker:
                 self._verdicts.move_to_end(key)
             return self._verdicts.get(key)
 
-    def _try(self, grammar: Grammar) -> tuple[str, bool]:
-        """Why it is refused, and whether that would be found again."""
+    def _try(self, grammar: Grammar) -> str:
+        """Why it is refused, for ever. QueueFull: that is not known."""
         try:
             check_depth(grammar)
         except ValueError as error:
-            return str(error), True
+            return str(error)
         try:
-            return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode(), True
+            return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode()
         except Exceeded as error:
-            return f"it takes {error} to compile: simplify it", error.certain
+            return f"it takes {error} to compile: simplify it"
         except NoAnswer:
             raise QueueFull("a grammar could not be checked now: try again later") from None
 

@@ -48,12 +48,7 @@ class Allowance:
 
 
 class Exceeded(Exception):
-    """The work took more than it may, and its process has ended. `certain`: whether the limit is
-    known to be the cause; a library that calls abort() may have had another."""
-
-    def __init__(self, limit: str, certain: bool = True) -> None:
-        super().__init__(limit)
-        self.certain = certain
+    """The work took more than it may, and its process has ended: it would do so again."""
 
 
 class NoAnswer(Exception):
@@ -211,9 +206,9 @@ class LimitedChild:
             return RuntimeError("the engine is shut down: make a new Engine")
         if status == -signal.SIGPROF:
             return Exceeded(f"more than {self.allowance.seconds:g} s")
+        # Rust aborts where there is no memory. Nothing else sends SIGABRT, as SIGKILL may be sent.
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
-            memory = f"more than {self.allowance.room // 2**20} MB of memory"
-            return Exceeded(memory, certain=status == OUT_OF_MEMORY)
+            return Exceeded(f"more than {self.allowance.room // 2**20} MB of memory")
         logger.warning("%s ended with status %d instead of an answer", self._module, status)
         return NoAnswer()
 
