@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NotInTime
+from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NoAnswer
 from moesaic.engine.template_child import INVALID, TEXT
 from moesaic.engine.turns import TurnExecutor
 
@@ -135,8 +135,8 @@ class ChatTemplates:
             raise Unusable(
                 f"chat template {name!r} of {self._folder} takes {error} to render these messages"
             ) from None
-        except NotInTime:
-            raise QueueFull("the messages could not be rendered in time: try again later") from None
+        except NoAnswer:
+            raise QueueFull("the messages could not be rendered now: try again later") from None
         kind, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
         if kind == INVALID:
             raise Unusable(f"chat template {name!r} of {self._folder} is not valid Jinja: {text}")

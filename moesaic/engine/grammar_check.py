@@ -21,7 +21,7 @@ from moesaic.core.sampling import BadParameter, Grammar
 from moesaic.engine.errors import QueueFull
 from moesaic.engine.grammar import check_depth, is_installed
 from moesaic.engine.grammar_child import Setup
-from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NotInTime
+from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NoAnswer
 from moesaic.engine.turns import TurnExecutor
 
 ALLOWANCE: Final = Allowance(seconds=1.0, room=128 * 2**20)
@@ -89,6 +89,7 @@ class GrammarChecker:
             return self._verdicts.get(key)
 
     def _try(self, grammar: Grammar) -> str:
+        """Why it is refused, for ever. QueueFull: that is not known."""
         try:
             check_depth(grammar)
         except ValueError as error:
@@ -97,8 +98,8 @@ class GrammarChecker:
             return self._child.ask(msgspec.msgpack.encode(tuple(grammar))).decode()
         except Exceeded as error:
             return f"it takes {error} to compile: simplify it"
-        except NotInTime:
-            raise QueueFull("a grammar could not be checked in time: try again later") from None
+        except NoAnswer:
+            raise QueueFull("a grammar could not be checked now: try again later") from None
 
 
 def _key(grammar: Grammar) -> bytes:

@@ -7,6 +7,7 @@ memory for each question, both kept by the kernel. This file has both sides: the
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import select
@@ -24,12 +25,16 @@ from typing import BinaryIO, Final
 
 from moesaic.core.process import child_environment
 
+logger = logging.getLogger(__name__)
+
 LENGTH_BYTES: Final = 4
 START_SECONDS: Final = 120.0
 # Of real time, for what has a limit of processor time: the machine may be busy.
 ANSWER_SECONDS: Final = 30.0
 
 PIECE: Final = 1 << 18
+# Exit statuses of the child. An uncaught exception gives 1.
+RECYCLED, OUT_OF_MEMORY = 0, 3
 
 Answer = Callable[[bytes], bytes]
 
@@ -43,11 +48,12 @@ class Allowance:
 
 
 class Exceeded(Exception):
-    """The work took more than it may, and its process has ended."""
+    """The work took more than it may, and its process has ended: it would do so again."""
 
 
-class NotInTime(Exception):
-    """The process did not get enough of the machine's time to answer."""
+class NoAnswer(Exception):
+    """The process did not get enough of the machine's time to answer, or something other than its
+    limits ended it. The same question may be answered later."""
 
 
 def serve(begin: Callable[[bytes], Answer]) -> None:
@@ -67,7 +73,7 @@ def serve(begin: Callable[[bytes], Answer]) -> None:
     while question := _read(source):
         _write(sink, _limited(answer, question, allowance))
         if _memory() > least + 2 * allowance.room:  # what was freed is not given back: begin anew
-            return
+            os._exit(RECYCLED)
 
 
 def _limited(answer: Answer, question: bytes, allowance: Allowance) -> bytes:
@@ -78,7 +84,7 @@ def _limited(answer: Answer, question: bytes, allowance: Allowance) -> bytes:
     try:
         return answer(question)
     except MemoryError:
-        os._exit(1)
+        os._exit(OUT_OF_MEMORY)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -122,18 +128,28 @@ class LimitedChild:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, question: bytes) -> bytes:
-        """Exceeded with the limit that was reached, NotInTime, or ValueError if no process can be
+        """Exceeded with the limit that was reached, NoAnswer, or ValueError if no process can be
         made from `setup`."""
+        status = self._attempt(question)
+        if status == RECYCLED:  # after the question before, which this one has nothing to do with
+            status = self._attempt(question)
+        if not isinstance(status, int):
+            return status
+        raise self._error_of(status)
+
+    def _attempt(self, question: bytes) -> bytes | int:
+        """The answer, or the exit status of a process that ended instead."""
         if self._process is None or self._process.poll() is not None:
-            self._end()
+            self._end(0.0)
             self._start()
         try:
             return self._exchange(question, ANSWER_SECONDS)
         except EOFError:
-            raise Exceeded(self._cause(self._end())) from None
+            return self._end(ANSWER_SECONDS)
         except TimeoutError:
-            self._end()
-            raise NotInTime from None
+            self._end(0.0)
+            logger.warning("%s did not answer within %g s", self._module, ANSWER_SECONDS)
+            raise NoAnswer from None
 
     def close(self) -> None:
         """A question that is being answered ends with RuntimeError. May be repeated."""
@@ -153,49 +169,53 @@ class LimitedChild:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=child_environment(),
+                # The limit of memory counts addresses, of which each arena reserves 64 MB.
+                env=child_environment() | {"MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,
+                bufsize=0,
             )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
             self._last_resort = weakref.finalize(self, _kill, self._process)
         try:
             why = self._exchange(self._setup, START_SECONDS).decode()
         except (EOFError, TimeoutError) as error:
             why = f"{self._module} did not start: {error!r}"
         if why:
-            self._end()
+            self._end(0.0)
             raise ValueError(why)
 
-    def _end(self) -> int:
-        """The exit status; a process that has none yet is killed."""
+    def _end(self, seconds: float) -> int:
+        """The exit status; a process that has none after so many seconds is killed."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
             return 0
         self._last_resort.detach()
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+        process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
+            process.wait(seconds)
         process.kill()
         status = process.wait()
         process.stdout.close()
         return status
 
-    def _cause(self, status: int) -> str:
+    def _error_of(self, status: int) -> Exception:
         if self._closed:
-            raise RuntimeError("the engine is shut down: make a new Engine")
+            return RuntimeError("the engine is shut down: make a new Engine")
         if status == -signal.SIGPROF:
-            return f"more than {self.allowance.seconds:g} s"
-        return f"more than {self.allowance.room // 2**20} MB of memory"
+            return Exceeded(f"more than {self.allowance.seconds:g} s")
+        # Rust aborts where there is no memory. Nothing else sends SIGABRT, as SIGKILL may be sent.
+        if status in (OUT_OF_MEMORY, -signal.SIGABRT):
+            return Exceeded(f"more than {self.allowance.room // 2**20} MB of memory")
+        logger.warning("%s ended with status %d instead of an answer", self._module, status)
+        return NoAnswer()
 
     def _exchange(self, question: bytes, seconds: float) -> bytes:
         process, deadline = self._process, time.monotonic() + seconds
         assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            _write(process.stdin, question)  # type: ignore[arg-type]
-        except BrokenPipeError:
-            raise EOFError from None
+        _put(process.stdin.fileno(), question, deadline)
         source = process.stdout.fileno()
         found = _take(source, LENGTH_BYTES, deadline)
         end = LENGTH_BYTES + int.from_bytes(found[:LENGTH_BYTES], "little")
@@ -208,15 +228,33 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _put(sink: int, data: bytes, deadline: float) -> None:
+    """Writes a message to a pipe that does not block."""
+    rest = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    while rest:
+        _wait_for(sink, select.POLLOUT, deadline)
+        try:
+            rest = rest[os.write(sink, rest) :]
+        except BlockingIOError:  # the pipe has some room, but not for a whole page
+            continue
+        except BrokenPipeError:
+            raise EOFError from None
+
+
 def _take(source: int, least: int, deadline: float) -> bytearray:
     """What there is to read, and no less."""
-    found, poller = bytearray(), select.poll()
-    poller.register(source, select.POLLIN)
+    found = bytearray()
     while len(found) < least:
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
+        _wait_for(source, select.POLLIN, deadline)
         piece = os.read(source, PIECE)
         if not piece:
             raise EOFError
         found += piece
     return found
+
+
+def _wait_for(pipe: int, event: int, deadline: float) -> None:
+    poller = select.poll()
+    poller.register(pipe, event)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

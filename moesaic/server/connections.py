@@ -34,8 +34,8 @@ class State(Enum):
 
 
 class Connection(Protocol):
-    """`address`: of the client, as `client_of` gives it. `since`: when it began to wait for what it
-    waits for, by the monotonic clock."""
+    """`address`: of the client, as `network_of` gives it. `since`: when it began to wait for what
+    it waits for, by the monotonic clock."""
 
     address: str
     since: float
@@ -155,9 +155,9 @@ class Connections:
             connection.give_way()
 
 
-def client_of(host: str) -> str:
-    """Whose connection it is: an IPv4 address, or the 64 bits of an IPv6 address that name a
-    network, since one client may have all addresses in it."""
+def network_of(host: str) -> str:
+    """Where a client is: an IPv4 address, or the 64 bits of an IPv6 address that name a network,
+    since one client may have all addresses in it."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from moesaic.server.connections import Connections, Shares, State, client_of
+from moesaic.server.connections import Connections, Shares, State, network_of
 from moesaic.server.errors import Refusal
 
 MAX_HEAD: Final = 16 << 10
@@ -81,7 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = client_of(self.client[0]) if self.client else ""
+        self.address = network_of(self.client[0]) if self.client else ""
         self._expect()
         self.held.arrive(self, len(self.connections))
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from moesaic.engine.answers import Piece
 from moesaic.engine.gate import Gate, NoGate
 from moesaic.engine.inputs import GenerateInput
+from moesaic.server.connections import network_of
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.replies import while_connected
@@ -50,9 +51,9 @@ async def _all(context: Context, call: GenerateInput, client: Hashable | None) -
 
 
 def client_of(request: Request) -> Hashable:
-    """The client that a request comes from, by its key and its address: many clients may share one
+    """The client that a request comes from, by its key and its network: many clients may share one
     key, and many may share an address."""
-    return request.scope.get(CLIENT), request.client and request.client.host
+    return request.scope.get(CLIENT), request.client and network_of(request.client.host)
 
 
 async def _pieces(

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from moesaic.server import guard, run
-from moesaic.server.connections import Connections, Holders, Shares, State, client_of
+from moesaic.server.connections import Connections, Holders, Shares, State, network_of
 from moesaic.server.guard import MAX_HEAD
 from tests.server.serving import Listening, hear, status_of, talk, wait_until
 
@@ -486,9 +486,11 @@ def test_nothing_is_kept_of_connections_that_are_gone() -> None:
 
 
 def test_whose_connection_it_is() -> None:
-    assert client_of("10.1.2.3") == "10.1.2.3" == client_of("::ffff:10.1.2.3")
-    assert client_of("2001:db8::1") == client_of("2001:db8::ffff:0:1") != client_of("2001:db8:1::")
-    assert client_of("fe80::1%eth0") == "fe80::"
+    assert network_of("10.1.2.3") == "10.1.2.3" == network_of("::ffff:10.1.2.3")
+    assert (
+        network_of("2001:db8::1") == network_of("2001:db8::ffff:0:1") != network_of("2001:db8:1::")
+    )
+    assert network_of("fe80::1%eth0") == "fe80::"
 
 
 # --- descriptors ---

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from starlette.requests import Request
 
+from moesaic.core.sampling import Grammar
 from moesaic.engine.engine import Engine
+from moesaic.engine.errors import QueueFull
+from moesaic.engine.grammar_check import MAX_OPEN, GrammarChecker
+from moesaic.engine.grammar_child import Setup
 from moesaic.engine.profiler import FOLDER_VARIABLE
 from moesaic.server import work
+from moesaic.server.admission import Admission
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
 from moesaic.server.run import Server
@@ -51,13 +57,66 @@ def client(running: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_lines_are_by_key_and_address() -> None:
-    def client_of(key: bytes, host: str) -> object:
-        scope = {"type": "http", "headers": [], "client": (host, 1), work.CLIENT: key}
-        return work.client_of(Request(scope))
+def asker(host: str, key: bytes = b"") -> Hashable:
+    scope = {"type": "http", "headers": [], "client": (host, 1), work.CLIENT: key}
+    return work.client_of(Request(scope))
 
-    found = [client_of(key, host) for key in (b"", b"k", b"l") for host in ("1.2.3.4", "::5")]
-    assert len(set(found)) == 6 and found[0] == client_of(b"", "1.2.3.4")
+
+def test_lines_are_by_key_and_address() -> None:
+    found = [asker(host, key) for key in (b"", b"k", b"l") for host in ("1.2.3.4", "::5")]
+    assert len(set(found)) == 6 and found[0] == asker("1.2.3.4")
+
+
+NETWORK = [asker(f"2001:db8::{number:x}") for number in range(1, MAX_OPEN + 1)]
+STRANGER = asker("2001:db8:0:1::1")
+
+
+def test_addresses_of_one_network_do_not_fill_the_queue_of_requests() -> None:
+    async def main() -> None:
+        admission = Admission(max_running=1, max_queued=4)
+        tickets = [admission.ticket(client) for client in NETWORK[: admission.most_open]]
+        many = [asyncio.create_task(ticket.enter(1, lambda number: number)) for ticket in tickets]
+        await asyncio.sleep(0)
+        assert admission.running + admission.waiting == admission.most_open
+        one = admission.ticket(STRANGER)
+        began = asyncio.create_task(one.enter(1, lambda number: number))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert many[-1].done() and isinstance(many[-1].exception(), QueueFull)
+        while not began.done():  # each turn of the loop ends what has begun
+            for ticket in tickets:
+                ticket.finished(ticket.held)
+            await asyncio.sleep(0)
+        await began
+        for ticket in (*tickets, one):
+            ticket.leave()
+
+    asyncio.run(main())
+
+
+def test_addresses_of_one_network_do_not_fill_the_queue_of_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker, release = GrammarChecker(Setup("unused", 1, [0]), None), threading.Event()
+    monkeypatch.setattr(checker._child, "ask", lambda question: b"" if release.wait(60) else b"no")
+
+    async def main() -> list[BaseException | None]:
+        many = [
+            asyncio.create_task(checker.check_in_turn(Grammar("regex", f"a{number}"), client))
+            for number, client in enumerate(NETWORK)
+        ]
+        await asyncio.sleep(0)
+        one = asyncio.create_task(checker.check_in_turn(Grammar("regex", "b"), STRANGER))
+        await asyncio.sleep(0)
+        release.set()
+        return await asyncio.gather(*many, one, return_exceptions=True)
+
+    try:
+        *many, newest, one = asyncio.run(main())
+        assert isinstance(newest, QueueFull)
+        assert one is None and many == [None] * (MAX_OPEN - 1)
+    finally:
+        checker.close()
 
 
 def test_probes_join(running: Running) -> None:
