@@ -139,12 +139,21 @@ def _lay_out(args: ServerArgs) -> Layout:
     from moesaic.models.tiny import materialise
 
     folder = materialise(args.model_path)
-    if not Path(folder).is_dir():
-        raise ValueError(
-            f"--model-path {folder} is not a folder: give a Hugging Face folder with config.json, "
-            "safetensors and tokenizer.json"
-        )
+    _check_files(args, folder)
     return lay_out(replace(args, model_path=folder))
+
+
+def _check_files(args: ServerArgs, folder: str) -> None:
+    """ValueError for what a server would refuse, of the files that are there: a folder may be
+    looked at before its tensors and its tokenizer are fetched."""
+    from moesaic.engine.tokenizer import load_tokenizer
+    from moesaic.models.checkpoint import check_folder
+
+    are_there = any(Path(folder).glob("*.safetensors*"))
+    check_folder(folder, has_tensors=are_there and args.load_format != "dummy")
+    tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
+    if tokenizer is not None and (Path(tokenizer) / "tokenizer.json").is_file():
+        load_tokenizer(tokenizer, args.chat_template)
 
 
 def _describe_flag(change: Filled) -> dict[str, Any]:

@@ -106,6 +106,8 @@ class Engine:
         }
         eos_ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.eos_ids
         facts = self._core.facts
+        if self.tokenizer is not None:
+            self.tokenizer.warn_beyond(facts.vocab_size)
         self._max_running = facts.max_running * self.mesh.num_groups
         self._limits = Limits(
             vocab_size=facts.vocab_size,

@@ -110,6 +110,15 @@ class Tokenizer:
         """Tokens that have a text; the model's own vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    def warn_beyond(self, model_ids: int) -> None:
+        """Of tokens that the model does not know: prompts with them are refused one by one."""
+        if (most := max(self.backend.get_vocab(with_added_tokens=True).values()) + 1) > model_ids:
+            logger.warning(
+                "%s has ids below %d, and the model only those below %d: prompts with others are "
+                "refused",
+                *(self.folder, most, model_ids),
+            )
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Pass `add_special_tokens=False` for a rendered chat, which has its special tokens."""
         # Of a single text the backend would hold Python's lock all the while.

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moesaic.models.config import EXPERT_COUNTS, RawConfig
-from moesaic.models.folder import TensorIndex, read_as
+from moesaic.models.folder import TensorIndex, brief, read_as
 
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
@@ -52,12 +52,8 @@ class Checkpoint:
     def _locate(self) -> dict[str, str]:
         """Which file holds which tensor, by the files themselves: some producers change tensors and
         leave the index as it was."""
-        index = self.folder / INDEX
-        if index.is_file():
-            listed = read_as(index, TensorIndex).weight_map.values()
-            files = sorted({Path(name).name for name in listed})
-            if not files:
-                raise ValueError(f"{index}: weight_map is empty: fetch the file again")
+        if (self.folder / INDEX).is_file():
+            files = sorted(set(_weight_map(self.folder).values()))
         else:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
@@ -145,10 +141,25 @@ def check_folder(path: str, has_tensors: bool) -> None:
 def _tensor_names(folder: Path) -> Iterable[str]:
     """By the index where there is one: it is a single file, and its numbers are right also where
     tensors were renamed behind it."""
-    if (index := folder / INDEX).is_file():
-        return read_as(index, TensorIndex).weight_map
+    if (folder / INDEX).is_file():
+        return _weight_map(folder)
     with Checkpoint(folder) as checkpoint:
         return checkpoint.location
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, by the index: a name in the folder, and no path out of it."""
+    index = folder / INDEX
+    found = read_as(index, TensorIndex).weight_map
+    if not found:
+        raise ValueError(f"{index}: weight_map is empty: fetch the file again")
+    for tensor, file in found.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{index}: weight_map has {tensor} in {brief(file)}, which is no safetensors file "
+                "of the folder: mend the file"
+            )
+    return found
 
 
 def _either(shapes: Iterable[tuple[int, ...]]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -60,8 +60,12 @@ class TokenizerConfig(TokenNames, frozen=True):
     add_eos_token: bool | None = None
 
 
+# No vocabulary is larger; what is counts as a mistake in a file.
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+
 class EndTokens(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
 
     @property
     def ids(self) -> frozenset[int]:

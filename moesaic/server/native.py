@@ -20,12 +20,13 @@ from moesaic.server.routes import Access, Route
 
 async def generate(context: Context, request: Request) -> Response:
     body = await read_body(request, GenerateBody)
-    shape = _Shape(context, body)
-    if not body.stream:
-        pieces = await work.whole(context, request, shape.call)
-        return json_response(await shape.whole(pieces))
-    parts = await work.stream(context, request, shape.call, apart=not shape.single)
-    return Events(_events(parts, shape))
+    with work.arrival(context):
+        shape = _Shape(context, body)
+        if not body.stream:
+            pieces = await work.whole(context, request, shape.call)
+            return json_response(await shape.whole(pieces))
+        parts = await work.stream(context, request, shape.call, apart=not shape.single)
+        return Events(_events(parts, shape))
 
 
 class _Shape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Hashable
+from collections.abc import AsyncGenerator, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -16,6 +17,19 @@ from moesaic.server.errors import Refusal
 from moesaic.server.replies import while_connected
 from moesaic.server.request_log import log_request
 from moesaic.server.routes import CLIENT
+
+
+@contextmanager
+def arrival(context: Context) -> Iterator[None]:
+    """While a body is made into requests, which a chat template or a grammar may hold up: a server
+    that stops meanwhile waits for it, and one that has begun to stop refuses it."""
+    if context.trouble:
+        raise Refusal(503, context.trouble, headers=LEAVING)
+    context.admission.arriving += 1
+    try:
+        yield
+    finally:
+        context.admission.arriving -= 1
 
 
 async def stream(
@@ -59,8 +73,8 @@ def client_of(request: Request) -> Hashable:
 async def _pieces(
     context: Context, call: GenerateInput, stream: bool, client: Hashable | None
 ) -> AsyncGenerator[Piece, None]:
-    if context.trouble:
-        raise Refusal(503, context.trouble, headers=LEAVING)
+    if context.engine.fault:
+        raise Refusal(503, context.engine.fault, headers=LEAVING)
     gate: Gate = NoGate() if client is None else context.admission.ticket(client)
     pieces = context.engine.follow(replace(call, client=client), stream, gate)
     try:

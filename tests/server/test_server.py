@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +393,41 @@ def test_a_stopping_server_drains_and_then_ends_what_runs(
     assert ended.json()["error"]["message"] == "the server is stopping"
     assert len(finished.json()["output_ids"]) == 8
     assert "ready: http://127.0.0.1:" in capfd.readouterr().out
+
+
+def test_a_stopping_server_waits_for_a_chat_in_its_template() -> None:
+    """The chat came before the signal; its prompt is rendered only after it."""
+
+    async def main() -> tuple[int, int]:
+        with Engine(model_path="tiny:qwen3_moe", num_threads=1, drain_timeout=60.0) as mortal:
+            listener = bind("127.0.0.1", 0)
+            server = run.Server(mortal, listener)
+            assert mortal.tokenizer is not None
+            submit, rendering = mortal.tokenizer.chat.submit, threading.Event()
+
+            def after_the_signal(*given: Any) -> str:
+                rendering.set()
+                while not server.stopping:
+                    time.sleep(0.01)
+                return submit(*given).result()
+
+            serving = asyncio.create_task(server.serve_until_told())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
+                late = partial(pool.submit, after_the_signal)
+                patch.setattr(mortal.tokenizer.chat, "submit", late)
+                async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+                    chat = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+                    await asyncio.to_thread(rendering.wait, 60)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    answer = await chat
+                await serving
+        return answer.status_code, answer.json()["usage"]["completion_tokens"]
+
+    assert asyncio.run(main()) == (200, 4)
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:

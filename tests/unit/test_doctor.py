@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -357,6 +358,34 @@ def test_nothing_is_loaded(folders: dict[str, Path]):
     bare.mkdir(exist_ok=True)
     (bare / "config.json").write_text(config.read_text())
     assert main(["doctor", str(bare), "--tp", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.json", {"eos_token_id": 10**30}, "eos_token_id is 10000"),
+        ("config.json", {"num_hidden_layers": 1000}, "num_hidden_layers is 1000, and the tensors"),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder is []"),
+        ("tokenizer_config.json", {"chat_template": "{% for"}, "chat template"),
+        ("generation_config.json", {"temperature": "hot"}, "temperature is 'hot'"),
+        ("model.safetensors.index.json", {"weight_map": {"x": "../passwd"}}, "'../passwd'"),
+    ],
+)
+def test_files_that_a_server_would_refuse(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: dict[str, object],
+    told: str,
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(folders["qwen3_moe"], copy)
+    before = json.loads((copy / name).read_text()) if (copy / name).is_file() else {}
+    (copy / name).write_text(json.dumps(before | content))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    assert main(["doctor", str(copy)]) == 1
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

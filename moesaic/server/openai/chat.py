@@ -41,7 +41,7 @@ from moesaic.server.openai.streams import Chunks, blaming, new_id, reply
 from moesaic.server.openai.usage import Tally
 from moesaic.server.parsers import Tool, ToolChoice
 from moesaic.server.replies import Writer, prepared, while_connected
-from moesaic.server.work import client_of
+from moesaic.server.work import arrival, client_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Order:
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
     setup = context.part(Setup)
-    order = await while_connected(request, _order(context, body, size, client_of(request)))
-    answers = ChatAnswers(setup, body, order)
-    with blaming("messages"):
+    with arrival(context), blaming("messages"):
+        order = await while_connected(request, _order(context, body, size, client_of(request)))
+        answers = ChatAnswers(setup, body, order)
         return await reply(context, request, order.call, answers, bool(body.stream))
 
 

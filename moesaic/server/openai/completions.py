@@ -35,7 +35,7 @@ from moesaic.server.openai.streams import (
 )
 from moesaic.server.openai.usage import Tally
 from moesaic.server.replies import Writer, prepared, while_connected
-from moesaic.server.work import client_of
+from moesaic.server.work import arrival, client_of
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -46,12 +46,12 @@ MAX_CHOICES: Final = 4096
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
     setup = context.part(Setup)
-    order = await aside(size, lambda: _order(setup, body))
-    if order.form is not None:
-        checked = check_form(context, order.form, client_of(request))
-        await while_connected(request, checked)
-    answers = CompletionAnswers(setup, body, order)
-    with blaming("prompt"):
+    with arrival(context), blaming("prompt"):
+        order = await aside(size, lambda: _order(setup, body))
+        if order.form is not None:
+            checked = check_form(context, order.form, client_of(request))
+            await while_connected(request, checked)
+        answers = CompletionAnswers(setup, body, order)
         return await reply(context, request, order.call, answers, bool(body.stream))
 
 
