@@ -275,7 +275,7 @@ def test_what_is_local(engine: Engine, host: str, local: bool) -> None:
 
 def test_a_server_is_busy_with_calls_that_are_still_being_checked(engine: Engine) -> None:
     with socket.socket() as listener:
-        server = Server(engine, listener)
+        server = Server(engine, listener, Keys.of(engine.args))
     assert not server._is_busy
     ticket = server._admission.ticket("somebody")
     assert server._is_busy
