@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from moesaic.cli.common import set_up_logging
 from moesaic.config.flags import Flag
 from moesaic.config.parser import FlagParser, merge, read_config
+from moesaic.core.process import child_environment
 
 if TYPE_CHECKING:
     from moesaic.kernels.tune import Case
@@ -210,7 +211,10 @@ def _compile_apart(argv: list[str], jobs: int) -> None:
     """In processes of their own: Triton compiles on one core."""
     print(f"compiling candidates in {jobs} processes …", file=sys.stderr)
     command = [sys.executable, "-m", "moesaic.cli.main", "tune", *argv]
-    children = [subprocess.Popen([*command, f"--share={number}/{jobs}"]) for number in range(jobs)]
+    children = [
+        subprocess.Popen([*command, f"--share={number}/{jobs}"], env=child_environment())
+        for number in range(jobs)
+    ]
     try:
         failed = [child.args for child in children if child.wait() != 0]
     finally:

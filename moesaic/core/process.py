@@ -40,6 +40,13 @@ def child_environment(*needed: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path}
 
 
+def forget_api_keys() -> None:
+    """Takes the keys out of the environment of this process, once they are read: every process
+    that it or a library of it starts would inherit them."""
+    for name in (API_KEY, ADMIN_API_KEY):
+        os.environ.pop(name, None)
+
+
 @contextmanager
 def without_secrets_in_environment() -> Iterator[None]:
     """Processes that are started inside inherit none of them."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NoAnswer
+from moesaic.engine.limited_child import ANSWER_SECONDS, Allowance, Exceeded, LimitedChild, NoAnswer
 from moesaic.engine.template_child import INVALID, TEXT
 from moesaic.engine.turns import TurnExecutor
+from moesaic.models.tiny_chat import CHAT_TEMPLATES
 
 Message = Mapping[str, Any]
 
@@ -43,17 +43,6 @@ TRIALS: Final[tuple[tuple[tuple[Message, ...], list[Any] | None], ...]] = (
     (_TURNS[:1], None),
     ((_SYSTEM, *_TURNS), [_TOOL]),
     ((_SYSTEM, *(_TURNS * 64), {"role": "user", "content": "word " * 20000}), [_TOOL] * 32),
-)
-
-
-# Digests of the templates that are made here, of tiny models and the house model: each writes every
-# message once. They are not tried, so that a start does not wait for a process.
-OWN: Final = frozenset(
-    (
-        "dcb89e121f3137441ff1f8d1cc2a5b2fd72a5c8596ae35fbccf745fc404d5ed2",
-        "f32a10e71d9b2a7f5eb160373353d9c47e99aeddbdf435e0b21fc1171ffd82b3",
-        "dc422f588c7dca67c8f24aea984aa34467b8225da99388c5125d3a6eae197733",
-    )
 )
 
 
@@ -105,7 +94,7 @@ class ChatTemplates:
         """ChatTemplateError for a template that is not Jinja, or takes too much for conversations
         of the usual kind. Many templates refuse some of these, which is their right."""
         for name, text in self.texts.items():
-            if hashlib.sha256(text.encode()).hexdigest() in OWN:
+            if text in CHAT_TEMPLATES:  # ours: a start need not wait for a process
                 continue
             for messages, tools in TRIALS:
                 given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
@@ -114,6 +103,12 @@ class ChatTemplates:
                 except Unusable as error:
                     raise ChatTemplateError(
                         f"{error}: mend it, or give another with --chat-template"
+                    ) from None
+                except QueueFull:
+                    raise ChatTemplateError(
+                        f"chat template {name!r} of {self._folder} could not be tried: its process "
+                        f"did not answer within {ANSWER_SECONDS:g} s, or was killed; start again "
+                        "when this machine has processor time and memory to spare"
                     ) from None
                 except ChatTemplateError:
                     continue

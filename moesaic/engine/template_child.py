@@ -130,24 +130,28 @@ def _begin(data: bytes) -> Answer:
     Renderer({"": "{% for a in messages %}{{ a }}{% endfor %}"}).render("", {"messages": [{}]})
 
     def answer(question: bytes) -> bytes:
-        asked = json.loads(question)
-        name, variables = asked["template"], asked["variables"]
         try:
-            renderer.compile(name)
-        except TemplateError as error:
-            return _say(INVALID, str(error)[:MAX_MESSAGE])
-        for message, call in asked["parsed"]:
-            function = variables["messages"][message]["tool_calls"][call]["function"]
-            text = function["arguments"]
-            function["arguments"] = Arguments(text, json.loads(text or "{}"))
-        try:
-            return _say(TEXT, renderer.render(name, variables))
+            return _rendered(renderer, question)
         except MemoryError:
             raise
         except Exception as error:
             return _say(REFUSED, (str(error) or repr(error))[:MAX_MESSAGE])
 
     return answer
+
+
+def _rendered(renderer: Renderer, question: bytes) -> bytes:
+    asked = json.loads(question)
+    name, variables = asked["template"], asked["variables"]
+    try:
+        renderer.compile(name)
+    except TemplateError as error:
+        return _say(INVALID, str(error)[:MAX_MESSAGE])
+    for message, call in asked["parsed"]:
+        function = variables["messages"][message]["tool_calls"][call]["function"]
+        text = function["arguments"]
+        function["arguments"] = Arguments(text, json.loads(text or "{}"))
+    return _say(TEXT, renderer.render(name, variables))
 
 
 def _say(kind: int, text: str) -> bytes:

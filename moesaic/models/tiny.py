@@ -20,6 +20,7 @@ from moesaic.models.made import cached_folder, parse_name
 from moesaic.models.nextn import Own, build_nextn
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_folder
+from moesaic.models.tiny_chat import EOS, OTHER_EOS, TURN, chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -27,44 +28,6 @@ PREFIX = "tiny:"
 SMALLEST_VOCAB = 258
 # 4 GiB, which are made in memory and kept in the user's cache.
 MOST_NUMBERS = 1 << 30
-EOS, TURN = "<|end|>", "<|turn|>"
-# What else ends answers: in gpt-oss <|end|> is a marker within them.
-OTHER_EOS = {"gpt_oss": "<|return|>"}
-# Tools, calls and reasoning are written as Qwen3's template writes them.
-_TOOLS = (
-    "{% if tools %}" + TURN + "tools\n"
-    "{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}" + EOS + "{% endif %}"
-)
-_REASONING = (
-    "{% if m.reasoning_content %}"
-    "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
-)
-_CONTENT = (
-    "{% if m.role == 'tool' %}{{ '<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}"
-    "{% elif m.content is not none %}{{ m.content }}{% endif %}"
-)
-_CALLS = (
-    "{% for call in m.tool_calls or [] %}"
-    "{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}"
-    "{% set f = call.function or call %}{% set a = f.arguments %}"
-    "{{ '<tool_call>\\n{\"name\": ' ~ (f.name | tojson) ~ ', \"arguments\": ' ~ "
-    "(a if a is string else a | tojson) ~ '}\\n</tool_call>' }}{% endfor %}"
-)
-CHAT_TEMPLATE = (
-    _TOOLS
-    + "{% for m in messages %}"
-    + TURN
-    + "{{ m.role }}\n"
-    + _REASONING
-    + _CONTENT
-    + _CALLS
-    + EOS
-    + "{% endfor %}{% if add_generation_prompt %}"
-    + TURN
-    + "assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
-)
 _COMMON: dict[str, Any] = {
     "vocab_size": SMALLEST_VOCAB,
     "eos_token_id": 256,
@@ -191,7 +154,7 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([eos, TURN])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": eos, "chat_template": CHAT_TEMPLATE.replace(EOS, eos)}
+    config = {"eos_token": eos, "chat_template": chat_template(eos)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 

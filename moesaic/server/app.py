@@ -21,7 +21,7 @@ from moesaic.server import (
     profile,
     tokens,
 )
-from moesaic.server.auth import refuse_browsers
+from moesaic.server.auth import Keys, refuse_browsers
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.figures import ROUTE, CountResponses
@@ -40,9 +40,12 @@ ROUTES = (
 )
 
 
-def make_app(engine: Engine, is_stopping: Callable[[], bool] = lambda: False) -> FastAPI:
-    """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
-    context = Context(engine, is_stopping)
+def make_app(
+    engine: Engine, is_stopping: Callable[[], bool] = lambda: False, keys: Keys | None = None
+) -> FastAPI:
+    """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault.
+    `keys`: None for those of the engine's flags and the environment."""
+    context = Context(engine, is_stopping, Keys.of(engine.args) if keys is None else keys)
     app = FastAPI(
         title="Moesaic",
         openapi_url=None,

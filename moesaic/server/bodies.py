@@ -106,10 +106,12 @@ async def aside(size: int, make: Callable[[], Result]) -> Result:
 
 
 def is_moderate(text: str) -> bool:
-    """Whether JSON that came within a text may be decoded too."""
-    if len(text) <= LARGE_BODY:
-        return True
+    """Whether JSON that came as the arguments of a call may be decoded too. A Refusal where it is
+    nested too deep: templates recurse into it."""
     found = outline_of(text.encode())
+    if found.depth > MAX_DEPTH:
+        what = f"the arguments of a call are nested more than {MAX_DEPTH} levels deep"
+        raise Refusal(400, what, "messages")
     most = Outline(MAX_DEPTH, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
     return all(number <= limit for number, limit in zip(found, most, strict=True))
 

@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 class Context:
     """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault."""
 
-    def __init__(self, engine: Engine, is_stopping: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, is_stopping: Callable[[], bool], keys: Keys) -> None:
         self.engine, self._is_stopping = engine, is_stopping
-        self.keys = Keys.of(engine.args)
+        self.keys = keys
         self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
         self.figures = Figures(engine, lambda: self.admission.waiting)
         self._parts: dict[Any, Any] = {}

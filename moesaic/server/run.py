@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moesaic.config import ServerArgs
+from moesaic.core.process import forget_api_keys
 from moesaic.engine.engine import Engine
 from moesaic.server.admission import Admission
 from moesaic.server.app import ROUTES, make_app
@@ -49,6 +50,7 @@ PROBES: Final = frozenset(route.path for route in ROUTES if route.probe)
 def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
     keys = Keys.of(args)  # before anything is loaded, so that a wrong one is told at once
+    forget_api_keys()  # libraries start compilers, which would inherit them
     _check_files()
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -59,7 +61,7 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
         try:
             if not args.skip_server_warmup:
                 warm_up(engine)
-            server = Server(engine, listener)
+            server = Server(engine, listener, keys)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve_until_told())
             return 1 if engine.fault else 0
@@ -83,9 +85,9 @@ def warm_up(engine: Engine) -> None:
 class Server(uvicorn.Server):
     """uvicorn, with signals and the end of the engine dealt with here."""
 
-    def __init__(self, engine: Engine, listener: socket.socket) -> None:
+    def __init__(self, engine: Engine, listener: socket.socket, keys: Keys) -> None:
         self.stopping = False
-        app = make_app(engine, lambda: self.stopping)
+        app = make_app(engine, lambda: self.stopping, keys)
         self._admission: Admission = app.state.context.admission
         shares = Shares.of(_connections(self._admission.most_open))
         super().__init__(config_of(app, Limits(shares, PROBES)))

@@ -25,6 +25,7 @@ from moesaic.server.app import make_app
 from moesaic.server.bodies import (
     MAX_BODY,
     MAX_CONTAINERS,
+    MAX_DEPTH,
     MAX_STRINGS,
     MAX_VALUES,
     PIECE,
@@ -32,6 +33,7 @@ from moesaic.server.bodies import (
     is_moderate,
     outline_of,
 )
+from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
 from moesaic.server.openai.prompts import MAX_TOOL_BYTES
 from moesaic.server.tokens import MAX_IDS
@@ -296,6 +298,9 @@ def test_arguments_of_a_call_are_read_if_they_are_not_large() -> None:
     assert is_moderate(listed("1", 500_000))
     assert not is_moderate(listed("[]", 100_000))
     assert not is_moderate(listed("1", 2 * MAX_VALUES + 99))
+    assert is_moderate("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    with pytest.raises(Refusal, match=f"nested more than {MAX_DEPTH} levels deep"):
+        is_moderate("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 
 
 ROWS = [[1, 2], [3]]

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,11 +24,13 @@ import pytest
 from bench.fuzz_server import attack
 from moesaic.engine.engine import Engine
 from moesaic.server import app as server_app
+from moesaic.server import run
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
 from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, outline_of
 from moesaic.server.context import Context
 from moesaic.server.guard import MAX_HEAD
+from moesaic.server.listen import bind
 from moesaic.server.profile import FOLDER_VARIABLE
 from moesaic.server.routes import Access, Route
 from tests.server.serving import Running, hear, post_head, status_of, talk, wait_until
@@ -139,6 +143,34 @@ def test_keys_are_shown_nowhere(engine: Engine) -> None:
     with Engine(model_path="tiny:qwen3_moe", num_threads=1, api_key=secret) as other:
         assert secret not in json.dumps(other.get_server_info())
         assert other.args.api_key == secret
+
+
+def test_keys_leave_the_environment_before_there_is_an_engine(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    """An engine of one rank is in this process, and what its libraries start inherits from it."""
+    names = ("MOESAIC_API_KEY", "MOESAIC_ADMIN_API_KEY")
+    for name in names:
+        monkeypatch.setenv(name, f"key-of-{name}")
+    inherited: list[bytes] = []
+    given: list[Keys] = []
+
+    def make_engine(**_: object) -> SimpleNamespace:
+        inherited.append(subprocess.run(["env"], capture_output=True, check=True).stdout)
+        return SimpleNamespace(shutdown=lambda: None)
+
+    def make_server(_engine: object, _listener: object, keys: Keys) -> None:
+        given.append(keys)
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "Engine", make_engine)
+    monkeypatch.setattr(run, "Server", make_server)
+    args = replace(engine.args, skip_server_warmup=True)
+    with pytest.raises(InterruptedError):
+        run.serve(args, bind("127.0.0.1", 0))
+    assert b"PATH=" in inherited[0] and b"key-of-" not in inherited[0]
+    digests = [sha256(f"key-of-{name}".encode()).digest() for name in names]
+    assert [given[0].api, given[0].admin] == digests
 
 
 def test_pages_of_other_sites_may_not_call(running: Running) -> None:

@@ -24,6 +24,7 @@ from moesaic.server import work
 from moesaic.server.admission import Admission
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
+from moesaic.server.bodies import MAX_DEPTH
 from moesaic.server.run import Server
 from tests.server.serving import Running, post_head, status_of, talk, wait_until
 from tests.server.test_limits import keys
@@ -117,6 +118,20 @@ def test_addresses_of_one_network_do_not_fill_the_queue_of_grammars(
         assert one is None and many == [None] * (MAX_OPEN - 1)
     finally:
         checker.close()
+
+
+def test_deep_arguments_of_a_call_are_refused(client: httpx.Client) -> None:
+    def ask(depth: int) -> httpx.Response:
+        arguments = '{"a":' * depth + "1" + "}" * depth
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        body = {"messages": turns, "max_tokens": 1}
+        return client.post("/v1/chat/completions", json=body)
+
+    assert ask(MAX_DEPTH).status_code == 200
+    for depth in (MAX_DEPTH + 1, 990, 5000):
+        error = ask(depth).json()["error"]
+        assert error["param"] == "messages" and "nested more than 64 levels" in error["message"]
 
 
 def test_probes_join(running: Running) -> None:
@@ -275,7 +290,7 @@ def test_what_is_local(engine: Engine, host: str, local: bool) -> None:
 
 def test_a_server_is_busy_with_calls_that_are_still_being_checked(engine: Engine) -> None:
     with socket.socket() as listener:
-        server = Server(engine, listener)
+        server = Server(engine, listener, Keys.of(engine.args))
     assert not server._is_busy
     ticket = server._admission.ticket("somebody")
     assert server._is_busy

@@ -28,6 +28,7 @@ import moesaic
 from moesaic.engine.engine import Engine
 from moesaic.server import run
 from moesaic.server.app import ROUTES
+from moesaic.server.auth import Keys
 from moesaic.server.bodies import MAX_BODY
 from moesaic.server.listen import bind
 from tests.server.serving import served, wait_until
@@ -370,7 +371,7 @@ def test_a_stopping_server_drains_and_then_ends_what_runs(
             model_path="tiny:qwen3_moe", num_threads=1, log_level="warning", drain_timeout=1.0
         ) as mortal:
             listener = bind("127.0.0.1", 0)
-            server = run.Server(mortal, listener)
+            server = run.Server(mortal, listener, Keys())
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving = asyncio.create_task(server.serve_until_told())
             while not server.started:

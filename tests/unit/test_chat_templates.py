@@ -1,6 +1,5 @@
 """Chats with tools, calls and reasoning: our rendering against that of transformers."""
 
-import hashlib
 import json
 import threading
 from pathlib import Path
@@ -11,9 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moesaic.engine import chat_template
-from moesaic.engine.limited_child import Allowance
+from moesaic.engine.limited_child import Allowance, NoAnswer
 from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
-from moesaic.models.tiny import CHAT_TEMPLATE, EOS, OTHER_EOS
+from moesaic.models.tiny import materialise
+from moesaic.models.tiny_chat import CHAT_TEMPLATE
 from moesaic.server.parsers import Tool, choose_format
 from tests.unit.chat_parts import parts_of, summed
 
@@ -358,12 +358,39 @@ def test_a_server_does_not_start_with_such_a_template(folder, monkeypatch, tmp_p
         refusing.apply_chat_template(CHAT)
 
 
-def test_templates_made_here_are_known():
-    """They are not tried when a server starts."""
-    ours = [CHAT_TEMPLATE.replace(EOS, end) for end in (EOS, *OTHER_EOS.values())]
-    ours.append((HOUSE / "chat_template.jinja").read_text())
-    digests = {hashlib.sha256(text.encode()).hexdigest() for text in ours}
-    assert digests == chat_template.OWN
+def test_templates_of_tiny_models_are_not_tried():
+    for name in ("tiny:qwen3_moe", "tiny:gpt_oss", str(HOUSE)):
+        chat = load_tokenizer(str(materialise(name)), None).chat
+        assert (chat.pid is None) == name.startswith("tiny:")
+        chat.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_machine_that_is_too_busy_is_named_at_the_start(folder, monkeypatch):
+    chat = Tokenizer.from_folder(folder, chat_template=QWEN3).chat
+
+    def ask(question):
+        raise NoAnswer
+
+    monkeypatch.setattr(chat._child, "ask", ask)
+    words = "chat template 'default' of .* could not be tried: .* start again when this machine"
+    with pytest.raises(ChatTemplateError, match=words):
+        chat.check()
+
+
+def test_a_question_that_cannot_be_read_is_refused_and_the_process_lives_on(folder):
+    chat = Tokenizer.from_folder(folder, chat_template=CHAT_TEMPLATE).chat
+    depth = 100_000
+    arguments = chat_template.CallArguments('{"a":' + "[" * depth + "]" * depth + "}")
+    deep = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
+    try:
+        assert chat.submit(None, CHAT[:2], True, None, {}).result()
+        first = chat.pid
+        with pytest.raises(ChatTemplateError, match=r"does not accept these messages: .*recursion"):
+            chat.submit(None, deep, True, None, {}).result()
+        assert chat.submit(None, CHAT[:2], True, None, {}).result() and chat.pid == first
+    finally:
+        chat.close()
 
 
 def test_clients_take_turns_in_rendering(folder):
