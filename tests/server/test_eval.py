@@ -175,7 +175,7 @@ def test_without_a_template_prompts_are_plain_text(
 ) -> None:
     sampling = {"max_new_tokens": TOKENS, "temperature": 0}
     wanted: Any = engine.generate(prompt="Name a colour.", sampling_params=sampling)
-    monkeypatch.setattr(engine.tokenizer, "templates", {})
+    monkeypatch.setattr(engine.tokenizer.chat, "texts", {})
     (output,) = evaluate(engine, [Problem("t", "Name a colour.", "x")], OPTIONS).outputs
     assert output.reply == wanted["text"]
     assert "has no chat template: prompts are plain text" in caplog.text
