@@ -5,9 +5,9 @@
 
 starts a server on two nodes of this machine, connects to everything that its processes listen on
 but the HTTP port, and says what no process of the service would. It fails if a stranger is told
-more than the handshake tells everybody, if a connection that proves nothing stays open, if a good
-request's answer differs from what it was alone, if a process ends, or if afterwards the processes
-hold more descriptors or memory than before. Cases depend on seed and number alone.
+more than the first message of a handshake, if a connection that proves nothing stays open, if a
+good request's answer differs from what it was alone, if a process ends, or if afterwards the
+processes hold more descriptors or memory than before. Cases depend on seed and number alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bench.http_server import started
 from moesaic.comm.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
 from moesaic.comm.links import Kind, frame
 
-# What a listener tells everybody who greets it: a nonce, an identity, whether it has a secret, a
+# What a listener answers to any greeting: a nonce, an identity, whether it has a secret, a
 # proof. A stranger that is told more was taken for a process of the service.
 ANSWER_BYTES: Final = NONCE_BYTES + IDENTITY.size + 1 + PROOF_BYTES
 # A connection that proves nothing is closed after 5 s, or later on a machine with much to do.

@@ -32,7 +32,7 @@ WELCOME: Final = b"\1"
 # A single read allocates as much as it asks for.
 MOST_AT_ONCE: Final = 1 << 20
 IDENTITY: Final = struct.Struct("<qq")
-# The secret of a service that was started without one. It is public: it keeps nobody out.
+# The secret of a service that was started without one. It is public, and keeps no stranger out.
 NO_SECRET: Final = b"moesaic: no secret was given"
 
 

@@ -1,8 +1,9 @@
 """The store of a service: names and bytes, by which ranks meet. No torch here.
 
 The supervisor of node 0 serves it: on a Unix socket in its private run folder where all ranks are
-on one machine, at --dist-init-addr where there are several nodes. Whoever connects proves that it
-knows the secret of the service (comm.handshake), and every message is authenticated (comm.stream).
+on one machine, at --dist-init-addr where there are several nodes. A process that connects proves
+that it knows the secret of the service (comm.handshake), and every message is authenticated
+(comm.stream).
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ class StoreClient:
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
     ) -> list[str]:
-        """Until all keys are there: those that are missing after so many seconds. `look` is called
-        between two looks, and may raise."""
+        """Waits until all keys are there, and returns those that are missing after `seconds`. `look`
+        is called meanwhile, and may raise."""
         begun = time.monotonic()
         while not self.has(keys):
             if look is not None:

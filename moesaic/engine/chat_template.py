@@ -66,7 +66,7 @@ class ChatTemplates:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that renders, while there is one."""
+        """The id of the process that renders, while there is one."""
         return self._child.pid
 
     def submit(

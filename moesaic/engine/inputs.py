@@ -209,7 +209,7 @@ class GenerateInput:
                 await grammars.check_in_turn(grammar, self.client)
 
     def _ids(self, number: int) -> list[tuple[str, ...]]:
-        """Of each prompt its own id, and that of the call where it differs."""
+        """The ids of each prompt: its own, and that of the call where it differs."""
         rids = self.rid
         if not isinstance(rids, list):
             self._check_rids([rids])

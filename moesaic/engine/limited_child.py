@@ -123,7 +123,7 @@ class LimitedChild:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The id of the process, while there is one."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
@@ -186,7 +186,7 @@ class LimitedChild:
             raise ValueError(why)
 
     def _end(self, seconds: float) -> int:
-        """The exit status; a process that has none after so many seconds is killed."""
+        """The exit status; a process that does not end in time is killed."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -223,7 +223,7 @@ class LimitedChild:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Of an owner that was never closed."""
+    """Ends the process of an owner that was never closed."""
     process.kill()
     process.wait()
 

@@ -25,7 +25,7 @@ from moesaic.observe.trace import Track, write_trace
 
 logger = logging.getLogger(__name__)
 
-# Names the folder of traces; whoever starts a server decides, and no client.
+# Names the folder of traces; the operator sets it, and no client.
 FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
 PRIVATE: Final = 0o700
 LOOK_SECONDS: Final = 0.1

@@ -111,7 +111,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def warn_beyond(self, model_ids: int) -> None:
-        """Of tokens that the model does not know: prompts with them are refused one by one."""
+        """Warns of tokens that the model does not know: prompts with them are refused."""
         if (most := max(self.backend.get_vocab(with_added_tokens=True).values()) + 1) > model_ids:
             logger.warning(
                 "%s has ids below %d, and the model only those below %d: prompts with others are "

@@ -26,7 +26,7 @@ class Waiter(Protocol):
     held: int
 
     def begin(self, number: int) -> None:
-        """The queue gives it so many more slots, which it returns by `TurnQueue.free`."""
+        """The queue gives it more slots, which it returns by `TurnQueue.free`."""
 
     def refuse(self, error: Exception) -> None:
         """The queue has put it out, because another client needs its place."""
@@ -79,7 +79,7 @@ class TurnQueue(Generic[WaiterT]):
         return [waiter for line in self._lines.values() for waiter in line.waiters]
 
     def forget(self, waiter: WaiterT, number: int) -> None:
-        """A queued waiter wants so many slots less."""
+        """A queued waiter wants fewer slots."""
         self._lines[waiter.client].waiting -= number
         self.waiting -= number
         waiter.wanted -= number

@@ -52,7 +52,7 @@ class TokenNames(msgspec.Struct, frozen=True):
 
 
 class TokenizerConfig(TokenNames, frozen=True):
-    """Of tokenizer_config.json, what is read."""
+    """The fields of tokenizer_config.json that are read."""
 
     added_tokens_decoder: dict[int, TokenEntry] | None = None
     chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
@@ -74,7 +74,8 @@ class EndTokens(msgspec.Struct, frozen=True):
 
 
 class ModelEnds(EndTokens, frozen=True):
-    """Of config.json: models with several parts keep their text model's settings apart."""
+    """The end tokens of config.json: models with several parts keep those of their text model
+    apart."""
 
     text_config: EndTokens | None = None
 
@@ -85,7 +86,7 @@ class ModelEnds(EndTokens, frozen=True):
 
 
 class GenerationConfig(ModelEnds, frozen=True):
-    """Of generation_config.json, what is read."""
+    """The fields of generation_config.json that are read."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -96,7 +97,7 @@ class GenerationConfig(ModelEnds, frozen=True):
 
 
 class TensorIndex(msgspec.Struct, frozen=True):
-    """Of model.safetensors.index.json: the file of each tensor."""
+    """model.safetensors.index.json: the file of each tensor."""
 
     weight_map: dict[str, str]
 

@@ -88,7 +88,7 @@ class MoeContext:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Of the experts."""
+        """The format of the experts' weights."""
         return self.choice.weights
 
     def placement(self, num_experts: int) -> Placement:

@@ -109,7 +109,7 @@ def test_two_nodes_serve_and_stop(capfd: pytest.CaptureFixture[str]):
         assert isinstance(end_of(second), Stop)
         second.close()
         assert (first.exit_code, second.exit_code) == (0, 0)
-    assert "can join this service and read its secret there" in capfd.readouterr().err
+    assert "can join this service" in capfd.readouterr().err
 
 
 def test_step_across_nodes_and_its_guard(capfd: pytest.CaptureFixture[str]):
@@ -123,7 +123,7 @@ def test_step_across_nodes_and_its_guard(capfd: pytest.CaptureFixture[str]):
         assert end_of(second) == fault
         second.close()
         assert second.exit_code == 1
-    assert "read its secret" not in capfd.readouterr().err
+    assert "can join this service" not in capfd.readouterr().err
 
 
 def test_killed_rank_of_another_node():

@@ -37,7 +37,7 @@ class Loop:
 
 
 def receive_some(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of messages that are there, up to so many that the loop still turns."""
+    """Yields the frames of messages that are there, MOST_AT_ONCE at most."""
     with suppress(zmq.Again):
         for _ in range(MOST_AT_ONCE):
             yield socket.recv_multipart(zmq.NOBLOCK)

@@ -117,7 +117,7 @@ class Channel:
             inbox.put(node, Disconnected(f"it sent what is no message: {error}"))
 
     def close(self, seconds: float = LINGER_SECONDS) -> None:
-        """When what was sent is out, or after so many seconds."""
+        """Closes it when what was sent is out, or after `seconds`."""
         self._outgoing.put(None)
         self._sender.join(seconds)
         with suppress(OSError):
@@ -145,7 +145,7 @@ class OtherNodes:
         given = own_secret()
         if not given:
             logger.warning(
-                "%s is not set: whoever reaches %s can join this service and read its secret there",
+                "%s is not set: every process that reaches %s can join this service",
                 SECRET,
                 spec.dist_init_addr,
             )
@@ -274,7 +274,7 @@ class FirstNode:
             self._channel.receive_all(0, self.inbox)
 
     def _connect(self, deadline: float) -> tuple[socket.socket, Session]:
-        """Nodes start in any order: whoever comes before the first node tries again."""
+        """Tries again until node 0 is there: nodes start in any order."""
         while True:
             try:
                 return self._call()
