@@ -196,8 +196,8 @@ class StoreClient:
     def wait(
         self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
     ) -> list[str]:
-        """Waits until all keys are there, and returns those that are missing after `seconds`. `look`
-        is called meanwhile, and may raise."""
+        """Waits until all keys are there, and returns those that are missing after `seconds`.
+        Meanwhile it calls `look`, which may raise."""
         begun = time.monotonic()
         while not self.has(keys):
             if look is not None:
