@@ -42,6 +42,8 @@ class Admission(TurnQueue["Ticket"]):
     def __init__(self, max_running: int, max_queued: int | None = None) -> None:
         most_open = max_running + (MAX_QUEUED if max_queued is None else max_queued)
         super().__init__(max_running + max(1, max_running // LEAD_SHARE), most_open)
+        self.calls = 0
+        """Calls that have come and have no answer yet, those in a chat template too."""
         self.arriving = self.admitted_total = 0
         self._max_running = max_running
         self._rate = _Rate()

@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
     def _is_busy(self) -> bool:
         door = self._admission
         return bool(
-            (door.arriving or door.waiting or door.running)
+            (door.calls or door.arriving or door.waiting or door.running)
             and not self._engine.fault
             and not self.force_exit
         )

@@ -25,11 +25,11 @@ def arrival(context: Context) -> Iterator[None]:
     that stops meanwhile waits for it, and one that has begun to stop refuses it."""
     if context.trouble:
         raise Refusal(503, context.trouble, headers=LEAVING)
-    context.admission.arriving += 1
+    context.admission.calls += 1
     try:
         yield
     finally:
-        context.admission.arriving -= 1
+        context.admission.calls -= 1
 
 
 async def stream(

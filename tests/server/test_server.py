@@ -402,7 +402,7 @@ def test_a_stopping_server_waits_for_a_chat_in_its_template() -> None:
     async def main() -> tuple[int, int]:
         with Engine(model_path="tiny:qwen3_moe", num_threads=1, drain_timeout=60.0) as mortal:
             listener = bind("127.0.0.1", 0)
-            server = run.Server(mortal, listener)
+            server = run.Server(mortal, listener, Keys())
             assert mortal.tokenizer is not None
             submit, rendering = mortal.tokenizer.chat.submit, threading.Event()
 
