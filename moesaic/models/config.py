@@ -102,7 +102,7 @@ class RawConfig:
         return value
 
     def items(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
-        """Of one kind; empty if there is none."""
+        """A list whose items are all of one type; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
             raise ValueError(
@@ -126,7 +126,7 @@ class RawConfig:
         return value
 
     def num_experts(self) -> int:
-        """Of a layer, under the name that the family has for it; 0 if there is none."""
+        """The number of experts of a layer, by the family's name for it; 0 if there is none."""
         found = [(key, self.integer(key)) for key in EXPERT_COUNTS if self.has(key)]
         if not found:
             return 0

@@ -75,7 +75,7 @@ class Holders:
         return next(iter(self._by_address[address]))
 
     def oldest_of_largest(self) -> Connection | None:
-        """Of the address with most weight; of equal ones, of that which has come first."""
+        """The oldest connection of the address with most weight; the first such address wins."""
         if not self._weights:
             return None
         return self.oldest_of(max(self._weights, key=self._weights.__getitem__))
