@@ -17,6 +17,7 @@ MARK: Final = "MOESAIC_FAULT_MARK"
 # Only ends what hangs: two cores may be shared with much else.
 PATIENCE: Final = 120.0
 LOOK: Final = 0.002
+SOCKETS_CLOSE: Final = 5.0
 Found = TypeVar("Found")
 
 
@@ -100,14 +101,21 @@ class Run:
 
     def await_gone(self) -> None:
         wait_for(lambda: not self.pids(), "the end of all processes", self)
+        # The kernel frees a process's environment, by which it is found, before its sockets.
+        deadline = time.monotonic() + SOCKETS_CLOSE
+        while self._sockets() and time.monotonic() < deadline:
+            time.sleep(LOOK)
+
+    def _sockets(self) -> list[str]:
+        """The Unix sockets of the run that are still open, in words."""
+        listed = self._folder and self._folder in Path("/proc/net/unix").read_text()
+        return ["Unix sockets"] if listed else []
 
     def left(self) -> list[str]:
         """What should be gone by now and is not, in words."""
         found = [f"process {pid} ({_name(pid)})" for pid in self.pids()]
-        if self._folder:
-            found += [self._folder] if Path(self._folder).exists() else []
-            unix = Path("/proc/net/unix").read_text()
-            found += ["Unix sockets"] if self._folder in unix else []
+        found += [self._folder] if self._folder and Path(self._folder).exists() else []
+        found += self._sockets()
         found += [str(path) for path in self._memory if path.exists()]
         extra = _descriptors() - self._descriptors
         return found + ([f"descriptors {sorted(extra)}"] if extra else [])
