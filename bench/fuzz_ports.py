@@ -12,9 +12,7 @@ processes hold more descriptors or memory than before. Cases depend on seed and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import socket
@@ -33,8 +31,8 @@ import httpx
 import psutil
 from tqdm import tqdm
 
-from bench.common import RESULTS, cpu_name, write_json
-from bench.fuzz_server import GOOD, MODEL, State, Tally, compare, state_of
+from bench.common import cpu_name
+from bench.fuzz_server import GOOD, MODEL, State, Tally, compare, run_fuzzer, state_of
 from bench.http_server import started
 from moesaic.comm.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
 from moesaic.comm.links import Kind, frame
@@ -281,9 +279,9 @@ def _total(states: Sequence[State], name: str) -> int:
     return sum(getattr(state, name) for state in states)
 
 
-def markdown(found: dict[str, Any]) -> str:
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     listeners = ", ".join(f"{number} {kind}" for kind, number in found["listeners"].items())
-    rows = [
+    return [
         ("listeners", listeners),
         ("connections of strangers", f"{found['cases']:,} in {found['seconds']:.0f} s"),
         ("of them", ", ".join(f"{number:,} {kind}" for kind, number in found["kinds"].items())),
@@ -292,28 +290,7 @@ def markdown(found: dict[str, Any]) -> str:
         ("open descriptors", " → ".join(map(str, found["descriptors"]))),
         ("resident memory of all processes, MiB", " → ".join(map(str, found["memory_mib"]))),
     ]
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bench.fuzz_ports", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--number", type=int, default=5_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", action="store_true", help="print the table of the last run")
-    options = parser.parse_args()
-    if options.markdown:
-        print(markdown(json.loads((RESULTS / "fuzz_ports.json").read_text())))
-        return 0
-    found = measure(range(options.first, options.first + options.number), options.seed)
-    write_json("fuzz_ports", found)
-    print(markdown(found))
-    for problem in found["problems"][:50]:
-        print(problem)
-    return 1 if found["problems"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_fuzzer("fuzz_ports", 5_000, __doc__.partition("\n")[0], measure, rows))

@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,8 +283,8 @@ def measure(numbers: range, seed: int) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    rows = [
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
         ("bad requests", f"{found['requests']:,} in {found['seconds']:.0f} s"),
         ("of them", ", ".join(f"{number:,} {kind}" for kind, number in found["kinds"].items())),
         ("answers", ", ".join(f"{s}: {number:,}" for s, number in found["statuses"].items())),
@@ -294,29 +294,36 @@ def markdown(found: dict[str, Any]) -> str:
         ("open descriptors", " → ".join(map(str, found["descriptors"]))),
         ("resident memory of all processes, MiB", " → ".join(map(str, found["memory_mib"]))),
     ]
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m bench.fuzz_server", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--number", type=int, default=100_000)
+def run_fuzzer(
+    name: str,
+    number: int,
+    description: str,
+    measure: Callable[[range, int], dict[str, Any]],
+    rows: Callable[[dict[str, Any]], list[tuple[str, str]]],
+) -> int:
+    """The command line of a fuzzer, and its exit status. `number`: cases unless told otherwise;
+    `rows`: the table of what `measure` has found."""
+    parser = argparse.ArgumentParser(f"python -m bench.{name}", description=description)
+    parser.add_argument("--number", type=int, default=number)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true", help="print the table of the last run")
     options = parser.parse_args()
     if options.markdown:
-        print(markdown(json.loads((RESULTS / "fuzz_server.json").read_text())))
-        return 0
-    numbers = range(options.first, options.first + options.number)
-    found = measure(numbers, options.seed)
-    write_json("fuzz_server", found)
-    print(markdown(found))
-    for problem in found["problems"][:50]:
+        found, problems = json.loads((RESULTS / f"{name}.json").read_text()), []
+    else:
+        found = measure(range(options.first, options.first + options.number), options.seed)
+        problems = found["problems"]
+        write_json(name, found)
+    print("| | |\n| --- | --- |")
+    for what, value in rows(found):
+        print(f"| {what} | {value} |")
+    for problem in problems[:50]:
         print(problem)
-    return 1 if found["problems"] else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_fuzzer("fuzz_server", 100_000, __doc__.partition("\n")[0], measure, rows))

@@ -32,6 +32,7 @@ from moesaic.core.step import DECODE
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -213,7 +214,7 @@ def on_cpu(words: Sequence[str]) -> None:
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     weights = random_weights(shape)
-    problem = Problem(weights="bf16", dtype="bf16")
+    problem = Problem(weights=WEIGHT_FORMATS["bf16"], dtype="bf16")
     block = make_block(shape, MoeContext.make(problem, torch.bfloat16), weights)
     runs: dict[str, Run] = {"moesaic": lambda x: block(x, DECODE)}
     if args.deterministic:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,3 +28,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _default_log_level() -> None:
     """An Engine sets the level of the package's logger for the whole process."""
     logging.getLogger("moesaic").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread."""
+    import torch  # not before the environment above is set
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

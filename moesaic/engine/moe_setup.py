@@ -93,7 +93,7 @@ def moe_problem(
         mode=args.deepep_mode,
         runner=args.moe_runner_backend,
         payload=args.deepep_dispatch_output_dtype,
-        weights=weights or name,
+        weights=weights or WEIGHT_FORMATS[name],
         dtype=name,
         ep=mesh.ep,
         tp=mesh.tp,

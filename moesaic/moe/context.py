@@ -16,7 +16,7 @@ from moesaic.moe.dispatch.exchange import LANES, InFlight
 from moesaic.moe.outline import OutlineDispatcher, OutlineGroup
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import WeightFormat
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
 from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, Problem, resolve
 from moesaic.moe.runner.base import Workspace
 
@@ -84,7 +84,8 @@ class MoeContext:
     ) -> MoeContext:
         """One rank; unquantised unless a format is given."""
         name = DTYPE_NAMES[dtype]
-        return cls.make(Problem(weights=weights or name, dtype=name, device=device), dtype)
+        weights = weights or WEIGHT_FORMATS[name]
+        return cls.make(Problem(weights=weights, dtype=name, device=device), dtype)
 
     @property
     def weight_format(self) -> WeightFormat:

@@ -66,14 +66,14 @@ WEIGHTS_APPLIED_BY = {
     "fused": "the fused function",
 }
 RESOLVED = (
-    Problem(a2a="deepep", weights="fp8_block", ep=4, tp=4),
-    Problem(a2a="mori", weights="nvfp4", ep=2, tp=4),
-    Problem(a2a="mooncake", weights="int8_w8a8", ep=4, tp=4, hidden_size=2048),
+    Problem(a2a="deepep", weights=WEIGHT_FORMATS["fp8_block"], ep=4, tp=4),
+    Problem(a2a="mori", weights=WEIGHT_FORMATS["nvfp4"], ep=2, tp=4),
+    Problem(a2a="mooncake", weights=WEIGHT_FORMATS["int8_w8a8"], ep=4, tp=4, hidden_size=2048),
 )
 REFUSED = (
     Problem(a2a="mooncake", mode="normal", ep=4, tp=4),
     Problem(runner="flashinfer_mxfp4"),
-    Problem(runner="triton", payload="fp8", weights="int8_w8a8"),
+    Problem(runner="triton", payload="fp8", weights=WEIGHT_FORMATS["int8_w8a8"]),
     Problem(a2a="deepep", ep=3, tp=4),
 )
 
@@ -210,7 +210,7 @@ def _ticks(
 def _asked(weights: str, **choices: str) -> Problem:
     """Steps of decode only, which all backends serve; activations that fit the weights."""
     dtype = weights if weights in UNQUANTIZED else "bf16"
-    return Problem(weights=weights, dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
+    return Problem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
 
 
 def _runners_and_weights() -> Iterator[str]:

@@ -6,7 +6,7 @@ refuses what cannot work, with the reason, suggests the nearest that can, and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, product
@@ -126,35 +126,17 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
     return _register(RUNNER_REGISTRY, "runner", backend)
 
 
-class _Weights:
-    """A field of `Problem` that takes a weight format or the name of a usual one, and holds the
-    format."""
-
-    def __get__(self, problem: Problem | None, owner: type[Problem]) -> WeightFormat:
-        if problem is None:  # dataclass asks for the default
-            return WEIGHT_FORMATS["bf16"]
-        weights: WeightFormat = problem.__dict__["weights"]
-        return weights
-
-    def __set__(self, problem: Problem, weights: WeightFormat | str) -> None:
-        if isinstance(weights, str):
-            if weights not in WEIGHT_FORMATS:
-                raise ValueError(_unknown("weights", weights, WEIGHT_FORMATS))
-            weights = WEIGHT_FORMATS[weights]
-        problem.__dict__["weights"] = weights
-
-
 @dataclass(frozen=True)
 class Problem:
     """One combination. `dtype` is that of the activations; a size of 0 is not known and not
     checked. `weights` is the format of the experts at hand, with their group size and what they
-    are multiplied with; a name stands for the format of WEIGHT_FORMATS."""
+    are multiplied with."""
 
     a2a: str = "none"
     mode: str = "auto"
     runner: str = "auto"
     payload: str = "auto"
-    weights: _Weights = _Weights()
+    weights: WeightFormat = WEIGHT_FORMATS["bf16"]
     dtype: str = "bf16"
     ep: int = 1
     tp: int = 1
@@ -224,18 +206,14 @@ def payload_of(problem: Problem) -> tuple[str, str]:
     return wanted, f"{problem.weights.name} weights are multiplied with {wanted} activations"
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    return f"{kind} {name!r} is not known: choose one of {', '.join(names)}{nearest(name, names)}"
-
-
 def _names(problem: Problem) -> Iterator[str]:
     for kind, name, names in (
         ("--moe-a2a-backend", problem.a2a, [*A2A_REGISTRY]),
         ("--moe-runner-backend", problem.runner, ["auto", *RUNNER_REGISTRY]),
     ):
         if name not in names:
-            yield _unknown(kind, name, names)
+            hint = nearest(name, names)
+            yield f"{kind} {name!r} is not known: choose one of {', '.join(names)}{hint}"
     if problem.payload not in ("auto", *PAYLOAD_FORMATS):
         known = ", ".join(PAYLOAD_FORMATS)
         yield f"payload {problem.payload!r} is not known: choose one of {known}"
@@ -414,7 +392,7 @@ def suggest(problem: Problem) -> Problem | None:
 def combinations_of(**fixed: Any) -> Iterator[tuple[Problem, Support]]:
     """Every a2a backend, mode, runner, payload and weights, with whether it works; the rest as
     given."""
-    axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS)
+    axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS.values())
     make = partial(Problem, **fixed)
     for a2a, mode, runner, payload, weights in axes:
         problem = make(a2a=a2a, mode=mode, runner=runner, payload=payload, weights=weights)

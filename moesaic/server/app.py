@@ -43,7 +43,7 @@ ROUTES = (
 def make_app(
     engine: Engine, is_stopping: Callable[[], bool] = lambda: False, keys: Keys | None = None
 ) -> FastAPI:
-    """`is_stopping`: whether the server is about to end, so that a failure is nobody's fault.
+    """`is_stopping`: whether the server is shutting down, which explains failed requests.
     `keys`: None for those of the engine's flags and the environment."""
     context = Context(engine, is_stopping, Keys.of(engine.args) if keys is None else keys)
     app = FastAPI(

@@ -95,8 +95,8 @@ class Shares:
 
     @classmethod
     def of(cls, connections: int) -> Shares:
-        """A few of so many for probes, and half of them for heads of one address, which may be that
-        of a proxy."""
+        """Keeps a few connections for probes, and lets one address, which may be a proxy, take half
+        of all with unfinished heads."""
         return cls(connections, min(PROBE_CONNECTIONS, connections // 4), connections // 2)
 
 

@@ -29,7 +29,7 @@ from moesaic.server.errors import Refusal
 MAX_HEAD: Final = 16 << 10
 # Of a line of a head: what is neither its name nor its value.
 LINE_SIGNS: Final = len(": \r\n")
-# The parser is fed so many bytes at once. It does not say at which of them a message has begun, so
+# The bytes that the parser is fed at once. It does not say at which of them a message begins, so
 # the piece with the beginning is not counted.
 PIECE: Final = 4 << 10
 # What frames the data of a chunk may have as many bytes, and twice as many as the data.

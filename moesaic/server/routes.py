@@ -20,9 +20,9 @@ Handler = Callable[["Context", Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """Who may call a route. OPEN: everybody, always (probes, metrics, what is the same for every
-    server). USER: whoever has a key, once there is one. ADMIN: whoever has the admin key, or the
-    only key there is."""
+    """Which clients may call a route. OPEN: all (probes, metrics, what is the same for every
+    server). USER: those with a key, if the server has keys. ADMIN: those with the admin key, or
+    with the only key of the server."""
 
     OPEN = "open"
     USER = "user"

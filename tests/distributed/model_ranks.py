@@ -25,6 +25,7 @@ from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 
 POSITIONS, PAGE, SECONDS = 64, 16, 60.0
@@ -233,7 +234,9 @@ def _collective(peers: Some) -> Collective:
 
 def _moe(case: ModelCase, peers: Peers) -> MoeContext:
     mesh = case.mesh
-    problem = Problem(a2a=case.a2a, weights="fp32", dtype="fp32", ep=mesh.ep, tp=mesh.tp)
+    problem = Problem(
+        a2a=case.a2a, weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=mesh.ep, tp=mesh.tp
+    )
     return MoeContext.make(
         problem,
         torch.float32,

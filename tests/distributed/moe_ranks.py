@@ -71,7 +71,7 @@ class Combination:
             mode="normal" if self.replicated else self.mode,
             runner=self.runner,
             payload=self.payload,
-            weights=self.weights,
+            weights=WEIGHT_FORMATS[self.weights],
             dtype=self.dtype,
             ep=self.ep,
             tp=self.tp,

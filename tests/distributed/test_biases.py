@@ -14,6 +14,7 @@ from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.moe_oracle import Experts, random_topk
 
@@ -41,7 +42,7 @@ def work(group: RankGroup, a2a: str, mode: str, ep: int, name: str) -> tuple[flo
     problem = Problem(
         a2a=a2a,
         mode=mode,
-        weights=name,
+        weights=WEIGHT_FORMATS[name],
         dtype=name,
         ep=ep,
         tp=group.size,

@@ -22,6 +22,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from moesaic.moe.runner.base import Workspace
 from tests.distributed.moe_ranks import DTYPES
@@ -73,7 +74,7 @@ class Scenario:
             mode=self.mode,
             runner=self.runner,
             payload=self.dtype,
-            weights=weights,
+            weights=WEIGHT_FORMATS[weights],
             dtype=self.dtype,
             ep=self.ep,
             tp=self.ep,

@@ -15,6 +15,7 @@ from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.moe_oracle import Experts, config_of, random_topk
 
@@ -72,7 +73,7 @@ def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
         problem = Problem(
             a2a=setting.a2a,
             mode=setting.mode,
-            weights="fp32",
+            weights=WEIGHT_FORMATS["fp32"],
             dtype="fp32",
             tp=group.size,
             ep=setting.ep,

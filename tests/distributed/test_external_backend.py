@@ -31,6 +31,7 @@ from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import NormalDispatchOutput, TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.permute import POOL
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import (
     A2A_REGISTRY,
     RUNNER_REGISTRY,
@@ -253,7 +254,7 @@ TOLD = (
         "mode normal: the only one of ring",
     ),
     (
-        Problem("gloo", runner="deep_gemm", weights="fp8_block", ep=2, tp=4),
+        Problem("gloo", runner="deep_gemm", weights=WEIGHT_FORMATS["fp8_block"], ep=2, tp=4),
         "payload fp8: fp8_block weights are multiplied with fp8 activations; "
         "mode normal: the only one of gloo",
     ),
@@ -270,7 +271,7 @@ REFUSED = (
         "ring has no low_latency mode, only normal; use --deepep-mode auto",
     ),
     (
-        Problem("none", runner="loop", weights="fp8_block"),
+        Problem("none", runner="loop", weights=WEIGHT_FORMATS["fp8_block"]),
         f"loop does not compute with fp8_block weights, only with {LOOP_WEIGHTS}; "
         "use --moe-runner-backend auto",
     ),

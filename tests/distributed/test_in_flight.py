@@ -23,6 +23,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from moesaic.moe.runner.base import Workspace
 from tests.moe_oracle import Experts, config_of, random_topk, reference
@@ -51,7 +52,7 @@ def make_layer(
     problem = Problem(
         a2a=a2a,
         mode=mode,
-        weights="fp32",
+        weights=WEIGHT_FORMATS["fp32"],
         dtype="fp32",
         tp=group.size,
         ep=group.size,

@@ -34,6 +34,7 @@ from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
@@ -63,7 +64,7 @@ def make_layer(
         a2a=a2a,
         mode="normal",
         payload=payload,
-        weights="fp32",
+        weights=WEIGHT_FORMATS["fp32"],
         dtype="fp32",
         tp=group.size,
         ep=ep or group.size,

@@ -13,6 +13,7 @@ from moesaic.core.step import DECODE
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
@@ -32,7 +33,7 @@ def make_layers(group: RankGroup, a2a: str, mode: str, count: int = 1) -> list[F
     problem = Problem(
         a2a=a2a,
         mode=mode,
-        weights="fp32",
+        weights=WEIGHT_FORMATS["fp32"],
         dtype="fp32",
         ep=group.size,
         tp=group.size,

@@ -226,7 +226,7 @@ def test_a_flood_does_not_cut_off_a_slow_caller_from_elsewhere():
 
     def come_in(address: tuple[str, int]) -> None:
         flood.extend(socket.create_connection(address) for _ in range(2 * MOST_UNPROVED))
-        assert hear(flood[0], b"") == b""  # so many that the first of them is closed
+        assert hear(flood[0], b"") == b""  # the flood makes the listener close its oldest
 
     with (
         echo() as address,

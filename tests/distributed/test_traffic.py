@@ -15,6 +15,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import Traffic
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.distributed.moe_ranks import DTYPES
 from tests.moe_oracle import Experts, config_of, random_topk
@@ -75,7 +76,7 @@ def moved(group: RankGroup, settings: list[Setting]) -> list[dict[str, dict[str,
             a2a=setting.a2a,
             mode=setting.mode,
             payload=setting.payload,
-            weights=setting.dtype,
+            weights=WEIGHT_FORMATS[setting.dtype],
             dtype=setting.dtype,
             tp=setting.tp,
             ep=setting.ep,

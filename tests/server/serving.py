@@ -63,7 +63,7 @@ class Listening:
         write_seconds: float = 60.0,
     ) -> Iterator[Self]:
         listener = bind("127.0.0.1", 0)
-        if write_seconds < 60:  # the system is not to hold answers that nobody reads
+        if write_seconds < 60:  # small socket buffers, so that unread answers show
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = int(listener.getsockname()[1])
         shares = Shares.of(connections) if isinstance(connections, int) else connections

@@ -162,7 +162,7 @@ def test_small_chunks_are_no_long_frame(echo: Echo) -> None:
 def test_what_follows_an_answer_is_counted_as_it_comes(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of chunks with a byte each, the five bytes around it too."""
+    """Each chunk carries one byte, and the five bytes that frame it count too."""
     most, piece = 1 << 20, chunks(*[b"a"] * 30_000)
     monkeypatch.setattr(guard, "MAX_DISCARDED", most)
     before = set(echo.server.server_state.connections)

@@ -141,7 +141,9 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
 def test_experts_are_estimated_for_the_parts_that_ranks_bring(a2a: str, dp: int, rows: int):
     """Without attention groups those of all ranks are the step's tokens, rounded up."""
     raw = RawConfig(shape_config("qwen3-30b-a3b"), "q")
-    problem = Problem(a2a=a2a, weights="bf16", dtype="bf16", ep=4, tp=4, device="cuda")
+    problem = Problem(
+        a2a=a2a, weights=WEIGHT_FORMATS["bf16"], dtype="bf16", ep=4, tp=4, device="cuda"
+    )
     replicated = a2a == "none"
     moe = MoeContext.make(problem, torch.bfloat16, OutlineGroup(0, 4), replicated=replicated)
     parallel = Parallel(Outline(0, 4 // dp), Outline(0, 4), dp)

@@ -390,7 +390,9 @@ def test_all_runners_take_what_comes_on_a_gpu() -> None:
         assert set(POOL.formats_of(runner.name, "cuda")) == {*runner.layouts} - {"fused"}
         for weights in runner.weights:
             dtype = weights if weights in ("fp16", "fp32") else "bf16"
-            problem = Problem(runner=runner.name, weights=weights, dtype=dtype, device="cuda")
+            problem = Problem(
+                runner=runner.name, weights=WEIGHT_FORMATS[weights], dtype=dtype, device="cuda"
+            )
             assert supports(problem).ok
     for name, backend in A2A_REGISTRY.items():
         assert "cuda" in backend.providers
@@ -428,10 +430,10 @@ def test_pairs_that_others_will_sum(deterministic: bool) -> None:
 
 
 def test_nothing_is_encoded_to_travel_nowhere() -> None:
-    choice = resolve(Problem(weights="fp8_block", device="cuda"))
+    choice = resolve(Problem(weights=WEIGHT_FORMATS["fp8_block"], device="cuda"))
     assert choice.problem.payload == "bf16"
     assert "payload bf16: nothing travels: the runner makes fp8 of it" in choice.reasons
-    assert resolve(Problem(weights="fp8_block")).problem.payload == "fp8"
+    assert resolve(Problem(weights=WEIGHT_FORMATS["fp8_block"])).problem.payload == "fp8"
 
 
 def test_load_is_counted_where_it_is_known() -> None:

@@ -36,6 +36,7 @@ from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
 from moesaic.moe.outline import OutlineGroup
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from tests.oracle import Case, build, load, spread
 
@@ -323,7 +324,7 @@ def test_last_stage_without_the_embedding(written: Written) -> None:
 def test_a_rank_reads_its_own_experts(written: Written) -> None:
     """Tensors of other ranks are no surprise; those that nobody knows are."""
     main = load_main(written.folder)
-    problem = Problem(a2a="none", weights="fp32", dtype="fp32", ep=2, tp=2)
+    problem = Problem(a2a="none", weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=2, tp=2)
     moe = MoeContext.make(problem, torch.float32, OutlineGroup(1, 2))
     half = build_model(RawConfig.read(written.folder), BuildContext(PAGE * PAGES, moe))
     mine, whole = load_nextn(half, written.folder), load_nextn(main, written.folder)

@@ -21,6 +21,7 @@ from moesaic.models.weights import fill_randomly
 from moesaic.moe import layer
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import Problem
 from moesaic.moe.runner.base import Workspace
 
@@ -33,7 +34,9 @@ def test_a_model_gives_the_same_bits(
     family: str, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm of the second layer and the last one get pairs; shared experts are added to sums."""
-    problem = Problem(runner="auto", payload="auto", weights=FLOAT, dtype=FLOAT, device="cuda")
+    problem = Problem(
+        runner="auto", payload="auto", weights=WEIGHT_FORMATS[FLOAT], dtype=FLOAT, device="cuda"
+    )
     context = replace(MoeContext.make(problem, torch.float32), workspace=Workspace("cpu"))
     folder = make_tiny_checkpoint(family, tmp_path)
     model = build_model(RawConfig.read(folder), BuildContext(64, context))

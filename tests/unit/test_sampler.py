@@ -27,12 +27,7 @@ FILTERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(seed=0, position=0, prompt=(), output=(), eos=(), logprob=False, top=0, **params):
