@@ -1,7 +1,7 @@
 """Faults in every kind of process and phase: when they are named, when all requests have an answer,
 what is left behind.
 
-    python -m bench.faults                # all cases, about ten minutes
+    python -m bench.faults                # all cases, about six minutes
     python -m bench.faults --quick        # a dozen of them
     python -m bench.faults --markdown     # no run: the tables of docs/reliability.md from the JSON
 
