@@ -483,13 +483,13 @@ def test_the_document_is_openapi(running: Running) -> None:
 
 
 def test_fuzz(running: Running) -> None:
-    """3000 bad requests with good ones beside them; bench/fuzz_server.py sends many more."""
+    """1500 bad requests with good ones beside them; bench/fuzz_server.py sends many more."""
     wait_until(running.idle)
     tasks = running.tasks()
-    tally = asyncio.run(attack(running.port, ROUTES, range(3000), seed=7))
+    tally = asyncio.run(attack(running.port, ROUTES, range(1500), seed=7))
     assert tally.problems == []
-    assert sum(tally.kinds.values()) == 3000 and tally.good >= 4
-    assert tally.statuses["400"] > 1500 and set(tally.statuses) <= {
+    assert sum(tally.kinds.values()) == 1500 and tally.good >= 4
+    assert tally.statuses["400"] > 750 and set(tally.statuses) <= {
         *("200", "400", "403", "404", "405", "408", "409", "413", "431", "left waiting", "closed")
     }
     wait_until(running.idle)
