@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 # They judge ranks by how long these take, and run alone: beside others that are busy they may misjudge them.
-WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm links)
+WATCHFUL := $(patsubst %,tests/distributed/test_%.py,supervisor nodes missing_peer comm tcp_links)
 # Tests on a GPU have it to themselves. Nothing to run, of what PYTEST_ARGS choose, is no error.
 BESIDE := -n 2 -m "not slow and not gpu"
 NONE := || [ $$? -eq 5 ]
@@ -56,7 +56,7 @@ format: setup
 docs: setup
 	$(BIN)/python -m moesaic.config.docs docs/flags.md
 	$(BIN)/python -m moesaic.moe.matrix_docs docs/backends.md
-	$(BIN)/python -m moesaic.observe.docs docs/metrics.md deploy/grafana/moesaic.json
+	$(BIN)/python -m moesaic.observe.metrics_docs docs/metrics.md deploy/grafana/moesaic.json
 
 bench: setup
 	@test -n "$(BENCH)" || { echo "usage: make bench BENCH=NAME ARGS=...; NAME is a file of bench/:"; \

@@ -39,9 +39,9 @@ from bench.common import (
     print_table,
     write_json,
 )
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.window import SharedWindow
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.windows.window import SharedWindow
 from moesaic.core.step import DECODE, PREFILL
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.backends import load_backends
@@ -58,7 +58,7 @@ from moesaic.moe.formats import (
 )
 from moesaic.moe.permute import POOL
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix
-from moesaic.moe.registry import Problem, supports
+from moesaic.moe.registry import MoeProblem, supports
 from moesaic.moe.runner.base import (
     ExpertWeights,
     MoeRunnerConfig,
@@ -68,7 +68,7 @@ from moesaic.moe.runner.base import (
     RunnerOutput,
     Workspace,
 )
-from moesaic.moe.runner.layouts import GroupedInput
+from moesaic.moe.runner.host.layouts import GroupedInput
 
 BARRIERS = 100
 BACKENDS = {
@@ -115,9 +115,9 @@ def route(load: Load, seed: int) -> tuple[Tensor, TopKOutput]:
     return x_TH, TopKOutput(ids, weights / weights.sum(1, keepdim=True))
 
 
-def problem_of(name: str, load: Load, ranks: int) -> Problem:
+def problem_of(name: str, load: Load, ranks: int) -> MoeProblem:
     a2a, mode = BACKENDS[name]
-    return Problem(
+    return MoeProblem(
         a2a=a2a,
         mode=mode,
         ep=ranks,

@@ -54,14 +54,14 @@ from bench.common import (
 )
 from bench.gpu import named
 from moesaic.comm.errors import RankFailed
-from moesaic.comm.local import LocalRanks, PerRank
-from moesaic.comm.mps import Mps, start_mps
+from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
+from moesaic.comm.launch.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing, num_gpus
 from moesaic.config.gpus import most_on_one, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
-from moesaic.kernels.timing_ranks import Place
+from moesaic.kernels.timing_ranks import TimedRank
 from moesaic.moe.backends import load_backends
-from moesaic.moe.registry import A2A_REGISTRY, Problem, supports
+from moesaic.moe.registry import A2A_REGISTRY, MoeProblem, supports
 
 BACKENDS = {
     "deepep_normal": ("deepep", "normal"),
@@ -165,7 +165,9 @@ def check(ranks: int, job: Job) -> None:
             f"--ranks {ranks}: give 2 to {MAX_RANKS_PER_NODE}; one sends nothing, and a machine "
             "holds no more"
         )
-    asked = Problem(job.backend, job.mode, payload=job.payload, ep=ranks, tp=ranks, device="cuda")
+    asked = MoeProblem(
+        job.backend, job.mode, payload=job.payload, ep=ranks, tp=ranks, device="cuda"
+    )
     found = supports(replace(asked, hidden_size=job.hidden, experts=job.experts))
     if not found.ok:
         raise ValueError(f"{ranks} ranks, H {job.hidden}, {job.payload}: {found.reason}")
@@ -183,10 +185,10 @@ def _jobs(args: argparse.Namespace, hidden: int, payload: str) -> Iterator[Job]:
 
 def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
     if device == "cpu":
-        return PerRank([Place({}, -1)] * ranks)
+        return PerRank([TimedRank({}, -1)] * ranks)
     gpus = share_gpus(ranks, num_gpus())
     shared = {} if mps is None else mps.for_ranks(most_on_one(gpus))
-    return PerRank([Place(shared, gpu) for gpu in gpus])
+    return PerRank([TimedRank(shared, gpu) for gpu in gpus])
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm import device_window
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.windows import device_window
 from moesaic.core.step import Step
-from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, Place, Together
+from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, TimedRank, Together
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.formats import RowsCombineInput, StandardDispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -62,7 +62,7 @@ class Found:
     us: dict[tuple[str, bool], list[float]] = field(default_factory=dict)
 
 
-def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
+def work(group: RankGroup, job: Job, place: TimedRank) -> list[Found]:
     device = place.open()
     with torch.inference_mode():
         with torch.device(device):  # not around what is measured: every call would cost more
@@ -86,7 +86,7 @@ def work(group: RankGroup, job: Job, place: Place) -> list[Found]:
     return found
 
 
-def device_name(group: RankGroup, place: Place) -> str:
+def device_name(group: RankGroup, place: TimedRank) -> str:
     device = place.open()
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 

@@ -41,7 +41,7 @@ from moesaic.kernels.attention import (
 )
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.gpu_attention import GpuAttention
-from moesaic.layers.torch_attention import PagedCache, Span
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 
 CACHE_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 CONTEXT = 1088
@@ -102,7 +102,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).to(dtype)
 
 
-def make_case(shape: Shape, spans: list[Span], page_size: int, dtype: torch.dtype) -> Case:
+def make_case(shape: Shape, spans: list[SequenceSpan], page_size: int, dtype: torch.dtype) -> Case:
     total = 1 + max(page for span in spans for page in span.pages)
     value_dim = 0 if shape.rest else shape.value_dim
     cache = PagedCache(
@@ -126,11 +126,13 @@ def chosen_shapes(args: argparse.Namespace, shapes: dict[str, Shape]) -> list[st
     return [args.shape] if args.shape else list(shapes)
 
 
-def make_spans(batch: int, new: int, kv_len: int, page_size: int) -> list[Span]:
+def make_spans(batch: int, new: int, kv_len: int, page_size: int) -> list[SequenceSpan]:
     count = -(-kv_len // page_size)
     free = list(range(1, batch * count + 1))
     random.Random(0).shuffle(free)
-    return [Span(i * new, new, kv_len, free[i * count : (i + 1) * count]) for i in range(batch)]
+    return [
+        SequenceSpan(i * new, new, kv_len, free[i * count : (i + 1) * count]) for i in range(batch)
+    ]
 
 
 def decode_limit(shape: Shape, batch: int, context: int, itemsize: int) -> float:
@@ -230,7 +232,7 @@ def sweep_decode(args: argparse.Namespace) -> Iterator[Row]:
         blocks = (32, 64) if shape.dim > 256 else (64, 128)
         tiles = product(blocks, ((4, 3), (4, 4), (8, 3)), (1, 2, 4, 8))
         for block, (warps, stages), count in tiles:
-            config = module.Config(16, block, warps, stages)
+            config = module.AttentionTile(16, block, warps, stages)
             module.CONFIGS = ((1 << 30, config),)
             splits = Splits(count, block)
             assert case.step.decode is not None
@@ -247,12 +249,15 @@ def prefill_configs(case: Case) -> Iterator[Any]:
     module: Any = attention_prefill
     table = "CONFIGS"
     configs: list[Any] = [
-        attention_prefill.Config(rows, block, warps, stages)
+        attention_prefill.AttentionTile(rows, block, warps, stages)
         for (rows, warps), block, stages in product(((64, 4), (128, 8)), (64, 128), (2, 3))
     ]
     if attention_prefill.is_narrow(case.softmax.window):
         table = "NARROW_CONFIGS"
-        configs += [attention_prefill.Config(64, 32, 4, 3), attention_prefill.Config(32, 32, 4, 3)]
+        configs += [
+            attention_prefill.AttentionTile(64, 32, 4, 3),
+            attention_prefill.AttentionTile(32, 32, 4, 3),
+        ]
     elif attention_hopper.can_run(two_parts(case.q), case.pages, case.out_TNV):
         module = attention_hopper
         sizes = product((64, 128), (2, 3, 4, 6), (1, 2), (True, False))

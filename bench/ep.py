@@ -63,16 +63,16 @@ from bench.stages import ORDER, StepKernels, stages_of
 from bench.step_profile import DECODE_STEPS, profile_steps
 from moesaic import Engine
 from moesaic.cli.common import add_model, read_args
-from moesaic.comm.launch import Timeouts
+from moesaic.comm.launch.service import Timeouts
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.devices import device_of, why_device
 from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, read_config
 from moesaic.config.resolve import SHAPE, resolve
-from moesaic.engine import remote
-from moesaic.engine.core import EngineCore
-from moesaic.engine.layout import context_length, preview
+from moesaic.engine.frontend import core_client as remote
+from moesaic.engine.setup.memory_plan import context_length, preview
+from moesaic.engine.worker.planner import EngineCore
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import PREFIX, materialise
 

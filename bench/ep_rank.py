@@ -20,8 +20,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.stages import Ran, StepKernels, step_kernels
-from moesaic.comm.rank_link import RankLink
-from moesaic.engine.rank import Rank
+from moesaic.comm.launch.rank_link import RankLink
+from moesaic.engine.worker.worker import Worker
 
 TARGET: Final = "bench.ep_rank:run"
 FOLDER: Final = "MOESAIC_BENCH_EP"
@@ -30,7 +30,7 @@ STEPS: Final = 8
 
 
 def run(link: RankLink) -> None:
-    rank = Rank(link)
+    rank = Worker(link)
     Recorder(rank, Path(os.environ[FOLDER]))
     gc.collect()
     gc.freeze()
@@ -40,7 +40,7 @@ def run(link: RankLink) -> None:
 class Recorder:
     """In place of a rank's step."""
 
-    def __init__(self, rank: Rank, folder: Path) -> None:
+    def __init__(self, rank: Worker, folder: Path) -> None:
         self._rank, self._folder = rank, folder
         self._step = rank._step
         self._done: set[int] = set()

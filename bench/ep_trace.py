@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from moesaic.observe.spans import Kind, Span
+from moesaic.observe.spans import Span, SpanKind
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Recorded:
 
 def read_trace(path: Path) -> list[Recorded]:
     """The ranks' tracks; the first one is of the process that asks them."""
-    kinds = {kind.name.lower(): kind for kind in Kind}
+    kinds = {kind.name.lower(): kind for kind in SpanKind}
     found: dict[int, list[Span]] = defaultdict(list)
     for event in msgspec.json.decode(gzip.decompress(path.read_bytes()))["traceEvents"]:
         if event["ph"] != "X" or event["pid"] == 0:
@@ -40,7 +40,7 @@ def joined(ranks: Sequence[Recorded]) -> list[Span]:
     """Steps of all ranks together: the tokens of all, until the last has ended."""
     steps: dict[int, list[Span]] = defaultdict(list)
     for span in (span for rank in ranks for span in rank.spans):
-        if span.kind == Kind.STEP:
+        if span.kind == SpanKind.STEP:
             steps[span.step].append(span)
     return [
         first._replace(
@@ -58,6 +58,6 @@ def host_ms(ranks: Sequence[Recorded], batch: int) -> dict[str, float]:
     decoding = {span.step for span in joined(ranks) if span.tokens == batch}
     total: dict[str, float] = defaultdict(float)
     for span in (span for rank in ranks for span in rank.spans):
-        if span.step in decoding and span.kind != Kind.STEP:
-            total[Kind(span.kind).name.lower()] += (span.end - span.begin) / 1e6
+        if span.step in decoding and span.kind != SpanKind.STEP:
+            total[SpanKind(span.kind).name.lower()] += (span.end - span.begin) / 1e6
     return {name: ms / len(decoding) / len(ranks) for name, ms in total.items()}

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from bench.fault_run import PATIENCE, Run, wait_for
 from bench.faulty_rank import HOLD, PAUSE, TARGET
-from moesaic.engine import remote
 from moesaic.engine.engine import Engine
+from moesaic.engine.frontend import core_client as remote
 
 MODEL: Final = "tiny:qwen3_moe,num_hidden_layers=4,num_attention_heads=8"
 COMMON: Final[dict[str, Any]] = {

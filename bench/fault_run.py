@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from moesaic.comm.control import HEAD_BYTES, SEAT_BYTES, ControlPage
+from moesaic.comm.supervise.control_page import HEAD_BYTES, SEAT_BYTES, ControlPage
 
 MARK: Final = "MOESAIC_FAULT_MARK"
 # Only ends what hangs: two cores may be shared with much else.
@@ -68,7 +68,7 @@ class Run:
     def find(self, name: str) -> int | None:
         """supervisor, fork server, rank0, rank1, …, once it can be told from the others."""
         pids = self.pids()
-        heads = [pid for pid in pids if b"moesaic.comm.supervisor" in _read(pid, "cmdline")]
+        heads = [pid for pid in pids if b"moesaic.comm.supervise.main" in _read(pid, "cmdline")]
         if not heads or name == "supervisor":
             return heads[0] if heads else None
         servers = [pid for pid in pids if _parent(pid) == heads[0] and _is_fork_server(pid)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from moesaic.comm.rank_link import RankLink
+from moesaic.comm.launch.rank_link import RankLink
 
 TARGET: Final = "bench.faulty_rank:run"
 # RANK: this one does not begin to load.
@@ -29,7 +29,7 @@ ERROR: Final = "as it was told to"
 
 
 def run(link: RankLink) -> None:
-    from moesaic.engine import rank
+    from moesaic.engine.worker import worker as rank
 
     signal.signal(signal.SIGUSR1, _raise)
     signal.signal(signal.SIGUSR2, _sleep)
@@ -59,7 +59,7 @@ def _seconds() -> float:
 
 def main() -> int:
     from moesaic.cli.main import main as command
-    from moesaic.engine import remote
+    from moesaic.engine.frontend import core_client as remote
 
     remote.TARGET = TARGET
     return command()

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from bench.common import cpu_name
 from bench.fuzz_server import GOOD, MODEL, State, Tally, compare, run_fuzzer, state_of
 from bench.http_server import started
-from moesaic.comm.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
-from moesaic.comm.links import Kind, frame
+from moesaic.comm.network.handshake import GREETING, IDENTITY, NONCE_BYTES, PROOF_BYTES, Role
+from moesaic.comm.windows.tcp_links import FrameKind, frame
 
 # What a listener answers to any greeting: a nonce, an identity, whether it has a secret, a
 # proof. A stranger that is told more was taken for a process of the service.
@@ -93,7 +93,7 @@ def endless(chance: random.Random, connection: socket.socket) -> None:
 def frames(chance: random.Random, connection: socket.socket) -> None:
     """Frames of a data link, without a handshake."""
     pieces = [(chance.randrange(1 << 20), 64)]
-    said = frame(Kind.POST, chance.randrange(9), 0, 1 << 40, "lies", pieces)
+    said = frame(FrameKind.POST, chance.randrange(9), 0, 1 << 40, "lies", pieces)
     connection.sendall(said + chance.randbytes(64))
 
 

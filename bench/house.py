@@ -30,9 +30,9 @@ from moesaic.evals.ask import Options
 from moesaic.evals.data import draw_tasks, write_whole
 from moesaic.evals.result import Result, digest
 from moesaic.evals.run import evaluate
+from moesaic.evals.tasks.problem import Problem
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import materialise
-from moesaic.tasks.problem import Problem
 
 MODEL = Path(__file__).parents[1] / "models" / "house-moe"
 MOST_EXAMPLES = 3

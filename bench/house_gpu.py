@@ -59,7 +59,7 @@ from bench.house import (
 )
 from moesaic.config.devices import cuda_missing
 from moesaic.config.resolve import MAX_RANKS_PER_NODE, resolve
-from moesaic.engine.layout import preview
+from moesaic.engine.setup.memory_plan import preview
 from moesaic.evals.figures import mcnemar
 from moesaic.models.tiny import materialise
 from moesaic.moe.backends import load_backends

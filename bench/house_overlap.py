@@ -25,8 +25,8 @@ from tqdm import tqdm
 from bench.common import RESULTS, show_table
 from bench.house import MODEL, ask, start
 from moesaic.evals.data import write_whole
-from moesaic.tasks.draw import TASKS, distinct
-from moesaic.tasks.problem import Problem, is_kept
+from moesaic.evals.tasks.draw import TASKS, distinct
+from moesaic.evals.tasks.problem import Problem, is_kept
 
 TESTS, DRAWS, SEED = 500, 500_000, 0
 FILE = RESULTS / "house_overlap.json"

@@ -27,7 +27,7 @@ from bench.common import check_out, machine, show_table, spare_larger
 from bench.house import Question, ask, draw, house_parser, question_of, read, start, write
 from moesaic import Engine
 from moesaic.evals.result import by_task
-from moesaic.observe.experts import balancedness, expert_loads
+from moesaic.observe.expert_load import balancedness, expert_loads
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "house_routing.png"
 RANKS = (4, 8)

@@ -52,11 +52,11 @@ from bench.house import (
 )
 from moesaic import Engine
 from moesaic.cli.quantize import FORMATS
-from moesaic.engine.moe_setup import ONLINE
+from moesaic.engine.setup.moe_setup import ONLINE
 from moesaic.evals.figures import mcnemar
-from moesaic.models.quantize import Job, quantize
+from moesaic.evals.tasks.problem import Problem
+from moesaic.models.quantize import QuantizeJob, quantize
 from moesaic.models.tiny import materialise
-from moesaic.tasks.problem import Problem
 
 EP4 = "--tp 4 --ep 4 --enable-dp-attention --dp 4"
 CARRIERS = {
@@ -109,7 +109,7 @@ def weights_of(case: Case, model: str) -> Iterator[tuple[str, int]]:
         return
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "twin"
-        written = quantize(source, target, Job(case.form, experts_only=case.experts_only))
+        written = quantize(source, target, QuantizeJob(case.form, experts_only=case.experts_only))
         yield str(target), written.bytes_after
 
 

@@ -37,10 +37,10 @@ from tqdm import tqdm
 from bench.common import Range, Request, machine, mixed_workload, print_table, write_json
 from bench.http_server import Server, started
 from moesaic import Engine
-from moesaic.engine.inputs import GenerateInput
+from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.loadgen.client import Client, session
 from moesaic.loadgen.endpoints import ENDPOINTS, Asked
-from moesaic.loadgen.outcome import Prompt
+from moesaic.loadgen.outcome import BenchPrompt
 
 # Over HTTP: which endpoint, and whether it streams.
 HTTP = {
@@ -116,13 +116,13 @@ def by_follow(engine: Engine, requests: list[Request]) -> Sample:
 def by_http(url: str, requests: list[Request], way: str) -> Sample:
     """With one connection a request, opened before."""
     endpoint, stream = HTTP[way]
-    prompts = [Prompt("", len(r.prompt), r.output_len, r.prompt) for r in requests]
+    prompts = [BenchPrompt("", len(r.prompt), r.output_len, r.prompt) for r in requests]
 
     async def run() -> Sample:
         async with session({}) as connections:
             asked = Asked("default", stream, True, {})
             client = Client(connections, url, ENDPOINTS[endpoint], asked)
-            one = Prompt("", 1, 1, [0])
+            one = BenchPrompt("", 1, 1, [0])
             await asyncio.gather(*(client.ask(one) for _ in prompts))
             started = time.perf_counter()
             outcomes = await asyncio.gather(*map(client.ask, prompts))

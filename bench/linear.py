@@ -168,12 +168,12 @@ def sweep(name: str, rows: int) -> list[list[str]]:
 
 
 def _candidates(rows: int, shape: tuple[int, int]) -> Iterator:
-    from moesaic.kernels.triton.linear import Plan, Tile
+    from moesaic.kernels.triton.linear import LinearLaunch, LinearTile
 
     outputs, inputs = shape
     if rows == 1:
         for out, width, warps in ((2, 1024, 4), (4, 1024, 4), (4, 2048, 8), (8, 1024, 8)):
-            yield Plan(Tile(1, out, width, warps), -(-outputs // out), 1, True)
+            yield LinearLaunch(LinearTile(1, out, width, warps), -(-outputs // out), 1, True)
     block = max(16, 1 << (rows - 1).bit_length())
     for out, width in product((16, 32, 64, 128), (64, 128, 256)):
         # As many stages as leave room for a second program on the processor.
@@ -184,7 +184,9 @@ def _candidates(rows: int, shape: tuple[int, int]) -> Iterator:
             if stages >= 3 and splits <= blocks // 2 and filled:
                 share = -(-blocks // splits)
                 warps = 4 if out * block >= 512 else 2
-                yield Plan(Tile(block, out, width, warps, stages), tiles, -(-blocks // share), True)
+                yield LinearLaunch(
+                    LinearTile(block, out, width, warps, stages), tiles, -(-blocks // share), True
+                )
 
 
 def chain(rows: int) -> list[list[str]]:

@@ -33,7 +33,7 @@ from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from moesaic.moe.topk import TopK, TopKConfig
 
 PEERS = ("eager", "batched_mm", "grouped_mm")
@@ -214,7 +214,7 @@ def on_cpu(words: Sequence[str]) -> None:
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     weights = random_weights(shape)
-    problem = Problem(weights=WEIGHT_FORMATS["bf16"], dtype="bf16")
+    problem = MoeProblem(weights=WEIGHT_FORMATS["bf16"], dtype="bf16")
     block = make_block(shape, MoeContext.make(problem, torch.bfloat16), weights)
     runs: dict[str, Run] = {"moesaic": lambda x: block(x, DECODE)}
     if args.deterministic:

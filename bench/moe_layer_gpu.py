@@ -31,7 +31,7 @@ from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def draw_routing(shape: Shape, tokens: int, exponent: float, seed: int) -> TopKO
 def make_layer(shape: Shape, dtype: str, runner: str = "auto") -> FusedMoE:
     """With random weights."""
     weights = WEIGHT_FORMATS[FORMATS[dtype]]
-    problem = Problem(weights=weights, dtype="bf16", device="cuda", runner=runner)
+    problem = MoeProblem(weights=weights, dtype="bf16", device="cuda", runner=runner)
     with torch.device("cuda"):
         context = MoeContext.make(problem, torch.bfloat16, max_tokens=max(TOKENS))
         config = MoeConfig(shape.experts, shape.hidden, shape.inner, shape.top_k)

@@ -29,7 +29,8 @@ from tqdm import tqdm
 from bench.common import RESULTS, machine, print_table, spare_larger
 from moesaic import Engine
 from moesaic.evals.data import write_whole
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.evals.tasks.draw import TASKS, distinct
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.nextn import NextN, load_nextn
@@ -38,7 +39,6 @@ from moesaic.models.schemes import detect_scheme
 from moesaic.models.tiny import materialise
 from moesaic.models.weights import load_weights, settle_input_scales
 from moesaic.moe.context import MoeContext
-from moesaic.tasks.draw import TASKS, distinct
 
 PAGE = 16
 BATCH_TOKENS = 4096
@@ -122,11 +122,11 @@ def _inputs(sequences: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 def _attend(model: CausalLM | NextN, lengths: Sequence[int]) -> TorchAttention:
     """Over an empty cache that is just large enough."""
-    spans: list[Span] = []
+    spans: list[SequenceSpan] = []
     row, page = 0, 1
     for length in lengths:
         pages = range(page, page - (-length // PAGE))
-        spans.append(Span(row, length, length, pages))
+        spans.append(SequenceSpan(row, length, length, pages))
         row, page = row + length, pages.stop
     cache = PagedCache(model.cache, page - 1, PAGE, model.config.dtype)
     cache.clear(range(page))

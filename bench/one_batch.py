@@ -43,9 +43,9 @@ from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
-from moesaic.engine.core import EngineCore
+from moesaic.engine.worker.planner import EngineCore
 from moesaic.models.tiny import materialise
-from moesaic.observe.spans import Kind, Span, unpack
+from moesaic.observe.spans import Span, SpanKind, unpack
 
 BATCHES = (1, 8, 32, 128, 256)
 WARM_TOKENS = 8
@@ -345,7 +345,7 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
 def timing(spans: Sequence[Span], batch: int) -> Timing:
     """Prompts are done with the last step of more tokens than requests; the decode steps that count
     are the run after it, until the first request ends."""
-    steps = sorted((s for s in spans if s.kind == Kind.STEP), key=lambda s: s.step)
+    steps = sorted((s for s in spans if s.kind == SpanKind.STEP), key=lambda s: s.step)
     filling = [number for number, step in enumerate(steps) if step.tokens > batch]
     if not filling:
         raise SystemExit(f"no step had more than {batch} tokens: give a longer --input-len")
@@ -364,13 +364,13 @@ def timing(spans: Sequence[Span], batch: int) -> Timing:
     return Timing(
         prefill=_ms(steps[last].end - steps[0].begin),
         steps=[_ms(after.end - before.end) for before, after in pairwise(run)],
-        plan=_durations(spans, Kind.PLAN, counted),
-        take_in=_durations(spans, Kind.DETOKENISE, counted),
+        plan=_durations(spans, SpanKind.PLAN, counted),
+        take_in=_durations(spans, SpanKind.DETOKENISE, counted),
         total=_ms(steps[-1].end - steps[0].begin),
     )
 
 
-def _durations(spans: Sequence[Span], kind: Kind, steps: set[int]) -> list[float]:
+def _durations(spans: Sequence[Span], kind: SpanKind, steps: set[int]) -> list[float]:
     return [_ms(s.end - s.begin) for s in spans if s.kind == kind and s.step in steps]
 
 

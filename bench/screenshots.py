@@ -18,7 +18,7 @@ import httpx
 from playwright.sync_api import Browser, sync_playwright
 
 from bench.http_server import started
-from moesaic.tasks.draw import TASKS, problems
+from moesaic.evals.tasks.draw import TASKS, problems
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 MODEL = str(IMAGES.parents[1] / "models" / "house-moe")

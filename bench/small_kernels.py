@@ -24,7 +24,7 @@ from bench.common import print_table
 from moesaic.kernels.norm import add_rms_norm
 from moesaic.kernels.quantise import quantise_rows, silu_mul
 from moesaic.kernels.routing import MAX_ROWS, RouterWeights, RouteSpec, route, route_rows
-from moesaic.kernels.sampling import Draw, SampleParams, greedy_rows, sample_rows
+from moesaic.kernels.sampling import RowSampling, SampleParams, greedy_rows, sample_rows
 
 HIDDEN, INNER, EXPERTS, VOCAB = 2048, 768, 128, 151_936
 SPEC = RouteSpec(8, renormalize=True)
@@ -109,9 +109,9 @@ def sampling_cases(rows: int, sharp: bool) -> Iterator[Case]:
     kind = "sharp" if sharp else "flat"
     once = rows * VOCAB * 4
     asked = {
-        "plain": (Draw(1.0), 2),
-        "top-k 20 top-p 0.95": (Draw(0.6, 20, 0.95), 1),
-        "top-p 0.9": (Draw(1.0, -1, 0.9), 2),
+        "plain": (RowSampling(1.0), 2),
+        "top-k 20 top-p 0.95": (RowSampling(0.6, 20, 0.95), 1),
+        "top-p 0.9": (RowSampling(1.0, -1, 0.9), 2),
     }
 
     def multinomial() -> object:

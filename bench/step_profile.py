@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import print_table
 from bench.stages import Ran, covered_us
 from moesaic import Engine
-from moesaic.engine.core import EngineCore
-from moesaic.engine.plan import StepPlan
+from moesaic.engine.schedule.plan import StepPlan
+from moesaic.engine.worker.planner import EngineCore
 
 DECODE_STEPS = 4
 SHOWN = 16

@@ -8,10 +8,16 @@ from typing import Any
 
 from msgspec import structs
 
-from moesaic.comm.rank_link import RankLink
-from moesaic.engine import rank as ranks
-from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import FUTURE, Begun, StepPlan, StepResult, Turn
+from moesaic.comm.launch.rank_link import RankLink
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import (
+    FUTURE_TOKEN,
+    StepAgreement,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
+from moesaic.engine.worker import worker as ranks
 from tests.e2e.poison_rank import Poison
 
 TARGET = "tests.ahead:run"
@@ -54,7 +60,7 @@ class AheadRunner(ModelRunner):
         self.last: dict[int, int] = {}
         self.futures = 0
 
-    def begin(self, plan: StepPlan, turn: Turn | None = None) -> Begun:
+    def begin(self, plan: StepPlan, turn: StepAgreement | None = None) -> StepHandle:
         step = Late(self, plan)
         if self.mode != "wait":
             step.compute()
@@ -67,7 +73,7 @@ class AheadRunner(ModelRunner):
             self.last.pop(key, None)
         items = []
         for item in plan.items:
-            if FUTURE in item.token_ids:
+            if FUTURE_TOKEN in item.token_ids:
                 assert len(item.token_ids) == 1 and item.score is None
                 self.futures += 1
                 item = structs.replace(item, token_ids=[self.last.get(item.key, 0)])
@@ -86,6 +92,6 @@ class AheadRunner(ModelRunner):
 def run(link: RankLink) -> None:
     """A rank as the engine's own."""
     ranks.make_runner = AheadRunner  # type: ignore[assignment]
-    rank = ranks.Rank(link)
+    rank = ranks.Worker(link)
     Poison(rank.runner)
     rank.serve()

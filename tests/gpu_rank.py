@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
-from moesaic.comm.rank_link import RankLink
-from moesaic.engine import model_runner
-from moesaic.engine import rank as ranks
-from moesaic.engine.gpu_runner import DeviceStep, GpuRunner
-from moesaic.engine.plan import StepPlan, Turn
-from moesaic.engine.warm_up import sorted_parts, warm_steps
+from moesaic.comm.launch.rank_link import RankLink
+from moesaic.engine.runner import model_runner
+from moesaic.engine.runner.gpu_runner import DeviceStep, GpuRunner
+from moesaic.engine.runner.warm_up import sorted_parts, warm_steps
+from moesaic.engine.schedule.plan import StepAgreement, StepPlan
+from moesaic.engine.worker import worker as ranks
 from tests.e2e.poison_rank import Poison
 
 TWINS: Final = "tests.gpu_rank:run_twins"
@@ -32,7 +32,7 @@ class StepPoison(Poison):
         self._begin = runner._begin
         runner._begin = self.begin  # type: ignore[method-assign]
 
-    def begin(self, plan: StepPlan, turn: Turn) -> DeviceStep:
+    def begin(self, plan: StepPlan, turn: StepAgreement) -> DeviceStep:
         prompts = [item.token_ids for item in plan.items if len(item.token_ids) > 1]
         self.tokens = {token for prompt in prompts for token in prompt}
         return self._begin(plan, turn)
@@ -47,7 +47,7 @@ class IdleSteps:
     def __enter__(self) -> IdleSteps:
         self._idle = idle = GpuRunner._idle
 
-        def noted(runner: GpuRunner, plan: StepPlan, turn: Turn) -> DeviceStep:
+        def noted(runner: GpuRunner, plan: StepPlan, turn: StepAgreement) -> DeviceStep:
             self.steps.append((max(turn.counts), turn.prefill))
             return idle(runner, plan, turn)
 
@@ -60,7 +60,7 @@ class IdleSteps:
 
 def _serve(link: RankLink) -> None:
     with IdleSteps() as idle:
-        rank = ranks.Rank(link)
+        rank = ranks.Worker(link)
     assert isinstance(rank.runner, GpuRunner)
     runner, mesh = rank.runner, rank.mesh
     parts = sorted_parts(mesh.tp, runner.moe_layers[0].config.top_k)

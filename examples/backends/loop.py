@@ -23,7 +23,7 @@ from moesaic.moe.runner.base import (
     RunnerOutput,
     Workspace,
 )
-from moesaic.moe.runner.layouts import weighted_sum
+from moesaic.moe.runner.host.layouts import weighted_sum
 
 PIECE = 32  # deterministic mode multiplies exactly so many rows at a time
 

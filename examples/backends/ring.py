@@ -20,7 +20,7 @@ from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import CombineInput, NormalDispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
-from moesaic.moe.runner.layouts import weighted_sum
+from moesaic.moe.runner.host.layouts import weighted_sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from examples.train.tokenizer import ASSISTANT, BEGIN, END, SYSTEM, USER
-from moesaic.tasks.draw import TASKS, split_of
-from moesaic.tasks.problem import Problem
+from moesaic.evals.tasks.draw import TASKS, split_of
+from moesaic.evals.tasks.problem import Problem
 
 MIX = {"words": 28, "lists": 16, "lookup": 20, "units": 15, "tables": 16, "chat": 5}
 ASKED_WEIGHT = 0.1  # of a prompt's tokens in the loss; those of a reply count 1

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from examples.train.model import Model
 from examples.train.tokenizer import ASSISTANT, BEGIN, END, USER
-from moesaic.tasks.draw import TASKS, distinct
-from moesaic.tasks.problem import Problem
+from moesaic.evals.tasks.draw import TASKS, distinct
+from moesaic.evals.tasks.problem import Problem
 
 NUMBER, BATCH = 512, 128
 

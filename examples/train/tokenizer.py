@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moesaic.tasks.draw import TASKS, problems
+from moesaic.evals.tasks.draw import TASKS, problems
 
 BEGIN, END, USER, ASSISTANT, SYSTEM, PAD = (
     f"<|{name}|>" for name in ("begin", "end", "user", "assistant", "system", "pad")

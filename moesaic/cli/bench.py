@@ -60,7 +60,7 @@ def _serve(argv: Sequence[str]) -> int:
     args = merge(ServeBenchArgs, given, file)
     refuse_unbuilt(args)
     try:
-        from moesaic.loadgen.serve import serve_bench
+        from moesaic.loadgen.serve_bench import serve_bench
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
@@ -72,7 +72,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _throughput(argv: Sequence[str]) -> int:
     def measure(engine: Engine, asked: ThroughputArgs) -> int:
-        from moesaic.loadgen.offline import throughput_bench
+        from moesaic.loadgen.offline_bench import throughput_bench
 
         return throughput_bench(engine, asked)
 
@@ -81,7 +81,7 @@ def _throughput(argv: Sequence[str]) -> int:
 
 def _latency(argv: Sequence[str]) -> int:
     def measure(engine: Engine, asked: LatencyArgs) -> int:
-        from moesaic.loadgen.offline import latency_bench
+        from moesaic.loadgen.offline_bench import latency_bench
 
         return latency_bench(engine, asked)
 

@@ -49,6 +49,6 @@ def check_nodes(args: ServerArgs) -> None:
 def join_node(args: ServerArgs) -> int:
     """The ranks of another node than the first, which gives the answers; until that ends."""
     check_nodes(args)
-    from moesaic.engine.remote import serve_node
+    from moesaic.engine.frontend.core_client import serve_node
 
     return serve_node(args)

@@ -19,8 +19,8 @@ from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import Filled, filled, problems, resolve
 
 if TYPE_CHECKING:
-    from moesaic.engine.layout import Layout, RankShare
-    from moesaic.moe.registry import A2aBackend, Problem, RunnerBackend
+    from moesaic.engine.setup.memory_plan import MemoryPlan, RankShare
+    from moesaic.moe.registry import A2aBackend, MoeProblem, RunnerBackend
 
 DESCRIPTION = """\
 Say what this machine has, which backends run here and why not the others.
@@ -59,7 +59,7 @@ class Findings:
     problems: list[str]
     asked: ServerArgs | None = None
     devices: tuple[int, ...] = ()
-    layout: Layout | None = None
+    layout: MemoryPlan | None = None
     cache_tokens: int | None = None
 
 
@@ -109,7 +109,7 @@ def _check_model(args: ServerArgs, asked: ServerArgs, found: Findings) -> Findin
 
 
 def _mps_missing(devices: Sequence[int]) -> Iterator[str]:
-    from moesaic.comm.mps import find_program
+    from moesaic.comm.launch.mps import find_program
 
     try:
         if is_shared(devices):
@@ -129,13 +129,13 @@ def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _choose_device(args: ServerArgs) -> None:
     """What is free is asked of the GPU that --base-gpu-id names, as when it is run."""
-    from moesaic.engine.devices import compute_device
+    from moesaic.engine.setup.device_memory import compute_device
 
     compute_device(args)
 
 
-def _lay_out(args: ServerArgs) -> Layout:
-    from moesaic.engine.layout import lay_out
+def _lay_out(args: ServerArgs) -> MemoryPlan:
+    from moesaic.engine.setup.memory_plan import lay_out
     from moesaic.models.tiny import materialise
 
     folder = materialise(args.model_path)
@@ -146,7 +146,7 @@ def _lay_out(args: ServerArgs) -> Layout:
 def _check_files(args: ServerArgs, folder: str) -> None:
     """ValueError for what a server would refuse, of the files that are there: a folder may be
     looked at before its tensors and its tokenizer are fetched."""
-    from moesaic.engine.tokenizer import load_tokenizer
+    from moesaic.engine.text.tokenizer import load_tokenizer
     from moesaic.models.checkpoint import check_folder
 
     are_there = any(Path(folder).glob("*.safetensors*"))
@@ -161,19 +161,19 @@ def _describe_flag(change: Filled) -> dict[str, Any]:
     return {"flag": name, "value": change.value, "reason": change.reason}
 
 
-def _describe_backends(asked: Problem | None) -> dict[str, Any]:
+def _describe_backends(asked: MoeProblem | None) -> dict[str, Any]:
     """Each backend by itself, with all else left open."""
     from moesaic.moe.backends import load_backends
     from moesaic.moe.registry import (
         A2A_REGISTRY,
         RUNNER_REGISTRY,
-        Problem,
+        MoeProblem,
         provider_name,
         supports,
     )
 
     load_backends()
-    base = asked or Problem()
+    base = asked or MoeProblem()
     base = replace(base, a2a="none", mode="auto", runner="auto", payload="auto")
 
     def row(backend: A2aBackend | RunnerBackend, **choice: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _describe_backends(asked: Problem | None) -> dict[str, Any]:
     }
 
 
-def _describe_layout(layout: Layout, found: Findings) -> dict[str, Any]:
+def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
     mesh, choice, tokens = layout.mesh, layout.moe.choice, found.cache_tokens
     devices = found.devices or (None,) * mesh.world
     ranks = [

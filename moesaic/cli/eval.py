@@ -24,12 +24,12 @@ from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, merge
 from moesaic.config.resolve import resolve
 from moesaic.evals.args import EvalArgs, ServerTargetArgs
-from moesaic.evals.place import Place
+from moesaic.evals.server_url import ServerUrl
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
     from moesaic.evals.ask import Asker
-    from moesaic.tasks.problem import Problem
+    from moesaic.evals.tasks.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _write_data(asked: EvalArgs, path: str) -> int:
 def _ask_server(
     asked: EvalArgs, server: ServerTargetArgs, url: str, given: Mapping[str, Any]
 ) -> int:
-    place = Place.of(url)
+    place = ServerUrl.of(url)
     path = given["model"] or given.get("model_path")
     if path is not None:
         raise ValueError(
@@ -116,14 +116,16 @@ def _ask_server(
     problems = _problems(asked)
     set_up_logging(given.get("log_level", "info"))
     try:
-        from moesaic.evals.http import Access, HttpAsker
+        from moesaic.evals.http import HttpAsker, ServerAccess
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
         raise ValueError(
             "eval --base-url needs aiohttp, which is not installed: pip install 'moesaic[bench]'"
         ) from None
-    access = Access(server.remote_model, server.api_key, server.concurrency, server.timeout, extra)
+    access = ServerAccess(
+        server.remote_model, server.api_key, server.concurrency, server.timeout, extra
+    )
     public = replace(server, base_url=place.url)
     return _evaluate(HttpAsker(place, access), problems, asked, _changed(asked) | _changed(public))
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moesaic.comm.mps import describe_daemon
+from moesaic.comm.launch.mps import describe_daemon
 from moesaic.config.devices import cuda_missing
 
 PACKAGES = (
@@ -43,7 +43,7 @@ INSTRUCTIONS = (
 
 
 @dataclass(frozen=True)
-class Library:
+class VendorLibrary:
     """A vendor's library and the backends whose contracts it implements elsewhere."""
 
     module: str
@@ -51,19 +51,19 @@ class Library:
 
 
 LIBRARIES = (
-    Library("deep_ep", "deepep"),
-    Library("mooncake", "mooncake"),
-    Library("mori", "mori"),
-    Library("flashinfer", "flashinfer, flashinfer_*"),
-    Library("torch_npu", "ascend_fuseep"),
-    Library("deep_gemm", "deep_gemm"),
-    Library("triton_kernels", "triton_kernel"),
-    Library("cutlass", "cutlass"),
+    VendorLibrary("deep_ep", "deepep"),
+    VendorLibrary("mooncake", "mooncake"),
+    VendorLibrary("mori", "mori"),
+    VendorLibrary("flashinfer", "flashinfer, flashinfer_*"),
+    VendorLibrary("torch_npu", "ascend_fuseep"),
+    VendorLibrary("deep_gemm", "deep_gemm"),
+    VendorLibrary("triton_kernels", "triton_kernel"),
+    VendorLibrary("cutlass", "cutlass"),
 )
 
 
 def describe_machine() -> dict[str, Any]:
-    from moesaic.engine.memory import free_memory, total_memory
+    from moesaic.engine.setup.kv_memory import free_memory, total_memory
 
     command = (shlex.split(os.environ.get("CC") or "cc") or ["cc"])[0]
     return {
@@ -122,7 +122,7 @@ def _gpus() -> Iterator[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return
-    from moesaic.engine.devices import describe
+    from moesaic.engine.setup.device_memory import describe
 
     yield from map(describe, range(torch.cuda.device_count()))
 

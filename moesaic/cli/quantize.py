@@ -60,10 +60,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _quantize(source: str, target: Path, args: QuantizeArgs, format: str) -> None:
-    from moesaic.models.quantize import Job, quantize
+    from moesaic.models.quantize import QuantizeJob, quantize
     from moesaic.models.tiny import materialise
 
-    job = Job(format, args.group_size, args.experts_only)
+    job = QuantizeJob(format, args.group_size, args.experts_only)
     written = quantize(Path(materialise(source)), target, job)
     print(
         f"wrote {target}: {written.matrices} matrices as {format}, "

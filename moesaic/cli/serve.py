@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
-from moesaic.comm.torchrun import Torchrun
+from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve

@@ -15,7 +15,7 @@ from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.core.process import child_environment
 
 if TYPE_CHECKING:
-    from moesaic.kernels.tune import Case
+    from moesaic.kernels.tune import TuneCase
 
 DESCRIPTION = """\
 Measure which configurations of the experts' kernels are fastest on this GPU, and write them down.
@@ -167,12 +167,12 @@ def _require_writable(folder: Path) -> None:
 
 def _cases(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
-) -> "list[Case]":
+) -> "list[TuneCase]":
     """Those that are not there yet."""
     import torch
 
     from moesaic.kernels import tuning
-    from moesaic.kernels.tune import FORMATS, Case
+    from moesaic.kernels.tune import FORMATS, TuneCase
 
     if args.weights not in FORMATS:
         raise ValueError(
@@ -182,18 +182,18 @@ def _cases(
     folder = _folder(args)
     tuning.read(folder / tuning.file_name(device.name, args.weights))  # or saving would find out
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
-    cases: dict[tuple[str, int], Case] = {}
+    cases: dict[tuple[str, int], TuneCase] = {}
     for (experts, top_k, hidden, inner), count in (
         (size, count) for size in sizes for count in tokens
     ):
-        case = Case(tuning.Shape(args.weights, experts, hidden, inner), top_k, count)
+        case = TuneCase(tuning.ExpertsShape(args.weights, experts, hidden, inner), top_k, count)
         key = str(case.shape), tuning.bucket(case.pairs)
         if key not in known:
             cases.setdefault(key, case)
     return list(cases.values())
 
 
-def _compile(cases: "Sequence[Case]", share: str) -> None:
+def _compile(cases: "Sequence[TuneCase]", share: str) -> None:
     import torch
 
     from moesaic.kernels.tune import compile_all
@@ -224,7 +224,7 @@ def _compile_apart(argv: list[str], jobs: int) -> None:
         raise RuntimeError(f"{len(failed)} of {jobs} processes failed; their messages are above")
 
 
-def _measure(cases: "Sequence[Case]", args: TuneArgs) -> None:
+def _measure(cases: "Sequence[TuneCase]", args: TuneArgs) -> None:
     import torch
     from tqdm import tqdm
 

@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from moesaic.comm import device_window
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks, PerRank
-from moesaic.comm.mps import start_mps
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
+from moesaic.comm.launch.mps import start_mps
+from moesaic.comm.windows import device_window
 from moesaic.config.devices import num_gpus
 from moesaic.config.gpus import most_on_one, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
-from moesaic.kernels.a2a_plan import Machine, Plan
+from moesaic.kernels.a2a_plan import GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, trying
-from moesaic.kernels.timing_ranks import MEETINGS, Length, Place, Together
+from moesaic.kernels.timing_ranks import MEETINGS, Length, TimedRank, Together
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.formats import RowsCombineInput, StandardDispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -79,7 +79,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Case:
+class A2aCase:
     """A kernel, and in what layer it is measured."""
 
     kernel: Kernel
@@ -92,16 +92,16 @@ class Case:
         return str(self.kernel), tuning.bucket(self.tokens)
 
 
-def cases_of(wanted: Wanted, ranks: int) -> Iterator[Case]:
+def cases_of(wanted: Wanted, ranks: int) -> Iterator[A2aCase]:
     """Results come back in one type, whatever was sent; by pairs for few tokens only."""
     for (experts, top_k, hidden), tokens in (
         (shape, tokens) for shape in wanted.shapes or SHAPES for tokens in wanted.tokens
     ):
         for payload in wanted.payloads:
-            yield Case(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
-        yield Case(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)
+            yield A2aCase(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
+        yield A2aCase(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)
         if tokens <= FEW_TOKENS:
-            yield Case(Kernel("collect_pairs", ranks, hidden), experts, top_k, tokens)
+            yield A2aCase(Kernel("collect_pairs", ranks, hidden), experts, top_k, tokens)
 
 
 def tune(wanted: Wanted) -> None:
@@ -110,14 +110,14 @@ def tune(wanted: Wanted) -> None:
         for ranks in wanted.ranks:
             devices = share_gpus(ranks, gpus)
             shared = {} if mps is None else mps.for_ranks(most_on_one(devices))
-            places = PerRank([Place(shared, gpu) for gpu in devices])
+            places = PerRank([TimedRank(shared, gpu) for gpu in devices])
             with LocalRanks(ranks, SECONDS, peer_timeout=PEER_SECONDS) as pool:
                 tune_ranks(wanted, pool, places)
 
 
 def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
     """With so many ranks as the pool has."""
-    machine: Machine = pool.run(machine_of, places)[0]
+    machine: GpuModel = pool.run(machine_of, places)[0]
     path = wanted.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
     known = {} if wanted.again else a2a_tuned.load(machine.name, wanted.folder)
     cases = {case.key: case for case in cases_of(wanted, pool.size) if case.key not in known}
@@ -144,12 +144,14 @@ def slowest(found: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     ]
 
 
-def machine_of(group: RankGroup, place: Place) -> Machine:
+def machine_of(group: RankGroup, place: TimedRank) -> GpuModel:
     facts = tuning.device_facts(place.open())
-    return Machine(facts.processors, name=facts.name)
+    return GpuModel(facts.processors, name=facts.name)
 
 
-def measure(group: RankGroup, case: Case, plans: Sequence[Plan], place: Place) -> list[list[float]]:
+def measure(
+    group: RankGroup, case: A2aCase, plans: Sequence[LaunchPlan], place: TimedRank
+) -> list[list[float]]:
     """On one rank: microseconds by plan and round, the meeting included."""
     device = place.open()
     with torch.inference_mode():
@@ -210,7 +212,7 @@ class Work:
         return out
 
 
-def dispatcher_of(group: RankGroup, case: Case) -> DeviceRowsDispatcher:
+def dispatcher_of(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
     load_backends()
     config = DispatchConfig(
         layout=EpLayout(case.experts, group.size, 1, group.rank),
@@ -228,7 +230,7 @@ def dispatcher_of(group: RankGroup, case: Case) -> DeviceRowsDispatcher:
     return made
 
 
-def route(case: Case, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
+def route(case: A2aCase, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
     """Drawn on the CPU, so that all devices get the same."""
     generator = torch.Generator().manual_seed(seed)
     x_TH = torch.randn(case.tokens, case.kernel.hidden, generator=generator).bfloat16()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank stands."""
 
     rank: int
@@ -74,10 +74,10 @@ class Mesh:
     def ranks_of_node(self, node: int) -> range:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         stage, tp_rank = divmod(rank % (self.pp * self.tp), self.tp)
-        return Place(
+        return RankPlace(
             rank=rank,
             replica=rank // (self.pp * self.tp),
             stage=stage,
@@ -91,23 +91,23 @@ class Mesh:
     def rank(self, replica: int, stage: int, tp_rank: int) -> int:
         return (replica * self.pp + stage) * self.tp + tp_rank
 
-    def replica_ranks(self, place: Place) -> Sequence[int]:
+    def replica_ranks(self, place: RankPlace) -> Sequence[int]:
         return self.ranks_of_replica(place.replica)
 
     def ranks_of_replica(self, replica: int) -> range:
         first = self.rank(replica, 0, 0)
         return range(first, first + self.pp * self.tp)
 
-    def stage_ranks(self, place: Place) -> Sequence[int]:
+    def stage_ranks(self, place: RankPlace) -> Sequence[int]:
         """The tensor-parallel ranks of the same stage."""
         first = self.rank(place.replica, place.stage, 0)
         return range(first, first + self.tp)
 
-    def attention_ranks(self, place: Place) -> Sequence[int]:
+    def attention_ranks(self, place: RankPlace) -> Sequence[int]:
         first = self.rank(place.replica, place.stage, place.dp_rank * self.attention_tp)
         return range(first, first + self.attention_tp)
 
-    def pipe_ranks(self, place: Place) -> Sequence[int]:
+    def pipe_ranks(self, place: RankPlace) -> Sequence[int]:
         """The ranks of the other stages with which this one exchanges hidden states, and itself."""
         return [self.rank(place.replica, stage, place.tp_rank) for stage in range(self.pp)]
 
@@ -116,7 +116,7 @@ class Mesh:
         replica, dp_rank = divmod(group, self.dp)
         return self.rank(replica, 0, dp_rank * self.attention_tp)
 
-    def group_of(self, place: Place) -> int:
+    def group_of(self, place: RankPlace) -> int:
         """The serving group of a rank."""
         return place.replica * self.dp + place.dp_rank
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from moesaic.config.args import ServerArgs
-from moesaic.config.flags import ALL, Spec, range_words, specs
+from moesaic.config.flags import ALL, FlagSpec, range_words, specs
 
 HEAD = """\
 # Flags
@@ -35,24 +35,24 @@ def markdown() -> str:
     return "".join(parts)
 
 
-def _cells(spec: Spec) -> list[str]:
+def _cells(spec: FlagSpec) -> list[str]:
     aliases = ", ".join(f"`{alias}`" for alias in spec.flag.aliases)
     return [f"`{spec.name}`", aliases, _default(spec), _values(spec), _built(spec), spec.flag.help]
 
 
-def _built(spec: Spec) -> str:
+def _built(spec: FlagSpec) -> str:
     if isinstance(spec.flag.built, tuple):
         return ", ".join(f"`{value}`" for value in spec.flag.built)
     return "yes" if spec.flag.built is ALL else "no"
 
 
-def _default(spec: Spec) -> str:
+def _default(spec: FlagSpec) -> str:
     if spec.kind is bool:
         return "auto" if spec.default is None else "off"
     return "" if spec.default in (None, "") else f"`{spec.default}`"
 
 
-def _values(spec: Spec) -> str:
+def _values(spec: FlagSpec) -> str:
     if spec.flag.choices:
         return ", ".join(f"`{choice}`" for choice in spec.flag.choices)
     kind = {bool: "switch", int: "whole number", float: "number", str: "text"}[spec.kind]

@@ -52,7 +52,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Spec:
+class FlagSpec:
     """A field with its annotation taken apart."""
 
     field: str
@@ -99,19 +99,19 @@ def _group_of(cls: type, field: str) -> str:
     raise AssertionError(f"{cls.__name__} has no field {field}")
 
 
-def specs(cls: type) -> dict[str, Spec]:
+def specs(cls: type) -> dict[str, FlagSpec]:
     """The flags of a dataclass by field name, in order of declaration."""
     return _collect(cls)
 
 
 @cache
-def _collect(cls: type) -> dict[str, Spec]:
+def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
         annotation, flag = get_args(field.type)
         kind, optional, many = _take_apart(annotation)
         group = _group_of(cls, field.name)
-        found[field.name] = Spec(field.name, kind, optional, many, field.default, group, flag)
+        found[field.name] = FlagSpec(field.name, kind, optional, many, field.default, group, flag)
     return found
 
 
@@ -140,7 +140,7 @@ def find_field(cls: type, key: str) -> str:
     return fields[normal]
 
 
-def parse_text(spec: Spec, text: str) -> Any:
+def parse_text(spec: FlagSpec, text: str) -> Any:
     """One word of the command line as the flag's type."""
     try:
         return spec.kind(text)
@@ -148,7 +148,7 @@ def parse_text(spec: Spec, text: str) -> Any:
         raise ValueError(f"{spec.name} is {text!r}: give {_kind_words(spec)}") from None
 
 
-def _kind_words(spec: Spec) -> str:
+def _kind_words(spec: FlagSpec) -> str:
     one, several = {
         bool: ("true or false", "true or false values"),
         int: ("a whole number", "whole numbers"),
@@ -158,7 +158,7 @@ def _kind_words(spec: Spec) -> str:
     return f"a list of {several}" if spec.many else one
 
 
-def convert(spec: Spec, value: Any) -> Any:
+def convert(spec: FlagSpec, value: Any) -> Any:
     """The value in the field's exact type, or ValueError where it has another type."""
     if value is None and spec.optional:
         return None
@@ -169,7 +169,7 @@ def convert(spec: Spec, value: Any) -> Any:
     return _convert_one(spec, value)
 
 
-def _convert_one(spec: Spec, value: Any) -> Any:
+def _convert_one(spec: FlagSpec, value: Any) -> Any:
     if spec.kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if spec.kind is float and type(value) is int:
@@ -180,7 +180,7 @@ def _convert_one(spec: Spec, value: Any) -> Any:
     return value
 
 
-def check(spec: Spec, value: Any) -> None:
+def check(spec: FlagSpec, value: Any) -> None:
     """ValueError where the value is not among the choices or outside the range."""
     if value is None and spec.optional:
         return
@@ -240,7 +240,7 @@ def from_kwargs(cls: type[Args], kwargs: Mapping[str, Any]) -> Args:
     return build(cls, values)
 
 
-def show(spec: Spec, value: Any) -> str:
+def show(spec: FlagSpec, value: Any) -> str:
     """A flag with its value as one would type it."""
     if value is True:
         return spec.name
@@ -266,7 +266,7 @@ def refuse_unbuilt(args: object) -> None:
         raise ValueError("not built yet: " + "; ".join(parts))
 
 
-def remedy(spec: Spec) -> str:
+def remedy(spec: FlagSpec) -> str:
     """What to do in this version with a flag that is not all built."""
     if spec.flag.instead:
         return spec.flag.instead

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 from moesaic.config.flags import (
     ALL,
     ONLY_DEFAULT,
-    Spec,
+    FlagSpec,
     build,
     find_field,
     nearest,
@@ -71,7 +71,7 @@ class FlagParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _add_flag(group: argparse._ArgumentGroup, spec: Spec, names: Sequence[str]) -> None:
+def _add_flag(group: argparse._ArgumentGroup, spec: FlagSpec, names: Sequence[str]) -> None:
     common: dict[str, Any] = {"dest": spec.field, "default": argparse.SUPPRESS}
     if spec.kind is bool:
         group.add_argument(*names, action="store_true", help=_help(spec), **common)
@@ -84,19 +84,19 @@ def _add_flag(group: argparse._ArgumentGroup, spec: Spec, names: Sequence[str]) 
     group.add_argument(*names, metavar=_metavar(spec), help=_help(spec), **common)
 
 
-def _metavar(spec: Spec) -> str:
+def _metavar(spec: FlagSpec) -> str:
     if spec.flag.choices:
         return "{" + ",".join(map(str, spec.flag.choices)) + "}"
     return spec.flag.metavar or {int: "N", float: "X", str: "TEXT"}[spec.kind]
 
 
-def _help(spec: Spec) -> str:
+def _help(spec: FlagSpec) -> str:
     plain = spec.default in (None, "", ()) or spec.kind is bool
     default = "" if plain else f" [default: {spec.default}]"
     return (spec.flag.help + default + _built(spec)).replace("%", "%%")
 
 
-def _built(spec: Spec) -> str:
+def _built(spec: FlagSpec) -> str:
     if spec.flag.built is ALL:
         return ""
     return " [not built yet]" if spec.flag.built is ONLY_DEFAULT else f" [{remedy(spec)}]"
@@ -135,7 +135,7 @@ def merge(cls: type[Args], given: Mapping[str, Any], file: Mapping[str, Any]) ->
     return build(cls, file, typed)
 
 
-def _typed(spec: Spec, given: Any) -> Any:
+def _typed(spec: FlagSpec, given: Any) -> Any:
     if spec.kind is bool:
         return given
     if spec.many:

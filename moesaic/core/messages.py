@@ -40,7 +40,7 @@ class Abort(Message):
     rid: str
 
 
-class Ask(Message):
+class Query(Message):
     """A question to the leaders of all serving groups, or to `every` rank; each answers it with a
     Reply of the same number. To info and stats the supervisor adds what it sees of the ranks, as
     group -1. `options` are the question's own."""
@@ -51,7 +51,7 @@ class Ask(Message):
     options: dict[str, Any] = {}
 
 
-class Reply(Message):
+class QueryReply(Message):
     number: int
     group: int
     value: Any
@@ -68,7 +68,7 @@ class Finish(Message):
     failed: bool = False
 
 
-class Delta(Message):
+class RequestDelta(Message):
     """What a request has got since the last one; logprobs only where they were asked for."""
 
     rid: str
@@ -83,10 +83,10 @@ class Delta(Message):
     queue_seconds: float | None = None
 
 
-class Output(Message):
+class StepOutput(Message):
     """From a leader, once a step."""
 
-    deltas: list[Delta]
+    deltas: list[RequestDelta]
 
 
 class Ready(Message):
@@ -120,7 +120,7 @@ class StepFailed(Message):
     error: str
 
 
-class Recall(Message):
+class RollbackStep(Message):
     """To all ranks of a replica: abandon what you are in, and say so. `error`: what made `step`
     fail, and where."""
 
@@ -130,7 +130,7 @@ class Recall(Message):
     error: str
 
 
-class Abandoned(Message):
+class StepAbandoned(Message):
     """From a rank that was called back: it has abandoned its step, and waits for the others.
     `suspects`: sets of requests that its group has to try one after the other."""
 
@@ -140,7 +140,7 @@ class Abandoned(Message):
     suspects: int = 0
 
 
-class Resume(Message):
+class ResumeSteps(Message):
     """To all ranks of a replica, once all have abandoned their step: begin again, from this round
     on. `suspects`: those of each serving group; as long as there are any, one group steps at a
     time."""
@@ -150,7 +150,7 @@ class Resume(Message):
     suspects: list[int]
 
 
-class Slow(Message):
+class SlowStep(Message):
     """From the first rank of a replica: a step took much longer than such steps usually do."""
 
     replica: int
@@ -197,7 +197,7 @@ class Relay(Message):
     data: bytes
 
 
-class Sight(Message):
+class RankSighting(Message):
     """A rank's line of the control page, as its node saw it; as comm.control.Seen."""
 
     rank: int
@@ -215,23 +215,23 @@ class Beat(Message):
     """Between nodes, several times a second: the sender lives, and this is what its ranks do."""
 
     node: int
-    sights: list[Sight] = []
+    sights: list[RankSighting] = []
 
 
 AnyMessage = (
     Submit
     | Abort
-    | Ask
-    | Reply
-    | Output
+    | Query
+    | QueryReply
+    | StepOutput
     | Ready
     | Wake
     | Asleep
     | StepFailed
-    | Recall
-    | Abandoned
-    | Resume
-    | Slow
+    | RollbackStep
+    | StepAbandoned
+    | ResumeSteps
+    | SlowStep
     | Failed
     | Fault
     | Stop

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
-from moesaic.core.words import LONGEST_WORD, shown
+from moesaic.core.redact import LONGEST_WORD, shown
 
 NOT_BUILT: Final = (
     "structural_tag",

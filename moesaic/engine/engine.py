@@ -34,39 +34,39 @@ import torch
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
+from moesaic.core.redact import shown
 from moesaic.core.sampling import Grammar, SamplingParams
 from moesaic.core.stats import EngineStats
-from moesaic.core.words import shown
-from moesaic.engine.answers import Answers, Piece, Signal
-from moesaic.engine.asking import CALLER_SECONDS, NoAnswer, engine_stats
-from moesaic.engine.core import EngineCore
-from moesaic.engine.desk import Desk
-from moesaic.engine.detokenizer import IncrementalDetokenizer
 from moesaic.engine.errors import QueueFull as QueueFull
-from moesaic.engine.gate import Gate, NoGate
-from moesaic.engine.grammar_check import GrammarChecker
-from moesaic.engine.grammar_child import Setup
-from moesaic.engine.holdings import holdings, log_ranks
-from moesaic.engine.inputs import (
+from moesaic.engine.frontend.admission import AdmissionGate, NoGate
+from moesaic.engine.frontend.core_client import CoreClient, start_ranks
+from moesaic.engine.frontend.inflight import InflightRequests
+from moesaic.engine.frontend.inputs import (
+    EngineLimits,
     GenerateInput,
-    Limits,
     RequestSpec,
     check_logprobs,
     check_token_ids,
 )
-from moesaic.engine.jobs import Job, Progress
-from moesaic.engine.mail import Mailbox, Post
-from moesaic.engine.profiler import Profiler
-from moesaic.engine.remote import RemoteCore, start_ranks
-from moesaic.engine.tokenizer import load_tokenizer
+from moesaic.engine.frontend.output_queue import OutputQueue, OutputSender
+from moesaic.engine.frontend.outputs import CallOutputs, RequestUpdate, Signal
+from moesaic.engine.frontend.profiler import Profiler
+from moesaic.engine.frontend.queries import CALLER_SECONDS, QueryTimeout, engine_stats
+from moesaic.engine.frontend.request_state import Progress, RequestState
+from moesaic.engine.text.detokenizer import IncrementalDetokenizer
+from moesaic.engine.text.grammar_check import GrammarChecker
+from moesaic.engine.text.grammar_child import GrammarSetup
+from moesaic.engine.text.tokenizer import load_tokenizer
+from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker.rank_info import holdings, log_ranks
 from moesaic.models.checkpoint import check_folder
 from moesaic.models.tiny import materialise
 from moesaic.observe.requests import RequestStats, RequestWatch
-from moesaic.observe.spans import Kind
+from moesaic.observe.spans import SpanKind
 
 logger = logging.getLogger(__name__)
 
-Core = EngineCore | RemoteCore
+Core = EngineCore | CoreClient
 Command = Callable[[Core], None]
 Output = dict[str, Any]
 # Longer prompts are made into tokens in a thread, so that an event loop is not held up.
@@ -109,7 +109,7 @@ class Engine:
         if self.tokenizer is not None:
             self.tokenizer.warn_beyond(facts.vocab_size)
         self._max_running = facts.max_running * self.mesh.num_groups
-        self._limits = Limits(
+        self._limits = EngineLimits(
             vocab_size=facts.vocab_size,
             context_length=facts.context_length,
             cache_tokens=facts.cache_tokens,
@@ -123,11 +123,13 @@ class Engine:
         # Re-entrant: the garbage collector may close an abandoned stream inside of it.
         self._lock = threading.RLock()
         self._watch = RequestWatch()
-        self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
+        self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, OutputSender] = (
+            WeakKeyDictionary()
+        )
         self._arrivals = count()
         self._closed = False
         self.spans = self._core.front
-        self._desk = Desk(
+        self._desk = InflightRequests(
             self._tell, self._lock, self._max_running, self.args.max_queued_requests, self.spans
         )
         self._profiler = Profiler(self._ask, self.mesh, self.spans)
@@ -153,7 +155,7 @@ class Engine:
     def _grammar_checker(self, eos_ids: frozenset[int]) -> GrammarChecker:
         setup, folder = None, self.args.tokenizer_path
         if folder is not None:
-            setup = Setup(folder, self._core.facts.vocab_size, sorted(eos_ids))
+            setup = GrammarSetup(folder, self._core.facts.vocab_size, sorted(eos_ids))
         return GrammarChecker(setup, self.args.grammar_backend)
 
     def __enter__(self) -> Engine:
@@ -231,8 +233,8 @@ class Engine:
         return answers.result()
 
     async def follow(
-        self, call: GenerateInput, stream: bool = True, gate: Gate | None = None
-    ) -> AsyncGenerator[Piece, None]:
+        self, call: GenerateInput, stream: bool = True, gate: AdmissionGate | None = None
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """What becomes of the requests of a call, without the form that `generate` gives it: pieces
         as they grow (a slow reader gets larger ones), or without `stream` only the last of each.
         Closing it aborts what is not done. ValueError for what cannot be asked, QueueFull for what
@@ -242,7 +244,7 @@ class Engine:
         check_logprobs([job.request for job in jobs])
         async with aclosing(self._signals(jobs, mailbox, gate)) as signals:
             async for number, progress in signals:
-                yield Piece(number, progress, jobs[number].request)
+                yield RequestUpdate(number, progress, jobs[number].request)
 
     def abort(self, rid: str, client: object = None) -> int:
         """Ends what has exactly this id: a call, a prompt with all its samples, or one further
@@ -312,7 +314,7 @@ class Engine:
         check_token_ids(ids, self._limits.vocab_size)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
     @property
@@ -342,19 +344,21 @@ class Engine:
 
     def _prepare(
         self, call: GenerateInput, put: Callable[[int, Progress], None], stream: bool
-    ) -> list[Job]:
+    ) -> list[RequestState]:
         """Checks all but grammars; nothing is submitted before somebody listens."""
         begin = self.spans.clock()
         specs = call.specs(self.tokenizer, self._limits)
-        self.spans.add(Kind.TOKENISE, begin, tokens=sum(len(spec.prompt_ids) for spec in specs))
+        self.spans.add(SpanKind.TOKENISE, begin, tokens=sum(len(spec.prompt_ids) for spec in specs))
         interval = self.args.stream_interval if stream else None
         return [
             self._job(spec, partial(self._signal, put, number), interval)
             for number, spec in enumerate(specs)
         ]
 
-    async def _prepare_aside(self, call: GenerateInput, stream: bool) -> tuple[list[Job], Mailbox]:
-        mailbox = Mailbox(self._post(asyncio.get_running_loop()))
+    async def _prepare_aside(
+        self, call: GenerateInput, stream: bool
+    ) -> tuple[list[RequestState], OutputQueue]:
+        mailbox = OutputQueue(self._post(asyncio.get_running_loop()))
         work = partial(self._prepare, call, mailbox.put, stream)
         is_long = call.size > LONG_PROMPT or call.has_grammar
         jobs = await asyncio.to_thread(work) if is_long else work()
@@ -362,15 +366,15 @@ class Engine:
         await call.check_grammars_in_turn(requests, self._limits.grammars)
         return jobs, mailbox
 
-    def _post(self, loop: asyncio.AbstractEventLoop) -> Post:
+    def _post(self, loop: asyncio.AbstractEventLoop) -> OutputSender:
         with self._lock:
             if loop not in self._posts:
-                self._posts[loop] = Post(loop)
+                self._posts[loop] = OutputSender(loop)
             return self._posts[loop]
 
-    def _answers(self, call: GenerateInput, jobs: list[Job], texts: bool) -> Answers:
+    def _answers(self, call: GenerateInput, jobs: list[RequestState], texts: bool) -> CallOutputs:
         single = call.is_single and len(jobs) == 1
-        return Answers(jobs, single, self.tokenizer if texts else None)
+        return CallOutputs(jobs, single, self.tokenizer if texts else None)
 
     def _signal(
         self, put: Callable[[int, Progress], None], number: int, progress: Progress
@@ -381,15 +385,15 @@ class Engine:
 
     def _job(
         self, spec: RequestSpec, listener: Callable[[Progress], None], interval: int | None
-    ) -> Job:
+    ) -> RequestState:
         request = spec.to_request(next(self._arrivals))
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, spec.prompt_ids, spec.params)
         whose = spec.part_of, spec.client
-        return Job(request, detokenizer, listener, interval, self._watch, *whose)
+        return RequestState(request, detokenizer, listener, interval, self._watch, *whose)
 
-    def _stream(self, answers: Answers, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
+    def _stream(self, answers: CallOutputs, signals: queue.SimpleQueue[Signal]) -> Iterator[Output]:
         self._desk.submit(answers.jobs)
         try:
             while answers.pending:
@@ -399,7 +403,7 @@ class Engine:
             self._desk.leave(answers.jobs[number] for number in answers.pending)
 
     async def _async_stream(
-        self, answers: Answers, mailbox: Mailbox
+        self, answers: CallOutputs, mailbox: OutputQueue
     ) -> AsyncGenerator[Output, None]:
         async with aclosing(self._signals(answers.jobs, mailbox)) as signals:
             async for signal in signals:
@@ -407,7 +411,7 @@ class Engine:
                     yield output
 
     async def _signals(
-        self, jobs: Sequence[Job], mailbox: Mailbox, gate: Gate | None = None
+        self, jobs: Sequence[RequestState], mailbox: OutputQueue, gate: AdmissionGate | None = None
     ) -> AsyncGenerator[Signal, None]:
         self._desk.hold(jobs, checked=gate is None)
         start = self._desk.begin if gate is None else self._desk.begin_or_end
@@ -451,7 +455,7 @@ class Engine:
         try:
             return future.result(CALLER_SECONDS)
         except TimeoutError:
-            raise NoAnswer(
+            raise QueryTimeout(
                 f"the engine did not answer {what!r} within {CALLER_SECONDS:g} s: it is in a long "
                 "step, or its thread is held up"
             ) from None

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from moesaic.tasks.problem import Message, Problem
+from moesaic.evals.tasks.problem import ChatTurn, Problem
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -42,15 +42,15 @@ class Options:
         top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
         return {"temperature": self.temperature, **top_p, **seed}
 
-    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+    def conversation(self, problem: Problem) -> tuple[ChatTurn, ...]:
         turns = problem.conversation
         if self.system is None or any(turn.role in INSTRUCTING for turn in turns):
             return turns
-        return (Message("system", self.system), *turns)
+        return (ChatTurn("system", self.system), *turns)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ModelReply:
     """`error`: why there is none."""
 
     text: str = ""
@@ -73,7 +73,7 @@ class Asker(ABC):
         yield
 
     @abstractmethod
-    async def ask(self, problem: Problem, options: Options) -> Reply:
+    async def ask(self, problem: Problem, options: Options) -> ModelReply:
         """What goes wrong is in the reply."""
 
 
@@ -90,8 +90,8 @@ class EngineAsker(Asker):
         if not self._tokenizer.templates:
             logger.warning("%s has no chat template: prompts are plain text", self.target)
 
-    async def ask(self, problem: Problem, options: Options) -> Reply:
-        from moesaic.engine.inputs import GenerateInput
+    async def ask(self, problem: Problem, options: Options) -> ModelReply:
+        from moesaic.engine.frontend.inputs import GenerateInput
 
         sampling = {"max_new_tokens": options.max_new_tokens, **options.sampling}
         try:
@@ -101,11 +101,11 @@ class EngineAsker(Asker):
             async with aclosing(self._engine.follow(call, stream=False)) as stream:
                 pieces = [piece async for piece in stream]
         except (ValueError, RuntimeError) as error:
-            return Reply(error=str(error))
+            return ModelReply(error=str(error))
         request, text = pieces[-1].request, pieces[-1].text
         reason = request.finish_reason
         assert reason is not None and request.finished is not None
-        return Reply(
+        return ModelReply(
             text,
             reason.type,
             request.prompt_len,
@@ -114,7 +114,7 @@ class EngineAsker(Asker):
             (reason.message or "aborted") if reason.type == "abort" else "",
         )
 
-    def _tokens(self, conversation: Sequence[Message]) -> list[int]:
+    def _tokens(self, conversation: Sequence[ChatTurn]) -> list[int]:
         if not self._tokenizer.templates:
             text = "\n".join(message.content for message in conversation)
             return self._tokenizer.encode(text)

@@ -11,11 +11,11 @@ import msgspec
 
 from moesaic.evals.figures import mcnemar
 from moesaic.evals.report import columns, name_of
-from moesaic.evals.result import Output, Result, by_task, score
+from moesaic.evals.result import GradedReply, Result, by_task, score
 
 MOST_SHOWN: Final = 20  # names of problems in one line
 Key = tuple[Any, ...]
-Pair = tuple[Output, Output]
+Pair = tuple[GradedReply, GradedReply]
 
 
 def read_result(path: str) -> Result:
@@ -38,11 +38,11 @@ class Comparison:
         return sum(a.reply != b.reply or a.failed != b.failed for a, b in self.pairs)
 
     @property
-    def lost(self) -> list[Output]:
+    def lost(self) -> list[GradedReply]:
         return [a for a, b in self.pairs if a.right and not b.right]
 
     @property
-    def won(self) -> list[Output]:
+    def won(self) -> list[GradedReply]:
         return [a for a, b in self.pairs if b.right and not a.right]
 
     @property
@@ -59,7 +59,7 @@ def compare(a: Result, b: Result) -> Comparison:
     return Comparison(pairs, left)
 
 
-def _keyed(result: Result) -> list[tuple[Key, Output]]:
+def _keyed(result: Result) -> list[tuple[Key, GradedReply]]:
     seen: Counter[Key] = Counter()
     found = []
     for output in result.outputs:
@@ -111,7 +111,7 @@ def _table(found: Comparison) -> str:
     return columns(rows)
 
 
-def _names(outputs: list[Output]) -> str:
+def _names(outputs: list[GradedReply]) -> str:
     if not outputs:
         return ""
     names = [name_of(f"{output.task}/{output.id}") for output in outputs[:MOST_SHOWN]]

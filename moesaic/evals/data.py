@@ -16,7 +16,7 @@ import msgspec
 
 from moesaic.config.flags import nearest
 from moesaic.evals.report import name_of
-from moesaic.tasks.problem import MARK, MATCHES, Message, Problem, is_number
+from moesaic.evals.tasks.problem import MARK, MATCHES, ChatTurn, Problem, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def choose(
 
 
 def draw_tasks(words: str, seed: int, num: int, progress: bool = False) -> list[Problem]:
-    from moesaic.tasks.draw import TASKS, distinct
+    from moesaic.evals.tasks.draw import TASKS, distinct
 
     names = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
     for name in names:
@@ -163,7 +163,7 @@ def _task(entry: dict[str, Any], default: str) -> str:
     return name
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def _messages(value: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(value, list) or not value:
         raise BadLine('"messages" must be a list that is not empty')
     for number, turn in enumerate(value):
@@ -173,7 +173,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
                 f'message {number} must be {{"role": "user", "content": "…"}}, with a role of '
                 + ", ".join(ROLES)
             )
-    return tuple(Message(turn["role"], turn["content"]) for turn in value)
+    return tuple(ChatTurn(turn["role"], turn["content"]) for turn in value)
 
 
 def _check_match(name: Any, answer: str) -> None:

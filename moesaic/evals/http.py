@@ -15,11 +15,11 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from moesaic.evals.ask import Asker, Options, Reply
-from moesaic.evals.place import Place
+from moesaic.evals.ask import Asker, ModelReply, Options
+from moesaic.evals.server_url import ServerUrl
+from moesaic.evals.tasks.problem import Problem
 from moesaic.loadgen.client import reason, session
 from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text, merged
-from moesaic.tasks.problem import Problem
 
 TRIES: Final = 6
 FIRST_WAIT: Final = 0.5  # seconds, doubled at every further try
@@ -36,7 +36,7 @@ class Unreached(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ServerAccess:
     """How a server is asked. `timeout`: seconds of one try."""
 
     model: str | None = None
@@ -46,7 +46,7 @@ class Access:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _authorization(place: Place, key: str | None) -> dict[str, str]:
+def _authorization(place: ServerUrl, key: str | None) -> dict[str, str]:
     if place.login and key:
         raise ValueError(f"a name before {place.url} and --api-key: keep one")
     if place.login:
@@ -56,7 +56,7 @@ def _authorization(place: Place, key: str | None) -> dict[str, str]:
 
 
 class HttpAsker(Asker):
-    def __init__(self, place: Place, access: Access) -> None:
+    def __init__(self, place: ServerUrl, access: ServerAccess) -> None:
         self.target, self.limit = place.url, access.limit
         self._access, self._model = access, access.model or ""
         self._headers = _authorization(place, access.key)
@@ -82,7 +82,7 @@ class HttpAsker(Asker):
                 "moesaic serve MODEL, or say where it is with --base-url"
             ) from None
 
-    async def ask(self, problem: Problem, options: Options) -> Reply:
+    async def ask(self, problem: Problem, options: Options) -> ModelReply:
         """Tries again where that may help; the time of a reply is that of its last try."""
         wait = FIRST_WAIT
         for number in range(1, TRIES + 1):
@@ -90,14 +90,14 @@ class HttpAsker(Asker):
                 return await self._once(problem, options)
             except Unreached as error:
                 if number == TRIES:
-                    return Reply(error=f"{error}, {TRIES} times")
+                    return ModelReply(error=f"{error}, {TRIES} times")
                 # Spread, so that those who were sent away together do not come back together.
                 pause = error.wait if error.wait is not None else wait * random.uniform(0.5, 1)
                 await asyncio.sleep(min(pause, LONGEST_WAIT))
                 wait *= 2
         raise AssertionError("the last try returns")
 
-    async def _once(self, problem: Problem, options: Options) -> Reply:
+    async def _once(self, problem: Problem, options: Options) -> ModelReply:
         url, started = f"{self.target}/v1/chat/completions", time.perf_counter()
         body = self._body(problem, options)
         try:
@@ -109,7 +109,7 @@ class HttpAsker(Asker):
             text = f"status {response.status}: {reason(data)}"
             if response.status in AGAIN:
                 raise Unreached(text, _seconds(response.headers.get("Retry-After")))
-            return Reply(error=text)
+            return ModelReply(error=text)
         return _reply(data, time.perf_counter() - started)
 
     def _why(self, error: Exception) -> str:
@@ -155,19 +155,19 @@ def _seconds(header: str | None) -> float | None:
     return float(header) if header is not None and header.strip().isdecimal() else None
 
 
-def _reply(data: bytes, seconds: float) -> Reply:
+def _reply(data: bytes, seconds: float) -> ModelReply:
     """Reasoning that the server sets apart is not graded."""
     try:
         part = msgspec.json.decode(data, type=OpenAIPart)
     except msgspec.DecodeError as error:
-        return Reply(error=f"the answer is not one of OpenAI's API: {error}")
+        return ModelReply(error=f"the answer is not one of OpenAI's API: {error}")
     if part.error is not None:
-        return Reply(error=error_text(part.error))
+        return ModelReply(error=error_text(part.error))
     if not part.choices or part.choices[0].message is None:
-        return Reply(error="the answer has no message")
+        return ModelReply(error="the answer has no message")
     choice, message = part.choices[0], part.choices[0].message
     ended = choice.finish_reason
-    return Reply(
+    return ModelReply(
         message.content or "",
         ended,
         part.usage.prompt_tokens if part.usage else None,

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from moesaic.evals.figures import Latency
-from moesaic.evals.result import Output, Result, Score, by_task, score
+from moesaic.evals.result import GradedReply, Result, TaskScore, by_task, score
 
 HEAD: Final = ("task", "n", "accuracy", "95% interval", "invalid", "failed", "tokens", "p50", "p99")
 LONGEST: Final = 1200  # characters of a reply that is shown
@@ -26,7 +26,7 @@ def table(result: Result) -> str:
     return columns([HEAD, *rows]) + "\n\n" + _speed(result)
 
 
-def _row(name: str, found: Score, outputs: Sequence[Output]) -> tuple[str, ...]:
+def _row(name: str, found: TaskScore, outputs: Sequence[GradedReply]) -> tuple[str, ...]:
     answered = [output for output in outputs if not output.failed]
     counts = [o.completion_tokens for o in answered if o.completion_tokens is not None]
     latency = Latency.of([output.latency_s for output in answered])
@@ -72,7 +72,7 @@ def failures(result: Result, number: int) -> str:
     return "\n".join([f"{len(wrong)} wrong replies, {len(parts)} shown", *parts])
 
 
-def _failure(output: Output) -> str:
+def _failure(output: GradedReply) -> str:
     found = _shown(output.found or "nothing")
     wanted = f"wanted {_shown(output.answer)}, found {found} ({name_of(str(output.finish_reason))})"
     head = f"--- {name_of(output.task)} {name_of(output.id)}: {wanted}"

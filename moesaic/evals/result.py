@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from moesaic.evals.figures import Latency, wilson
-from moesaic.tasks.problem import Message, Problem
+from moesaic.evals.tasks.problem import ChatTurn, Problem
 
 
-class Score(msgspec.Struct, frozen=True):
+class TaskScore(msgspec.Struct, frozen=True):
     """Shares are of all n. A request that failed is not right, and is not invalid either."""
 
     accuracy: float
@@ -23,7 +23,7 @@ class Score(msgspec.Struct, frozen=True):
     failed: int
 
 
-class Output(msgspec.Struct, frozen=True):
+class GradedReply(msgspec.Struct, frozen=True):
     """One problem and the reply to it. `prompt` or `messages` is there, as it was asked; `error` if
     no reply came."""
 
@@ -38,7 +38,7 @@ class Output(msgspec.Struct, frozen=True):
     completion_tokens: int | None
     latency_s: float
     prompt: str | msgspec.UnsetType = msgspec.UNSET
-    messages: tuple[Message, ...] | msgspec.UnsetType = msgspec.UNSET
+    messages: tuple[ChatTurn, ...] | msgspec.UnsetType = msgspec.UNSET
     error: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -58,7 +58,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     if all of a file; `system`: said before every problem that has no such message of its own;
     `data`: the same for the same problems in the same order, whatever the system message."""
 
-    tasks: dict[str, Score]
+    tasks: dict[str, TaskScore]
     accuracy: float
     seed: int
     num: int | None
@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     data: str
     complete: bool
-    outputs: list[Output]
+    outputs: list[GradedReply]
 
     @property
     def failed(self) -> int:
@@ -85,17 +85,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
 
-def score(outputs: Sequence[Output]) -> Score:
+def score(outputs: Sequence[GradedReply]) -> TaskScore:
     number, right = len(outputs), sum(output.right for output in outputs)
     failed = sum(output.failed for output in outputs)
     invalid = sum(output.found is None for output in outputs) - failed
     low, high = wilson(right, number)
-    return Score(right / max(number, 1), invalid / max(number, 1), number, low, high, failed)
+    return TaskScore(right / max(number, 1), invalid / max(number, 1), number, low, high, failed)
 
 
-def by_task(outputs: Sequence[Output]) -> dict[str, list[Output]]:
+def by_task(outputs: Sequence[GradedReply]) -> dict[str, list[GradedReply]]:
     """In the order of their first problems."""
-    found: dict[str, list[Output]] = {}
+    found: dict[str, list[GradedReply]] = {}
     for output in outputs:
         found.setdefault(output.task, []).append(output)
     return found

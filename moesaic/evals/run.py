@@ -13,10 +13,10 @@ import msgspec
 from tqdm import tqdm
 
 import moesaic
-from moesaic.evals.ask import Asker, EngineAsker, Options, Reply
+from moesaic.evals.ask import Asker, EngineAsker, ModelReply, Options
 from moesaic.evals.figures import Latency
-from moesaic.evals.result import Output, Result, by_task, digest, score
-from moesaic.tasks.problem import Problem, grade
+from moesaic.evals.result import GradedReply, Result, by_task, digest, score
+from moesaic.evals.tasks.problem import Problem, grade
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -41,7 +41,7 @@ class _Run:
     def __init__(self, asker: Asker, problems: Sequence[Problem], options: Options) -> None:
         self._asker, self._problems, self._options = asker, problems, options
         self._data = digest(problems)  # first: what it cannot take must not end a finished run
-        self._found: dict[int, Output] = {}
+        self._found: dict[int, GradedReply] = {}
         self._right = 0
         self._places: AbstractAsyncContextManager[object] = nullcontext()
         if (limit := options.concurrency or asker.limit) is not None:
@@ -72,14 +72,14 @@ class _Run:
         bar.set_postfix_str(f"accuracy {self._right / len(self._found):.3f}", refresh=False)
         bar.update()
 
-    async def _reply(self, problem: Problem) -> Reply:
+    async def _reply(self, problem: Problem) -> ModelReply:
         """Whatever is wrong with one problem, the others are asked."""
         try:
             return await self._asker.ask(problem, self._options)
         except Exception as error:
             logger.debug("a problem of task %r failed", problem.task, exc_info=True)
             text = f"{type(error).__name__}: {error}"
-            return Reply(error=text.encode(errors="replace").decode())
+            return ModelReply(error=text.encode(errors="replace").decode())
 
     def result(self) -> Result:
         options = self._options
@@ -108,10 +108,10 @@ class _Run:
         )
 
 
-def graded(problem: Problem, reply: Reply, number: int) -> Output:
+def graded(problem: Problem, reply: ModelReply, number: int) -> GradedReply:
     """A request that failed is not graded: what it said until then is no answer."""
     found = None if reply.error else grade(problem, reply.text)
-    return Output(
+    return GradedReply(
         task=problem.task,
         id=problem.id or str(number),
         answer=problem.answer,

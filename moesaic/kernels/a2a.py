@@ -29,9 +29,9 @@ would reach into the generation. That does no harm, as ranks that wait for each 
 apart: within a generation the shorter way around tells which of two words is older (`ahead`). A
 wait that fails writes on its desk, and goes on; all that follow neither wait nor signal until the
 rank restarts. So a kernel ends whatever its peers do, and the host finds out why
-(comm/device_window.py).
+(comm/windows/device_window.py).
 
-Why nothing is overwritten too early is told in moe/dispatch/exchange.py; it is the same here.
+Why nothing is overwritten too early is told in moe/dispatch/host/exchange.py; it is the same here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_TAG = (1 << COUNT_SHIFT) - 1
 COUNT_MASK = (1 << GENERATION_SHIFT - COUNT_SHIFT) - 1
 
 
-class State(IntEnum):
+class DeviceStateWord(IntEnum):
     """Words of a rank's own state on its device; then, of each channel, how often it was raised and
     how many programs of the kernel under way have ended (0 between kernels)."""
 
@@ -66,7 +66,7 @@ class State(IntEnum):
     CHANNELS = 8
 
 
-class Desk(IntEnum):
+class FailureWords(IntEnum):
     """Words of memory that host and device see."""
 
     ABORT = 0  # written by the host: give up waiting
@@ -88,7 +88,7 @@ class Failure(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
+class SignalPlanes:
     """What kernels know of a window. `regions`: of all ranks, as bytes; `bases_P`: where they begin
     (int64, on the device). `flags`: byte offset of [channels, P] flags. `state`, `desk`: int64.
     `near`: all of them are memory of one GPU, whose own order of writes is all that counts."""
@@ -125,11 +125,11 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ChannelCall:
     """A use of a channel: by which layer. `programs`: so many at most, for kernels that run beside
     others; 0: as many as serve."""
 
-    mail: Mail
+    mail: SignalPlanes
     channel: int
     tag: int = 0
     programs: int = 0
@@ -140,7 +140,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Inbox:
+class RowPlanes:
     """Byte offsets, in every region, of planes of rows that arrive: values, scales (of payloads
     that have some), ids [rows, K] int32 and weights [rows, K] float32. `weights` below 0: they
     stay. `value_bytes`, `scale_bytes`: of a row, in the payload's format."""
@@ -160,7 +160,7 @@ class Inbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SlotOwners:
     """Slot s is held by ranks s // slots * width and the next, `width` of them in all.
     `everywhere`: tokens go to all ranks, whether these hold a slot of theirs or not."""
 
@@ -170,7 +170,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class LocalTokens:
     """This rank's: `num_tokens_1` (int32) says how many rows are tokens where not all are."""
 
     x_TH: Tensor
@@ -189,12 +189,12 @@ class Tokens:
 
 
 @native(A2A)
-def signal(call: Call) -> None:
+def signal(call: ChannelCall) -> None:
     """Raises this rank's flag everywhere: what it has written before is there for who sees it."""
     mail, state = call.mail, call.mail.state
-    if state[State.BROKEN]:
+    if state[DeviceStateWord.BROKEN]:
         return
-    place = State.CHANNELS + 2 * call.channel
+    place = DeviceStateWord.CHANNELS + 2 * call.channel
     state[place] += 1
     word = _word(call, int(state[place]))
     _fence()
@@ -203,44 +203,49 @@ def signal(call: Call) -> None:
 
 
 @native(A2A)
-def wait(call: Call) -> None:
+def wait(call: ChannelCall) -> None:
     """Until all ranks that take part have raised the flag as often as this one, of the same."""
     mail, state = call.mail, call.mail.state
-    if state[State.BROKEN]:
+    if state[DeviceStateWord.BROKEN]:
         return
-    wanted = _word(call, int(state[State.CHANNELS + 2 * call.channel]))
-    deadline = time.monotonic_ns() + int(state[State.TIMEOUT_NS])
+    wanted = _word(call, int(state[DeviceStateWord.CHANNELS + 2 * call.channel]))
+    deadline = time.monotonic_ns() + int(state[DeviceStateWord.TIMEOUT_NS])
     flags = mail.flag(mail.rank, call.channel)
     for rank in _active(mail):
         while (seen := int(flags[rank])) != wanted:
             late = time.monotonic_ns() > deadline
-            if ahead(seen, wanted) > 0 or late or mail.desk[Desk.ABORT]:
+            if ahead(seen, wanted) > 0 or late or mail.desk[FailureWords.ABORT]:
                 _fail(call, wanted)
                 return
             time.sleep(0)
     _fence()
 
 
-def _fail(call: Call, wanted: int) -> None:
+def _fail(call: ChannelCall, wanted: int) -> None:
     """Writes down who is not here; of those, the first one's flag."""
     mail, desk = call.mail, call.mail.desk
     flags = mail.flag(mail.rank, call.channel).tolist()
     strange = [rank for rank in _active(mail) if ahead(flags[rank], wanted) > 0]
     missing = strange or [rank for rank in _active(mail) if flags[rank] != wanted]
     failure = Failure.OUT_OF_STEP if strange else Failure.TIMEOUT
-    if desk[Desk.ABORT] and not strange:
+    if desk[FailureWords.ABORT] and not strange:
         failure = Failure.ABORTED
-    desk[Desk.CHANNEL] = call.channel
-    desk[Desk.PEERS] = sum(1 << rank for rank in missing)
-    desk[Desk.SEEN] = flags[missing[0]] if missing else wanted
-    desk[Desk.WANTED] = wanted
-    desk[Desk.FAILURE] = failure
-    mail.state[State.BROKEN] = 1
+    desk[FailureWords.CHANNEL] = call.channel
+    desk[FailureWords.PEERS] = sum(1 << rank for rank in missing)
+    desk[FailureWords.SEEN] = flags[missing[0]] if missing else wanted
+    desk[FailureWords.WANTED] = wanted
+    desk[FailureWords.FAILURE] = failure
+    mail.state[DeviceStateWord.BROKEN] = 1
 
 
 @native(A2A)
 def send(
-    tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
+    tokens: LocalTokens,
+    rows: int,
+    inbox: RowPlanes,
+    spread: SlotOwners,
+    call: ChannelCall,
+    receives: bool = False,
 ) -> None:
     """Tokens to the ranks that hold a slot of theirs, each once, and the signal. `rows`: C. Ids
     become those within a group, -1 for slots of other groups, and of rows that are no tokens.
@@ -252,7 +257,7 @@ def send(
     from moesaic.kernels.payloads import encode_rows
 
     mail, count, top_k = call.mail, tokens.count, tokens.ids_TK.shape[1]
-    if mail.state[State.BROKEN]:
+    if mail.state[DeviceStateWord.BROKEN]:
         return
     ids_TK = tokens.ids_TK[:count]
     values, scales = encode_rows(tokens.x_TH[:count], inbox.payload, inbox.scale)
@@ -278,9 +283,9 @@ def send(
 
 
 def _put_rows(
-    mail: Mail,
+    mail: SignalPlanes,
     rank: int,
-    inbox: Inbox,
+    inbox: RowPlanes,
     first: int,
     rows: tuple[Tensor, Tensor | None],
     goes_T: Tensor,
@@ -292,7 +297,7 @@ def _put_rows(
         _put(mail, rank, inbox.scales + first * inbox.scale_bytes, scales, goes_T)
 
 
-def _put(mail: Mail, rank: int, offset: int, source: Tensor, goes_T: Tensor) -> None:
+def _put(mail: SignalPlanes, rank: int, offset: int, source: Tensor, goes_T: Tensor) -> None:
     """Bytes of the rows that go."""
     source = source.contiguous().view(torch.uint8)
     target = mail.plane(rank, offset, tuple(source.shape), torch.uint8)
@@ -300,7 +305,7 @@ def _put(mail: Mail, rank: int, offset: int, source: Tensor, goes_T: Tensor) -> 
 
 
 @native(A2A)
-def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
+def receive(call: ChannelCall, rows: int, top_k: int, ids: int) -> None:
     """Until everybody's rows are here. Rows of ranks that take no part get ids of -1; `ids` is the
     offset of the plane."""
     wait.twin(call)
@@ -313,11 +318,11 @@ def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
 @native(A2A)
 def collect_rows(
     out_TH: Tensor,
-    tokens: Tokens,
+    tokens: LocalTokens,
     rows: int,
     results: int,
-    spread: Spread,
-    call: Call,
+    spread: SlotOwners,
+    call: ChannelCall,
     signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over ranks r, in their order, that a token went to, of row
@@ -340,11 +345,11 @@ def collect_rows(
 @native(A2A)
 def collect_pairs(
     out_TH: Tensor,
-    tokens: Tokens,
+    tokens: LocalTokens,
     rows: int,
     results: int,
-    spread: Spread,
-    call: Call,
+    spread: SlotOwners,
+    call: ChannelCall,
     signals: bool = False,
 ) -> Tensor:
     """Waits, then out[t] = sum over k, in order, of weights[t, k] times the sum over the ranks of
@@ -369,14 +374,14 @@ def collect_pairs(
     return out_TH
 
 
-def _exchange_flags(call: Call, signals: bool) -> None:
+def _exchange_flags(call: ChannelCall, signals: bool) -> None:
     if signals:
         signal.twin(call)
     wait.twin(call)
 
 
-def _word(call: Call, count: int) -> int:
-    generation = int(call.mail.state[State.GENERATION])
+def _word(call: ChannelCall, count: int) -> int:
+    generation = int(call.mail.state[DeviceStateWord.GENERATION])
     turn = count & COUNT_MASK
     return (generation << GENERATION_SHIFT) + (turn << COUNT_SHIFT) + call.tag
 
@@ -392,8 +397,8 @@ def ahead(seen: int, wanted: int) -> int:
     return (seen - wanted + half) % (2 * half) - half
 
 
-def _active(mail: Mail) -> Iterator[int]:
-    mask = int(mail.state[State.ACTIVE])
+def _active(mail: SignalPlanes) -> Iterator[int]:
+    mask = int(mail.state[DeviceStateWord.ACTIVE])
     return (rank for rank in range(mail.size) if mask >> rank & 1)
 
 

@@ -42,7 +42,7 @@ GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GpuModel:
     """`limit`: programs at most, 0 for as many as serve. `name`: of the GPU, for what was measured
     on it; empty: none."""
 
@@ -55,7 +55,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """`block` channels of a row are an item."""
 
     block: int
@@ -63,7 +63,7 @@ class Plan:
     programs: int
 
 
-def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine) -> Plan:
+def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: GpuModel) -> LaunchPlan:
     """`rows`: C, as all of them have ids that travel; `ranks`: that a token may go to."""
     if payload in PLAIN or payload in GROUPS:
         block = even_block(hidden, GROUPS.get(payload, 1))
@@ -71,13 +71,13 @@ def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: Machine
         block = power_of_two(hidden)  # one scale for all of a row
     items = rows * -(-hidden // block)
     programs = best_programs(items, block * 2 * (1 + ranks), machine)
-    return Plan(block, warps_of(block), programs)
+    return LaunchPlan(block, warps_of(block), programs)
 
 
-def collect_plan(tokens: int, hidden: int, machine: Machine) -> Plan:
+def collect_plan(tokens: int, hidden: int, machine: GpuModel) -> LaunchPlan:
     """An item each: one program has waited before, and nobody counts these."""
     block = even_block(hidden, 1)
-    return Plan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
+    return LaunchPlan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
 
 
 def seconds(programs: int, items: int, item_bytes: int) -> float:
@@ -85,7 +85,7 @@ def seconds(programs: int, items: int, item_bytes: int) -> float:
     return max(items * item_bytes / BANDWIDTH, rounds * ROUND) + programs * ARRIVAL
 
 
-def best_programs(items: int, item_bytes: int, machine: Machine) -> int:
+def best_programs(items: int, item_bytes: int, machine: GpuModel) -> int:
     """At least one: who has no rows has a signal to give."""
     tries = {min(items, machine.processors * density) for density in DENSITIES}
     allowed = {max(1, machine.at_most(programs)) for programs in tries}

@@ -23,8 +23,8 @@ from moesaic.kernels.a2a_plan import (
     BLOCKS,
     DENSITIES,
     GROUPS,
-    Machine,
-    Plan,
+    GpuModel,
+    LaunchPlan,
     collect_plan,
     send_plan,
     warps_of,
@@ -57,11 +57,11 @@ class Kernel:
         return self.name in SENDERS
 
 
-_tried: dict[Kernel, Plan] = {}
+_tried: dict[Kernel, LaunchPlan] = {}
 
 
 @contextmanager
-def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
+def trying(kernel: Kernel, plan: LaunchPlan) -> Iterator[None]:
     """That kernel goes by this plan meanwhile, whatever its rows; for the tuner."""
     _tried[kernel] = plan
     plan_of.cache_clear()
@@ -73,18 +73,18 @@ def trying(kernel: Kernel, plan: Plan) -> Iterator[None]:
 
 
 @lru_cache(maxsize=KEPT)
-def plan_of(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
+def plan_of(kernel: Kernel, rows: int, machine: GpuModel, ranks: int) -> LaunchPlan:
     """What a kernel goes by; `ranks`: that a token may be sent to. Kept, as every launch asks."""
     return planned(kernel, rows, machine, _guess(kernel, rows, machine, ranks))
 
 
-def _guess(kernel: Kernel, rows: int, machine: Machine, ranks: int) -> Plan:
+def _guess(kernel: Kernel, rows: int, machine: GpuModel, ranks: int) -> LaunchPlan:
     if kernel.name in COLLECTORS:
         return collect_plan(rows, kernel.hidden, machine)
     return send_plan(rows, kernel.hidden, kernel.payload, ranks, machine)
 
 
-def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
+def planned(kernel: Kernel, rows: int, machine: GpuModel, guess: LaunchPlan) -> LaunchPlan:
     """What was measured, with no more programs than there are items, or than are allowed."""
     found = _tried.get(kernel)
     if found is None and machine.name:
@@ -97,7 +97,7 @@ def planned(kernel: Kernel, rows: int, machine: Machine, guess: Plan) -> Plan:
 
 
 @cache
-def _measured(device: str, kernel: Kernel, rows: int) -> Plan | None:
+def _measured(device: str, kernel: Kernel, rows: int) -> LaunchPlan | None:
     for folder in tuning.folders():
         found = load(device, folder).get((str(kernel), rows))
         if found is not None and _fits(kernel, found):
@@ -105,7 +105,7 @@ def _measured(device: str, kernel: Kernel, rows: int) -> Plan | None:
     return None
 
 
-def _fits(kernel: Kernel, plan: Plan) -> bool:
+def _fits(kernel: Kernel, plan: LaunchPlan) -> bool:
     """Scales must be of whole items."""
     return not kernel.sends or plan.block in blocks(kernel)
 
@@ -113,25 +113,25 @@ def _fits(kernel: Kernel, plan: Plan) -> bool:
 def blocks(kernel: Kernel) -> list[int]:
     """Channels of an item that the kernel can take."""
     if not kernel.sends:
-        return sorted({collect_plan(1, kernel.hidden, Machine()).block, *BLOCKS})
-    default = send_plan(1, kernel.hidden, kernel.payload, kernel.ranks, Machine()).block
+        return sorted({collect_plan(1, kernel.hidden, GpuModel()).block, *BLOCKS})
+    default = send_plan(1, kernel.hidden, kernel.payload, kernel.ranks, GpuModel()).block
     if kernel.payload not in PLAIN and kernel.payload not in GROUPS:
         return [default]  # one scale for all of a row
     group = GROUPS.get(kernel.payload, 1)
     return sorted({default, *(block for block in BLOCKS if block % group == 0)})
 
 
-def candidates(kernel: Kernel, rows: int, machine: Machine) -> list[Plan]:
+def candidates(kernel: Kernel, rows: int, machine: GpuModel) -> list[LaunchPlan]:
     """Plans that are worth being measured; the guess comes first."""
     found = dict.fromkeys([_guess(kernel, rows, machine, kernel.ranks)])
     for block in blocks(kernel):
         items = rows * -(-kernel.hidden // block)
         counts = {min(items, int(machine.processors * part)) for part in (*PARTS, *DENSITIES)}
-        found |= dict.fromkeys(Plan(block, warps_of(block), n) for n in sorted(counts) if n)
+        found |= dict.fromkeys(LaunchPlan(block, warps_of(block), n) for n in sorted(counts) if n)
     return list(found)
 
 
-def load(device: str, folder: Path = tuning.TUNED) -> dict[tuple[str, int], Plan]:
+def load(device: str, folder: Path = tuning.TUNED) -> dict[tuple[str, int], LaunchPlan]:
     """What was measured, by kernel and number of rows."""
     path = folder / tuning.file_name(device, FORMAT)
     return {
@@ -141,9 +141,9 @@ def load(device: str, folder: Path = tuning.TUNED) -> dict[tuple[str, int], Plan
     }
 
 
-def _decode(entry: dict[str, Any], path: Path) -> Plan:
+def _decode(entry: dict[str, Any], path: Path) -> LaunchPlan:
     try:
-        plan = Plan(**{name: value for name, value in entry.items() if name != "us"})
+        plan = LaunchPlan(**{name: value for name, value in entry.items() if name != "us"})
         tuning.check_config(plan)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error} in entry {entry}: {tuning.MEND}") from error
@@ -151,7 +151,7 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
 
 
 def save(
-    device: str, kernel: Kernel, rows: int, plan: Plan, us: float, folder: Path = tuning.TUNED
+    device: str, kernel: Kernel, rows: int, plan: LaunchPlan, us: float, folder: Path = tuning.TUNED
 ) -> None:
     """Adds an entry or replaces it."""
     path = folder / tuning.file_name(device, FORMAT)

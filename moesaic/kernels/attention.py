@@ -87,7 +87,7 @@ class Splits:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitPolicy:
     """How many parts are wanted. `programs` for each processor of a GPU, if contexts are long
     enough; parts of fewer than `chunk` tokens are not worth it, as what they find must be merged.
     One for each processor is enough where sequences in at most `lone` parts keep nearly all of
@@ -100,10 +100,10 @@ class Cut:
     at_once: int = 0
 
 
-HEADS = Cut(programs=2, chunk=128, lone=1, at_once=3)
-FP8_HEADS = Cut(programs=2, chunk=64)
+HEADS = SplitPolicy(programs=2, chunk=128, lone=1, at_once=3)
+FP8_HEADS = SplitPolicy(programs=2, chunk=64)
 # Many heads share a latent, and its values are wide, so that there it is more to merge.
-LATENTS = Cut(programs=2, chunk=128)
+LATENTS = SplitPolicy(programs=2, chunk=128)
 # How many more than run at once are few.
 FEW_MORE = 4 / 3
 # Processors that may be idle where each of the others has one program.
@@ -111,7 +111,7 @@ LONE_IDLE = 0.1
 
 
 def choose_splits(
-    batch: int, kv_heads: int, max_kv_len: int, processors: int, cut: Cut = HEADS
+    batch: int, kv_heads: int, max_kv_len: int, processors: int, cut: SplitPolicy = HEADS
 ) -> Splits:
     """Enough programs to fill the GPU with `batch` sequences. All runs of a graph use those of its
     largest context."""

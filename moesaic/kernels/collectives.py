@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call, State, signal, wait
+from moesaic.kernels.a2a import ChannelCall, DeviceStateWord, signal, wait
 from moesaic.kernels.native import native
 
 COLLECTIVES = "moesaic.kernels.triton.collectives"
@@ -71,7 +71,7 @@ class Board:
         block = BLOCK_BYTES // itemsize
         return max(1, -(-count // (self.lanes * block))) * block
 
-    def part_offset(self, call: Call, source: int) -> int:
+    def part_offset(self, call: ChannelCall, source: int) -> int:
         """For twins: where a part begins, behind its head, that which `source` has pushed or
         posted in the half of the call's channel."""
         if call.channel >= self.post_channel:
@@ -82,7 +82,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ElementRange:
     """Elements of parts that travel in this round. `begin` is a multiple of 16 bytes."""
 
     begin: int
@@ -120,7 +120,12 @@ Target = Sum | Columns
 
 @native(COLLECTIVES)
 def push(
-    call: Call, board: Board, x_N: Tensor | None, out_M: Tensor | None, cut: Cut, target: Target
+    call: ChannelCall,
+    board: Board,
+    x_N: Tensor | None,
+    out_M: Tensor | None,
+    cut: ElementRange,
+    target: Target,
 ) -> None:
     """This rank's part to all, and the result from all of theirs. Without x_N it only takes, after
     another call gave; without out_M it only gives. `call` is on channel 0.
@@ -132,7 +137,10 @@ def push(
     assert given is not None
     size = board.lane_elements(len(cut), given.element_size())
     lanes = [
-        (Call(call.mail, HALVES * lane, call.tag), Cut(start, min(start + size, cut.stop)))
+        (
+            ChannelCall(call.mail, HALVES * lane, call.tag),
+            ElementRange(start, min(start + size, cut.stop)),
+        )
         for lane, start in enumerate(range(cut.begin, max(cut.stop, cut.begin + 1), size))
     ]
     assert len(lanes) <= board.lanes, (cut, board)
@@ -145,41 +153,43 @@ def push(
 
 
 @native(COLLECTIVES)
-def post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
+def post(call: ChannelCall, board: Board, x_N: Tensor, cut: ElementRange, target: Target) -> None:
     """This rank's part where others can read it, and the signal. `call` is on the posts' channel,
     here and below."""
     _give(_turn(call, 0), board, x_N[cut.begin : cut.stop], target)
 
 
 @native(COLLECTIVES)
-def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int) -> None:
+def post_sums(
+    call: ChannelCall, board: Board, dtype: torch.dtype, cut: ElementRange, size: int
+) -> None:
     """Waits, then posts elements rank * size and the next, `size` of them, of the sum of what all
     have posted in the last round, which was of elements `cut`."""
     start = min(len(cut), call.mail.rank * size)
-    share = Cut(start, min(len(cut), start + size))
+    share = ElementRange(start, min(len(cut), start + size))
     sums = torch.empty(len(share), dtype=dtype)
-    _take(_turn(call, 1), board, sums, Cut(0, share.stop), Sum(start))
+    _take(_turn(call, 1), board, sums, ElementRange(0, share.stop), Sum(start))
     _give(_turn(call, 0), board, sums, Sum())
 
 
 @native(COLLECTIVES)
-def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
+def pull(call: ChannelCall, board: Board, out_M: Tensor, cut: ElementRange, target: Target) -> None:
     """Waits until all have posted, then sums their parts or lays them out."""
     _take(_turn(call, 1), board, out_M, cut, target)
 
 
-def _turn(call: Call, back: int) -> Call:
+def _turn(call: ChannelCall, back: int) -> ChannelCall:
     """On the channel of the next round (0), or of the one that this rank has given its part of
     last (1); `call` is on that of the first."""
-    state, place = call.mail.state, State.CHANNELS + 2 * call.channel
+    state, place = call.mail.state, DeviceStateWord.CHANNELS + 2 * call.channel
     rounds = int(state[place] + state[place + 2])
-    return Call(call.mail, call.channel + (rounds - back) % HALVES, call.tag)
+    return ChannelCall(call.mail, call.channel + (rounds - back) % HALVES, call.tag)
 
 
-def _give(call: Call, board: Board, part: Tensor, target: Target) -> None:
+def _give(call: ChannelCall, board: Board, part: Tensor, target: Target) -> None:
     """To all what is pushed, to itself what is posted, and the signal."""
     mail = call.mail
-    if mail.state[State.BROKEN]:
+    if mail.state[DeviceStateWord.BROKEN]:
         return
     offset = board.part_offset(call, mail.rank)
     for peer in range(mail.size) if call.channel < board.post_channel else (mail.rank,):
@@ -189,11 +199,13 @@ def _give(call: Call, board: Board, part: Tensor, target: Target) -> None:
     signal.twin(call)  # type: ignore[attr-defined]
 
 
-def _take(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
+def _take(
+    call: ChannelCall, board: Board, out_M: Tensor, cut: ElementRange, target: Target
+) -> None:
     """Waits; then of elements `cut` those that the result has."""
     mail = call.mail
     wait.twin(call)  # type: ignore[attr-defined]
-    if mail.state[State.BROKEN]:
+    if mail.state[DeviceStateWord.BROKEN]:
         out_M.zero_()
         return
     here = call.channel < board.post_channel
@@ -212,7 +224,7 @@ def _take(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> 
         start += width
 
 
-def _add(out_M: Tensor, parts: list[Tensor], cut: Cut, target: Sum) -> None:
+def _add(out_M: Tensor, parts: list[Tensor], cut: ElementRange, target: Sum) -> None:
     begin = max(cut.begin, target.first)
     stop = max(begin, min(cut.stop, target.first + len(out_M)))
     first, *others = (part[begin - cut.begin : stop - cut.begin] for part in parts)
@@ -224,7 +236,7 @@ def _add(out_M: Tensor, parts: list[Tensor], cut: Cut, target: Sum) -> None:
 
 
 def _lay_out(
-    out_M: Tensor, part_N: Tensor, cut: Cut, target: Columns, width: int, start: int
+    out_M: Tensor, part_N: Tensor, cut: ElementRange, target: Columns, width: int, start: int
 ) -> None:
     """A rank's part, whose columns are those from `start` on."""
     at_N = torch.arange(cut.begin, min(cut.stop, max(cut.begin, target.rows * width)))

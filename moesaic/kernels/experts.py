@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.kernels.a2a import Mail
+from moesaic.kernels.a2a import SignalPlanes
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.formats import FOUR_BITS
 from moesaic.kernels.native import native
@@ -74,11 +74,11 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class RemoteRows:
     """Rows that lie with several ranks, `count` with each: row p * count + t is row t of planes in
     the region of rank p, at the byte offsets `values` and, of rows with scales, `scales`."""
 
-    mail: Mail
+    mail: SignalPlanes
     count: int
     values: int
     scales: int = 0
@@ -93,7 +93,7 @@ class Rows:
     scales: Tensor | None = None
     scale: float = 1.0
     """What all values are to be multiplied with besides."""
-    far: Far | None = None
+    far: RemoteRows | None = None
     """Where the rows are, if not in `values` and `scales`: those are of this rank alone then, and
     tell what the others' are like. Only `gate_up` takes such rows."""
 

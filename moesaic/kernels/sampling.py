@@ -1,7 +1,7 @@
 """From logits to tokens without waiting for the device.
 
-R rows · V vocabulary. What is drawn is defined in engine/sampler.py: for the same logits and
-numbers the same token comes out of both.
+R rows · V vocabulary. What is drawn is defined in engine/sampling/sampler.py: for the same
+logits and numbers the same token comes out of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK = 2**64 - 1
 PACKED = struct.Struct("=dqddQq")
 
 
-class Draw(NamedTuple):
+class RowSampling(NamedTuple):
     """What one row asks for; `top_k` -1 keeps every token. A temperature of 0 is greedy. The seed
     is one of 64 bits."""
 
@@ -48,7 +48,7 @@ class SampleParams:
     left out; one that does all the same gets its token, but slowly."""
 
     @classmethod
-    def pack(cls, draws: Iterable[Draw]) -> SampleParams:
+    def pack(cls, draws: Iterable[RowSampling]) -> SampleParams:
         """On the CPU; bring it to the device with `values.to`."""
         draws = list(draws)
         data = bytearray(b"".join(PACKED.pack(*draw) for draw in draws))
@@ -58,9 +58,9 @@ class SampleParams:
         any_top_p = any(draw.top_p < 1 and draw.top_k == -1 for draw in draws)
         return cls(flat.view(-1, 6), any_top_p)
 
-    def unpack(self) -> list[Draw]:
+    def unpack(self) -> list[RowSampling]:
         data = self.values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return [Draw(*fields) for fields in PACKED.iter_unpack(data)]
+        return [RowSampling(*fields) for fields in PACKED.iter_unpack(data)]
 
 
 @native(SAMPLING)
@@ -78,7 +78,7 @@ def greedy_rows(logits_RV: Tensor) -> Tensor:
 
 @native(SAMPLING)
 def sample_rows(logits_RV: Tensor, params: SampleParams) -> Tensor:
-    """As `greedy_rows`, with a token drawn as each row's `Draw` says.
+    """As `greedy_rows`, with a token drawn as each row's `RowSampling` says.
 
     [[0, ln 3, 0]] at temperature 1: weights 1, 3, 1 of 5; seed 4, position 0 has the number 0.0686,
     so the first token is drawn. With top_k 1 or top_p 0.5 it is the second.
@@ -109,7 +109,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw(scores_V: Tensor, draw: Draw) -> int:
+def _draw(scores_V: Tensor, draw: RowSampling) -> int:
     temperature = torch.tensor(draw.temperature, device=scores_V.device).float()
     share_V = (scores_V - scores_V.max()).div(temperature).clamp(min=-80.0).exp()
     weights_V = (share_V * weight_scale(len(scores_V))).round().double()

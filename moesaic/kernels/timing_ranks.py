@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.kernels.a2a import Call, signal, wait
+from moesaic.kernels.a2a import ChannelCall, signal, wait
 
 # Two to meet on in turn, as a rank that comes twice on one would overtake another; one to start.
 MEETINGS = 3
@@ -24,7 +24,7 @@ Link = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Place:
+class TimedRank:
     """Of a rank. `environment` is set before CUDA is opened; `gpu` below 0: kernels' twins, on
     CPU tensors."""
 
@@ -53,7 +53,7 @@ class Together:
     """`calls`: of channels that nothing else uses. `barrier`: of the ranks' hosts. All ranks ask
     for the same in the same order."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ChannelCall, ...]
     barrier: Callable[[], None]
 
     @property

@@ -34,7 +34,7 @@ from moesaic.kernels.experts import (
 from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.timing import measure
 from moesaic.kernels.triton.experts import function_of
-from moesaic.kernels.tuning import FP8_FORMATS, Plan, Shape
+from moesaic.kernels.tuning import FP8_FORMATS, ExpertsPlan, ExpertsShape
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("bf16", "fp16", *FP8_FORMATS)
@@ -54,10 +54,10 @@ GLANCE: Clock = partial(measure, quick=True)
 
 
 @dataclass(frozen=True)
-class Case:
+class TuneCase:
     """One entry of a file: a shape of experts at a number of tokens."""
 
-    shape: Shape
+    shape: ExpertsShape
     top_k: int
     tokens: int
 
@@ -111,7 +111,7 @@ def _quantises(implementation: str, gate_up: Any) -> bool:
     return implementation != "small" or gate_up.block_n == FP8_GROUP
 
 
-def candidates(case: Case, device: tuning.Device) -> Iterator[Candidate]:
+def candidates(case: TuneCase, device: tuning.DeviceTuning) -> Iterator[Candidate]:
     for block in case.blocks("small"):
         gates, downs = tuning.candidates(device, case.shape, block)
         yield from (Candidate("small", "gate_up", config) for config in gates)
@@ -121,7 +121,7 @@ def candidates(case: Case, device: tuning.Device) -> Iterator[Candidate]:
             yield Candidate("large", which, config)
 
 
-def _large(shape: Shape, block: int) -> Iterator[Any]:
+def _large(shape: ExpertsShape, block: int) -> Iterator[Any]:
     """Only whole tiles have a kernel with warps that load; others, and other GPUs, have a plain
     one."""
     kind = tuning.config_class("large")
@@ -133,7 +133,7 @@ def _large(shape: Shape, block: int) -> Iterator[Any]:
         yield replace(base, specialised=False, group=group, stages=stages)
 
 
-def make_tensors(case: Case, device: torch.device, few: bool = False) -> Tensors:
+def make_tensors(case: TuneCase, device: torch.device, few: bool = False) -> Tensors:
     """`few`: only as many experts as a row needs have weights, and only those are chosen."""
     shape, pairs, tokens = case.shape, case.pairs, case.tokens
     held = case.top_k if few else shape.experts
@@ -163,7 +163,7 @@ def _quantised(x_TH: Tensor) -> Rows:
 
 
 def _matrices(
-    shape: Shape, held: int, size: tuple[int, int, int], generator: torch.Generator
+    shape: ExpertsShape, held: int, size: tuple[int, int, int], generator: torch.Generator
 ) -> Matrices:
     """Random values and, where the format has them, equal scales."""
     parts, rows, columns = size
@@ -193,18 +193,20 @@ def runs(tensors: Tensors, candidate: Candidate, groups: Groups) -> Callable[[],
     return partial(function, h, experts.w2, groups, tensors.weights, tensors.y, config)
 
 
-def grouped(tensors: Tensors, case: Case, candidate: Candidate) -> Groups:
+def grouped(tensors: Tensors, case: TuneCase, candidate: Candidate) -> Groups:
     """As the engine has them before such a product."""
     config = candidate.config
-    plan = Plan(candidate.implementation, config.block_m, config, config)
+    plan = ExpertsPlan(candidate.implementation, config.block_m, config, config)
     with tuning.trying(case.shape, plan):
         return group_pairs(tensors.ids, tensors.experts.w2)
 
 
-def kernels(cases: Sequence[Case], device: tuning.Device) -> list[tuple[Case, Candidate]]:
+def kernels(
+    cases: Sequence[TuneCase], device: tuning.DeviceTuning
+) -> list[tuple[TuneCase, Candidate]]:
     """What is to be compiled for all cases: each kernel once, with a case that uses it. Triton
     makes another one where the pairs are not a multiple of 16, and a single row has its own."""
-    found: dict[tuple[object, ...], tuple[Case, Candidate]] = {}
+    found: dict[tuple[object, ...], tuple[TuneCase, Candidate]] = {}
     for case in cases:
         sizes = case.shape, case.top_k, case.pairs % 16 == 0, case.tokens == 1
         for candidate in candidates(case, device):
@@ -219,7 +221,7 @@ def _without_prefetch(candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, config=replace(candidate.config, prefetch=0))
 
 
-def compile_all(cases: Sequence[Case], device: torch.device, share: tuple[int, int]) -> int:
+def compile_all(cases: Sequence[TuneCase], device: torch.device, share: tuple[int, int]) -> int:
     """Runs every `share[1]`-th kernel once, so that it lies compiled in Triton's cache; how many
     can run."""
     wanted = kernels(cases, tuning.device_facts(device))[share[0] :: share[1]]
@@ -244,8 +246,12 @@ Times = dict[Key, dict[str, list[tuple[float, Any]]]]
 
 
 def search(
-    case: Case, device: torch.device, tick: Callable, clock: Clock = measure, glance: Clock = GLANCE
-) -> tuple[Plan, float]:
+    case: TuneCase,
+    device: torch.device,
+    tick: Callable,
+    clock: Clock = measure,
+    glance: Clock = GLANCE,
+) -> tuple[ExpertsPlan, float]:
     """The fastest plan and its microseconds by the `clock`; `glance`: a quicker one for all
     candidates, `tick` is called after each of them."""
     tensors, facts = make_tensors(case, device), tuning.device_facts(device)
@@ -296,9 +302,9 @@ def _finalists(first: list[tuple[float, Candidate]]) -> list[Candidate]:
     ]
 
 
-def _plans(shape: Shape, best: Times) -> Iterator[Plan]:
+def _plans(shape: ExpertsShape, best: Times) -> Iterator[ExpertsPlan]:
     for (implementation, block), products in best.items():
-        plan = Plan(implementation, block, products["gate_up"][0][1], products["down"][0][1])
+        plan = ExpertsPlan(implementation, block, products["gate_up"][0][1], products["down"][0][1])
         yield plan
         if implementation != "small":
             continue
@@ -308,7 +314,7 @@ def _plans(shape: Shape, best: Times) -> Iterator[Plan]:
             yield replace(plan, fused=True)
 
 
-def layer_time(tensors: Tensors, case: Case, plan: Plan, clock: Clock) -> float | None:
+def layer_time(tensors: Tensors, case: TuneCase, plan: ExpertsPlan, clock: Clock) -> float | None:
     """Microseconds of everything after routing, as the engine would do it by that plan: rows come
     in a float type."""
     experts, x, y = tensors.experts, tensors.x, tensors.y

@@ -61,7 +61,7 @@ DOWN_WIDTHS = ((128, 2), (64, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class TileConfig:
     """Of one product of experts_small.py. A tile is `block_m` rows by `block_n` columns (of gate
     and of up), summed `block_k` at a time; `prefetch`: lines of each row of weights that are
     fetched before the kernel before has ended: of gate_up where that one quantises its rows."""
@@ -75,7 +75,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExpertsPlan:
     """How a layer's two products are computed. None: the implementation's own default."""
 
     implementation: str
@@ -86,7 +86,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertsShape:
     """A layer's experts: `format`, E, H, I."""
 
     format: str
@@ -99,7 +99,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceTuning:
     name: str
     processors: int
     shared: int
@@ -107,13 +107,13 @@ class Device:
 
 
 @cache
-def device_facts(device: torch.device) -> Device:
+def device_facts(device: torch.device) -> DeviceTuning:
     """Of what is not a GPU: numbers that make the interpreter take the same ways."""
     if device.type != "cuda":
-        return Device(device.type, 8, 224 * KIB)
+        return DeviceTuning(device.type, 8, 224 * KIB)
     facts = torch.cuda.get_device_properties(device)
     shared = getattr(facts, "shared_memory_per_multiprocessor", 100 * KIB)
-    return Device(facts.name, facts.multi_processor_count, shared - 4 * KIB)
+    return DeviceTuning(facts.name, facts.multi_processor_count, shared - 4 * KIB)
 
 
 def block_for(
@@ -128,7 +128,7 @@ def block_for(
     if device is None:
         here = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
-    return plan_for(device, Shape(format, experts, hidden, inner), num_pairs).block
+    return plan_for(device, ExpertsShape(format, experts, hidden, inner), num_pairs).block
 
 
 def quantises_inner(
@@ -138,7 +138,7 @@ def quantises_inner(
     which lets the tiles of `gate_up` be narrow where there are few."""
     if format not in FP8_FORMATS or inner % LINE:
         return False
-    plan = plan_for(device, Shape(format, experts, hidden, inner), num_pairs)
+    plan = plan_for(device, ExpertsShape(format, experts, hidden, inner), num_pairs)
     return plan.implementation != "small" or plan.gate_up.block_n == LINE
 
 
@@ -147,11 +147,13 @@ def bucket(num_pairs: int) -> int:
     return 1 << max(0, num_pairs - 1).bit_length()
 
 
-def plan_for(device: torch.device, shape: Shape, num_pairs: int) -> Plan:
+def plan_for(device: torch.device, shape: ExpertsShape, num_pairs: int) -> ExpertsPlan:
     return _tried.get(shape) or _plan(device, shape, bucket(num_pairs))
 
 
-def plan_for_block(device: torch.device, shape: Shape, num_pairs: int, block: int) -> Plan:
+def plan_for_block(
+    device: torch.device, shape: ExpertsShape, num_pairs: int, block: int
+) -> ExpertsPlan:
     """As `block_for` had it; for tiles of another size, one that depends on that size alone, so
     that rows give the same bits whatever comes with them."""
     plan = plan_for(device, shape, num_pairs)
@@ -159,15 +161,15 @@ def plan_for_block(device: torch.device, shape: Shape, num_pairs: int, block: in
 
 
 @cache
-def plan_of_block(device: torch.device, shape: Shape, block: int) -> Plan:
+def plan_of_block(device: torch.device, shape: ExpertsShape, block: int) -> ExpertsPlan:
     return guess(device_facts(device), shape, shape.experts * block, block)
 
 
-_tried: dict[Shape, Plan] = {}
+_tried: dict[ExpertsShape, ExpertsPlan] = {}
 
 
 @contextmanager
-def trying(shape: Shape, plan: Plan) -> Iterator[None]:
+def trying(shape: ExpertsShape, plan: ExpertsPlan) -> Iterator[None]:
     """Everything of that shape goes by this plan meanwhile; for the tuner."""
     _tried[shape] = plan
     try:
@@ -177,7 +179,7 @@ def trying(shape: Shape, plan: Plan) -> Iterator[None]:
 
 
 @cache
-def _plan(device: torch.device, shape: Shape, pairs: int) -> Plan:
+def _plan(device: torch.device, shape: ExpertsShape, pairs: int) -> ExpertsPlan:
     facts = device_facts(device)
     own, *_ = searched = folders()
     if own != TUNED and shape.format in LARGE_FORMATS:
@@ -216,7 +218,9 @@ def folders() -> list[Path]:
     return [folder, TUNED]
 
 
-def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) -> Plan:
+def guess(
+    device: DeviceTuning, shape: ExpertsShape, pairs: int, block: int | None = None
+) -> ExpertsPlan:
     """What to take where nothing was measured; with `block`, for tiles of that many places."""
     mean = pairs / shape.experts
     if block is None:
@@ -225,15 +229,17 @@ def guess(device: Device, shape: Shape, pairs: int, block: int | None = None) ->
         many = MANY_FP8_ROWS if shape.format in FP8_FORMATS else MANY_ROWS
         block = LARGE_BLOCK if mean > many else next(enough)
     if shape.format not in ITEM_BYTES:
-        return Plan("formats", block)
+        return ExpertsPlan("formats", block)
     if block >= LARGE_BLOCK and shape.format in LARGE_FORMATS:
-        return Plan("large", block)
+        return ExpertsPlan("large", block)
     touched = shape.experts * (1 - (1 - 1 / shape.experts) ** pairs)
     tiles = max(touched, pairs / block)
-    return Plan("small", block, *guess_small(device, shape, block, tiles))
+    return ExpertsPlan("small", block, *guess_small(device, shape, block, tiles))
 
 
-def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple[Config, Config]:
+def guess_small(
+    device: DeviceTuning, shape: ExpertsShape, block: int, tiles: float
+) -> tuple[TileConfig, TileConfig]:
     """Of gate_up and down.
 
     A step is 128 bytes of a row of weights. Tiles are as wide as leaves every processor some
@@ -247,8 +253,8 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
     widths = FP8_GATE_WIDTHS if shape.format in FP8_FORMATS else GATE_WIDTHS
     gate_n, gates = _widest(device, tiles, shape.inner, widths)
     down_n, downs = _widest(device, tiles, shape.hidden, DOWN_WIDTHS)
-    gate = Config(block, gate_n, step, prefetch=_prefetch_gate(shape, gate_n))
-    down = Config(block, down_n, step, prefetch=_prefetch(shape.inner * item, down_n))
+    gate = TileConfig(block, gate_n, step, prefetch=_prefetch_gate(shape, gate_n))
+    down = TileConfig(block, down_n, step, prefetch=_prefetch(shape.inner * item, down_n))
     return (
         _staged(device, gate, item, 2 * gate_n, gates),
         _staged(device, down, item, down_n, downs),
@@ -256,7 +262,7 @@ def guess_small(device: Device, shape: Shape, block: int, tiles: float) -> tuple
 
 
 def _widest(
-    device: Device, tiles: float, total: int, widths: tuple[tuple[int, int], ...]
+    device: DeviceTuning, tiles: float, total: int, widths: tuple[tuple[int, int], ...]
 ) -> tuple[int, float]:
     """The first width that gives every processor enough programs, and how many it gives."""
     for width, enough in widths:
@@ -266,7 +272,9 @@ def _widest(
     return width, programs
 
 
-def _staged(device: Device, config: Config, item: int, lines: int, programs: float) -> Config:
+def _staged(
+    device: DeviceTuning, config: TileConfig, item: int, lines: int, programs: float
+) -> TileConfig:
     """`item` bytes of a weight, `lines` of them in a tile; `programs` that each processor gets."""
     stage = _stage_bytes(item, lines, config.block_m, config.block_k)
     wide = _is_wide(lines, config.block_m)
@@ -284,7 +292,7 @@ def _prefetch(row: int, width: int) -> int:
     return min(256 // width, 1 << (lines.bit_length() - 1))
 
 
-def _prefetch_gate(shape: Shape, width: int) -> int:
+def _prefetch_gate(shape: ExpertsShape, width: int) -> int:
     return _prefetch(shape.hidden, 2 * width) if shape.format in FP8_FORMATS else 0
 
 
@@ -298,7 +306,9 @@ def _is_wide(lines: int, rows: int) -> bool:
     return lines * rows >= 256 * 64
 
 
-def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], list[Config]]:
+def candidates(
+    device: DeviceTuning, shape: ExpertsShape, block: int
+) -> tuple[list[TileConfig], list[TileConfig]]:
     """Configurations of gate_up and of down that are worth being measured; each product's by
     itself, as neither depends on the other's. None is too narrow for Hopper's products of 64 lines.
     What `prefetch` gives only shows behind the other product: it is as `guess` has it."""
@@ -315,12 +325,12 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
         return ((warps, count) for count in sorted(counts) if count >= 2)
 
     gates = [
-        Config(block, width, step, warps, stages, _prefetch_gate(shape, width))
+        TileConfig(block, width, step, warps, stages, _prefetch_gate(shape, width))
         for width, step in product((128, 64, 32), steps)
         for warps, stages in fitting(2 * width, step)
     ]
     downs = [
-        Config(block, width, step, warps, stages, _prefetch(shape.inner * item, width))
+        TileConfig(block, width, step, warps, stages, _prefetch(shape.inner * item, width))
         for width, step in product((128, 64), steps)
         for warps, stages in fitting(width, step)
     ]
@@ -329,7 +339,7 @@ def candidates(device: Device, shape: Shape, block: int) -> tuple[list[Config], 
 
 def config_class(implementation: str) -> type:
     if implementation == "small":
-        return Config
+        return TileConfig
     if implementation == "large":
         return import_module("moesaic.kernels.triton.experts_large").LargeConfig
     raise ValueError(
@@ -341,7 +351,7 @@ def file_name(device: str, format: str) -> str:
     return f"{re.sub('[^A-Za-z0-9]+', '_', device).strip('_')}-{format}.json"
 
 
-def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], Plan]:
+def load(device: str, format: str, folder: Path = TUNED) -> dict[tuple[str, int], ExpertsPlan]:
     """What was measured, by shape ("E=… H=… I=…") and number of pairs."""
     path = folder / file_name(device, format)
     return {
@@ -369,7 +379,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return shapes
 
 
-def _decode(entry: dict[str, Any], path: Path) -> Plan:
+def _decode(entry: dict[str, Any], path: Path) -> ExpertsPlan:
     try:
         kind = config_class(entry["implementation"])
         gate_up, down = (kind(**entry[which]) for which in ("gate_up", "down"))
@@ -378,13 +388,13 @@ def _decode(entry: dict[str, Any], path: Path) -> Plan:
         if gate_up.block_m != down.block_m:
             raise ValueError("gate_up and down have different block_m")
         fused = entry.get("fused", False)
-        if type(fused) is not bool or (fused and kind is not Config):
+        if type(fused) is not bool or (fused and kind is not TileConfig):
             raise ValueError(f"fused is {fused!r}: only 'small' can be, and it is true or false")
     except KeyError as error:
         raise ValueError(f"{path}: no {error} in entry {entry}: {MEND}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error} in entry {entry}: {MEND}") from error
-    return Plan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
+    return ExpertsPlan(entry["implementation"], gate_up.block_m, gate_up, down, fused)
 
 
 def check_config(config: Any) -> None:
@@ -405,7 +415,7 @@ def check_config(config: Any) -> None:
 
 
 def save(
-    device: str, shape: Shape, pairs: int, plan: Plan, us: float, folder: Path = TUNED
+    device: str, shape: ExpertsShape, pairs: int, plan: ExpertsPlan, us: float, folder: Path = TUNED
 ) -> None:
     """Adds an entry or replaces it; a reader sees the file before or after, never between."""
     path = folder / file_name(device, shape.format)

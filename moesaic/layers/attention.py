@@ -18,11 +18,11 @@ from moesaic.layers.linear import (
     Linear,
     LinearConfig,
     MergedLinear,
-    Part,
+    OutputPart,
     RowLinear,
     head_products,
 )
-from moesaic.layers.module import Cut, Module, parameter
+from moesaic.layers.module import Module, Shard, parameter
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RotaryTable
@@ -113,8 +113,8 @@ class Attention(Module):
         held, held_kv = parts[group.rank], _channels(heads.kv, dim)
         self.qkv_proj = MergedLinear(
             LinearConfig(hidden, queries + 2 * kv, dtype, config.qkv_bias, same),
-            {"q_proj": Part(queries, held), "k_proj": Part(kv, held_kv)}
-            | {"v_proj": Part(kv, held_kv)},
+            {"q_proj": OutputPart(queries, held), "k_proj": OutputPart(kv, held_kv)}
+            | {"v_proj": OutputPart(kv, held_kv)},
         )
         output = LinearConfig(queries, hidden, dtype, config.output_bias, same)
         self.o_proj = RowLinear(output, parts, group, f"attention of layer {layer}")
@@ -124,7 +124,7 @@ class Attention(Module):
         sizes = (len(heads.queries), len(heads.kv), dim)
         self.parts = HeadParts(*sizes, rope, self.q_norm, self.k_norm, self.o_proj)
         self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
-        self.cuts = {"sinks": Cut.of((config.num_heads,), heads.queries)}
+        self.cuts = {"sinks": Shard.of((config.num_heads,), heads.queries)}
         self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
 
     def of_norm(

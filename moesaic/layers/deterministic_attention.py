@@ -29,7 +29,7 @@ from torch import Tensor
 from moesaic.kernels.cpu import widened
 from moesaic.layers.context import AttentionSpec, CpuAttention, LatentMaps
 from moesaic.layers.invariant import in_pieces, sigmoid
-from moesaic.layers.torch_attention import PagedCache, Span
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 
 # Keys of a block begin and end at multiples of this.
 RANGE = 128
@@ -47,7 +47,7 @@ class Block:
     """Query positions [first, first + Q) of a span, of which the step has `count` from `offset` on,
     as rows from `start` on; they meet keys [begin, end)."""
 
-    span: Span
+    span: SequenceSpan
     first: int
     offset: int
     start: int
@@ -57,7 +57,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BlockBatch:
     """Blocks with equally long ranges. `rows` of the step go to `places` among the B * Q positions.
     `units_BU` says where the keys lie: one line for each block, or one line for all of them."""
 
@@ -69,7 +69,7 @@ class Group:
 
 
 class DeterministicAttention(CpuAttention):
-    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
+    def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
         self.cache = cache
         self.spans = spans
         self.unit = math.gcd(cache.page_size, RANGE)
@@ -81,7 +81,7 @@ class DeterministicAttention(CpuAttention):
             ],
             dtype=torch.long,
         )
-        self._groups: dict[tuple[int, int | None], list[Group]] = {}
+        self._groups: dict[tuple[int, int | None], list[BlockBatch]] = {}
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
@@ -118,18 +118,18 @@ class DeterministicAttention(CpuAttention):
         gathered = units.flatten(1).index_select(0, units_BU.flatten())
         return gathered.view(len(units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
 
-    def _slot(self, span: Span, position: int) -> int:
+    def _slot(self, span: SequenceSpan, position: int) -> int:
         size = self.cache.page_size
         return span.pages[position // size] * size + position % size
 
-    def _groups_of(self, positions: int, window: int | None) -> list[Group]:
+    def _groups_of(self, positions: int, window: int | None) -> list[BlockBatch]:
         """The same for all layers with that window: computed once a step."""
         key = positions, window
         if key not in self._groups:
             self._groups[key] = list(self._make_groups(positions, window))
         return self._groups[key]
 
-    def _make_groups(self, positions: int, window: int | None) -> Iterator[Group]:
+    def _make_groups(self, positions: int, window: int | None) -> Iterator[BlockBatch]:
         """Blocks of one sequence with the same keys share them; the others are put together by the
         length of their ranges."""
         singles: list[Block] = []
@@ -163,7 +163,7 @@ def _positions(shared: int) -> int:
     return 1 << (max(1, ROWS // shared).bit_length() - 1)
 
 
-def _blocks(span: Span, positions: int, window: int | None) -> Iterator[Block]:
+def _blocks(span: SequenceSpan, positions: int, window: int | None) -> Iterator[Block]:
     old = span.kv_len - span.length
     for first in range(old // positions * positions, span.kv_len, positions):
         oldest = 0 if window is None else max(0, first // ROWS * ROWS - window + 1)
@@ -184,7 +184,7 @@ def _parts(blocks: list[Block], positions: int, scores: int) -> Iterator[list[Bl
         yield blocks[start : start + size]
 
 
-def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> Group:
+def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> BlockBatch:
     rows = [block.start + i for block in blocks for i in range(block.count)]
     places = [
         number * positions + block.offset + i
@@ -192,11 +192,11 @@ def _group(blocks: list[Block], positions: int, units_BU: Tensor) -> Group:
         for i in range(block.count)
     ]
     last_B = torch.tensor([block.first - block.begin for block in blocks])
-    return Group(torch.tensor(rows), torch.tensor(places), units_BU, last_B)
+    return BlockBatch(torch.tensor(rows), torch.tensor(places), units_BU, last_B)
 
 
 def _attend(
-    group: Group, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
+    group: BlockBatch, spec: AttentionSpec, q_BQND: Tensor, k_BMLD: Tensor, v_BMLD: Tensor
 ) -> Tensor:
     """[B, Q, N, D]. All queries and heads that share keys are rows of one product, or of several
     with ROWS rows each."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.comm.mesh import share
 from moesaic.kernels.linear import logits
 from moesaic.layers.linear import product
-from moesaic.layers.module import Cut, MatrixSlot, Module, TensorSlot, parameter
+from moesaic.layers.module import MatrixSlot, Module, Shard, TensorSlot, parameter
 from moesaic.layers.parallel import Parallel
 
 
@@ -29,7 +29,7 @@ class Embedding(Module):
         self.group = parallel.attention
         self.held = share(vocab_size, self.group.rank, self.group.size)
         self.weight = parameter(len(self.held), hidden_size, dtype=dtype)
-        self.cuts = {"weight": Cut.of((vocab_size, hidden_size), self.held, range(hidden_size))}
+        self.cuts = {"weight": Shard.of((vocab_size, hidden_size), self.held, range(hidden_size))}
 
     def forward(self, ids_T: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -42,7 +42,7 @@ class Embedding(Module):
         return self.group.all_reduce(x_TH, "embedding")
 
 
-class Head(Module):
+class LMHead(Module):
     """Logits, cut by vocabulary over `parallel.vocab_tp` ranks. A tied one takes the weights of the
     embedding where these are cut alike, and holds a copy where they are not."""
 
@@ -68,7 +68,7 @@ class Head(Module):
         # In float32 at once: nobody else gets them, nobody else's rounding is to be met.
         samples = parallel.attention.rank == 0
         self.alone = self.group.size == 1 and samples and not parallel.deterministic
-        self.cuts = {"weight": Cut.of((vocab_size, hidden_size), held, range(hidden_size))}
+        self.cuts = {"weight": Shard.of((vocab_size, hidden_size), held, range(hidden_size))}
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         return iter(()) if self.borrows else super().slots(prefix)

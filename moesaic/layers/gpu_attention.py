@@ -55,7 +55,7 @@ from moesaic.layers.context import (
     LatentMaps,
     LatentParts,
 )
-from moesaic.layers.torch_attention import PagedCache, Span
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 
 Ints = npt.NDArray[np.int32]
 # Counters that the decoding kernel has for each row: it needs one for each tile of heads.
@@ -75,7 +75,7 @@ class Sequences:
     first_B: Ints
 
     @classmethod
-    def of(cls, spans: Sequence[Span]) -> Sequences:
+    def of(cls, spans: Sequence[SequenceSpan]) -> Sequences:
         counts = np.array([len(span.pages) for span in spans], np.int32)
         return cls(
             np.array([span.start for span in spans], np.int32),
@@ -110,7 +110,7 @@ class Sequences:
         return tiles[np.argsort(-work, kind="stable")]
 
 
-def page_list(spans: Sequence[Span]) -> Ints:
+def page_list(spans: Sequence[SequenceSpan]) -> Ints:
     total = sum(len(span.pages) for span in spans)
     return np.fromiter(chain.from_iterable(span.pages for span in spans), np.int32, total)
 
@@ -176,7 +176,7 @@ class GpuAttention(AttentionStep):
 
     @classmethod
     def from_spans(
-        cls, cache: PagedCache, spans: Sequence[Span], deterministic: bool = False
+        cls, cache: PagedCache, spans: Sequence[SequenceSpan], deterministic: bool = False
     ) -> GpuAttention:
         device = cache.keys.device
         pages, sequences = page_list(spans), Sequences.of(spans)
@@ -421,7 +421,7 @@ class DecodeBuffers:
     def positions_T(self) -> Tensor:
         return self.attention.positions_T
 
-    def fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[SequenceSpan]) -> None:
         """Row i becomes that of the i-th span, each of one token. The host does not wait."""
         sequences, pages = Sequences.of(spans), page_list(spans)
         if len(spans) > self.rows or len(pages) > self.rows * self.max_pages:

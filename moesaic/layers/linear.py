@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from moesaic.comm.collective import Collective
+from moesaic.comm.collectives.collective import Collective
 from moesaic.kernels.cpu import widened
 from moesaic.kernels.experts import PairSum, Rows
 from moesaic.kernels.linear import (
@@ -26,10 +26,10 @@ from moesaic.kernels.norm import SumToNorm, add_rms_norm_fp8
 from moesaic.kernels.quantise import FP8_GROUP, silu_mul
 from moesaic.layers import invariant
 from moesaic.layers.module import (
-    Cut,
     MatrixFormat,
     MatrixSlot,
     Module,
+    Shard,
     TensorSlot,
     parameter,
     slot,
@@ -67,13 +67,13 @@ class LinearConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPart:
     """A matrix of the checkpoint, and the part of it that a layer holds from row `start` on."""
 
     name: str
     start: int
-    cut: Cut
-    bias_cut: Cut
+    cut: Shard
+    bias_cut: Shard
 
     @property
     def held(self) -> tuple[range, range]:
@@ -108,12 +108,12 @@ class Linear(Module):
         self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
         self.product = product(config.deterministic)
         self.format: MatrixFormat | None = None
-        self.pieces: tuple[Piece, ...] = (
-            Piece(
+        self.pieces: tuple[StoredPart, ...] = (
+            StoredPart(
                 "",
                 0,
-                Cut.of((config.outputs, config.inputs), outputs, inputs),
-                Cut.of((config.outputs,), outputs),
+                Shard.of((config.outputs, config.inputs), outputs, inputs),
+                Shard.of((config.outputs,), outputs),
             ),
         )
 
@@ -165,7 +165,7 @@ class Linear(Module):
         """In the checkpoint."""
         return [f"{self._stem(prefix, piece)}weight" for piece in self.pieces]
 
-    def _stem(self, prefix: str, piece: Piece) -> str:
+    def _stem(self, prefix: str, piece: StoredPart) -> str:
         return prefix
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
@@ -175,7 +175,7 @@ class Linear(Module):
             if self.bias is not None:
                 yield slot(f"{stem}bias", self.bias[piece.place], piece.bias_cut)
 
-    def _matrix_slot(self, name: str, piece: Piece) -> TensorSlot | MatrixSlot:
+    def _matrix_slot(self, name: str, piece: StoredPart) -> TensorSlot | MatrixSlot:
         if self.format is None:
             return slot(name, self.weight[piece.place], piece.cut)
         rows, cols = piece.cut.where or (ALL, ALL)
@@ -251,7 +251,7 @@ class RowLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """One of several projections: its outputs, and those of them that this rank holds."""
 
     outputs: int
@@ -265,7 +265,7 @@ class MergedLinear(Linear):
     the whole layer are theirs together.
     """
 
-    def __init__(self, config: LinearConfig, parts: Mapping[str, Part]) -> None:
+    def __init__(self, config: LinearConfig, parts: Mapping[str, OutputPart]) -> None:
         assert config.outputs == sum(part.outputs for part in parts.values())
         sizes = [len(part.held) for part in parts.values()]
         super().__init__(config, outputs=range(sum(sizes)))
@@ -273,11 +273,11 @@ class MergedLinear(Linear):
         columns = range(config.inputs)
         starts = accumulate(sizes, initial=0)
         self.pieces = tuple(
-            Piece(
+            StoredPart(
                 name,
                 start,
-                Cut.of((part.outputs, config.inputs), part.held, columns),
-                Cut.of((part.outputs,), part.held),
+                Shard.of((part.outputs, config.inputs), part.held, columns),
+                Shard.of((part.outputs,), part.held),
             )
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
@@ -306,6 +306,6 @@ class MergedLinear(Linear):
             return gate_up_silu(x_TI, self.weight, self.bias)
         return silu_mul(self(x_TI))
 
-    def _stem(self, prefix: str, piece: Piece) -> str:
+    def _stem(self, prefix: str, piece: StoredPart) -> str:
         # The merged layer has no name of its own in the checkpoint: drop the last part of the path.
         return f"{prefix.rstrip('.').rpartition('.')[0]}.{piece.name}."

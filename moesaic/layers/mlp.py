@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moesaic.comm.mesh import share
 from moesaic.core.step import PREFILL, Step
-from moesaic.layers.linear import LinearConfig, MergedLinear, Part, RowLinear
+from moesaic.layers.linear import LinearConfig, MergedLinear, OutputPart, RowLinear
 from moesaic.layers.module import Module
 from moesaic.layers.parallel import Parallel
 
@@ -26,7 +26,7 @@ class GatedMLP(Module):
         dtype, bias, same = config.dtype, config.bias, config.deterministic
         self.gate_up_proj = MergedLinear(
             LinearConfig(hidden, 2 * inner, dtype, bias, same),
-            {"gate_proj": Part(inner, held), "up_proj": Part(inner, held)},
+            {"gate_proj": OutputPart(inner, held), "up_proj": OutputPart(inner, held)},
         )
         down = LinearConfig(inner, hidden, dtype, bias, same)
         self.down_proj = RowLinear(down, parts, group, operation)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Shard:
     """The part of a tensor that a rank holds: `where` of `shape`, nothing in it for the whole."""
 
     shape: tuple[int, ...]
     where: tuple[slice, ...] = ()
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], *held: range) -> Cut:
+    def of(cls, shape: tuple[int, ...], *held: range) -> Shard:
         if all(part == range(size) for part, size in zip(held, shape, strict=True)):
             return cls(shape)
         return cls(shape, tuple(slice(part.start, part.stop) for part in held))
@@ -81,8 +81,8 @@ class MatrixSlot:
     tell_input_scale: Callable[[float], None] | None = None
 
 
-def slot(name: str, into: Tensor, cut: Cut | None = None) -> TensorSlot:
-    cut = cut or Cut(tuple(into.shape))
+def slot(name: str, into: Tensor, cut: Shard | None = None) -> TensorSlot:
+    cut = cut or Shard(tuple(into.shape))
     return TensorSlot(name, into, cut.shape, cut=cut.where)
 
 
@@ -95,7 +95,7 @@ class Module(nn.Module):
     parameters are parts of a tensor; a layer that fuses tensors overrides `slots`."""
 
     renamed: Mapping[str, str] = MappingProxyType({})
-    cuts: Mapping[str, Cut] = MappingProxyType({})
+    cuts: Mapping[str, Shard] = MappingProxyType({})
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         for name, tensor in self.named_parameters(recurse=False):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, LatentMaps
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 
 
 class PaddedAttention(TorchAttention):
@@ -21,7 +21,7 @@ class PaddedAttention(TorchAttention):
     def __init__(self, cache: PagedCache) -> None:
         super().__init__(cache, [])
 
-    def fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[SequenceSpan]) -> None:
         """Of one token each, in the order of the rows."""
         super().__init__(self.cache, spans)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moesaic.comm.collective import Alone, Collective
+from moesaic.comm.collectives.collective import Collective, SingleRank
 from moesaic.comm.mesh import share
 
 
@@ -19,8 +19,8 @@ class Parallel:
     `attention`, or that of `stage`. `layers`: the decoder layers of this stage, None for all.
     """
 
-    attention: Collective = field(default_factory=Alone)
-    stage: Collective = field(default_factory=Alone)
+    attention: Collective = field(default_factory=SingleRank)
+    stage: Collective = field(default_factory=SingleRank)
     dp: int = 1
     dense_tp: int = 1
     vocab_tp: int = 1
@@ -40,7 +40,7 @@ class Parallel:
         if size == self.stage.size:
             return self.stage, self.stage.rank, size
         assert size == 1, f"{size} of {self.attention.size} and {self.stage.size} ranks"
-        return Alone(), 0, 1
+        return SingleRank(), 0, 1
 
     def spans_groups(self, size: int) -> bool:
         """Whether a layer that is cut over `size` ranks needs the tokens of all groups."""

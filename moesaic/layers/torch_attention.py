@@ -22,7 +22,7 @@ from moesaic.layers.context import AttentionSpec, CacheSpec, CpuAttention, Laten
 MAX_PADDING = 0.25
 
 
-class Span(NamedTuple):
+class SequenceSpan(NamedTuple):
     """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
     of its `kv_len` tokens, whose keys and values live in `pages`."""
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionBatch:
     """Sequences that attend in one kernel call: either B of one new token, or one of Q."""
 
     rows: slice | Tensor
@@ -82,11 +82,11 @@ class PagedCache:
 
 
 class TorchAttention(CpuAttention):
-    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
+    def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
         self.cache = cache
         self.spans = spans
         self.slots_T = self._slots()
-        self._groups: dict[int | None, list[Group]] = {}
+        self._groups: dict[int | None, list[AttentionBatch]] = {}
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
@@ -118,7 +118,7 @@ class TorchAttention(CpuAttention):
             out_TNV[group.rows] = output
         return out_TNV
 
-    def groups(self, window: int | None) -> list[Group]:
+    def groups(self, window: int | None) -> list[AttentionBatch]:
         """The same for all layers with that window: computed once a step."""
         if window not in self._groups:
             self._groups[window] = list(self._make_groups(window))
@@ -133,7 +133,7 @@ class TorchAttention(CpuAttention):
         ]
         return torch.tensor(slots)
 
-    def _make_groups(self, window: int | None) -> Iterator[Group]:
+    def _make_groups(self, window: int | None) -> Iterator[AttentionBatch]:
         views = [_visible(span, window, self.cache.page_size) for span in self.spans]
         decoding = sorted((v for v in views if v.span.length == 1), key=lambda v: v.kv_len)
         for view in views:
@@ -147,12 +147,12 @@ class TorchAttention(CpuAttention):
 class _View:
     """A span with the pages before its window cut off; `kv_len` counts from the first page kept."""
 
-    span: Span
+    span: SequenceSpan
     pages: Sequence[int]
     kv_len: int
 
 
-def _visible(span: Span, window: int | None, page_size: int) -> _View:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _View:
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
@@ -174,21 +174,25 @@ def _batches(views: list[_View]) -> Iterator[list[_View]]:
         yield batch
 
 
-def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) -> Group:
+def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) -> AttentionBatch:
     width = len(batch[-1].pages)
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
     lens_B = torch.tensor([v.kv_len for v in batch])
-    return Group(rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window, dtype))
+    return AttentionBatch(
+        rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window, dtype)
+    )
 
 
-def _prefill_group(view: _View, window: int | None, dtype: torch.dtype) -> Group:
+def _prefill_group(view: _View, window: int | None, dtype: torch.dtype) -> AttentionBatch:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):
-        return Group(rows, span.length, view.kv_len, table_BP, None, causal=True)
+        return AttentionBatch(rows, span.length, view.kv_len, table_BP, None, causal=True)
     last_Q = torch.arange(view.kv_len - span.length, view.kv_len)
-    return Group(rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window, dtype))
+    return AttentionBatch(
+        rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window, dtype)
+    )
 
 
 def _mask(last_BQ: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -202,7 +206,7 @@ def _mask(last_BQ: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    group: Group, spec: AttentionSpec, q_RND: Tensor, k_BLMD: Tensor, v_BLMD: Tensor
+    group: AttentionBatch, spec: AttentionSpec, q_RND: Tensor, k_BLMD: Tensor, v_BLMD: Tensor
 ) -> Tensor:
     k_BMLD, v_BMLD = k_BLMD.transpose(1, 2), v_BLMD.transpose(1, 2)
     q_RMGD = q_RND.unflatten(1, (k_BMLD.shape[1], -1))
@@ -225,7 +229,7 @@ def _attend(
 
 
 def _attend_padded(
-    group: Group, spec: AttentionSpec, q_RND: Tensor, k_LND: Tensor, v_LNV: Tensor
+    group: AttentionBatch, spec: AttentionSpec, q_RND: Tensor, k_LND: Tensor, v_LNV: Tensor
 ) -> Tensor:
     """The kernel wants keys and values of one size: fills up the smaller with zeros."""
     size = max(k_LND.shape[-1], v_LNV.shape[-1])
@@ -234,7 +238,7 @@ def _attend_padded(
     return out_RND[..., : v_LNV.shape[-1]]
 
 
-def _gather(cache: Tensor, group: Group) -> Tensor:
+def _gather(cache: Tensor, group: AttentionBatch) -> Tensor:
     """[B, L, M, D] of one layer's pages [P, page, M, D]."""
     pages = cache.flatten(1).index_select(0, group.table_BP.flatten())
     gathered = pages.view(group.table_BP.shape[0], -1, *cache.shape[-2:])

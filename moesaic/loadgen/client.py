@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from moesaic.loadgen.endpoints import Asked, Endpoint, error_text
-from moesaic.loadgen.outcome import Outcome, Prompt
+from moesaic.loadgen.outcome import BenchPrompt, Outcome
 
 DATA: Final = b"data:"
 DONE: Final = b"[DONE]"
@@ -40,7 +40,7 @@ class Client:
         self._session, self._endpoint, self._asked = session, endpoint, asked
         self._url = url + endpoint.path
 
-    async def ask(self, prompt: Prompt) -> Outcome:
+    async def ask(self, prompt: BenchPrompt) -> Outcome:
         """The outcome of a request; what goes wrong is in it."""
         outcome = Outcome(prompt, streamed=self._asked.stream)
         body = self._endpoint.request(prompt, self._asked)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.loadgen.args import DatasetArgs
-from moesaic.loadgen.outcome import Prompt
+from moesaic.loadgen.outcome import BenchPrompt
 from moesaic.loadgen.texts import Texts
 
 
 @dataclass(frozen=True)
-class Draw:
+class DatasetSpec:
     """How prompts are to be made. `ids`: they are sent as tokens."""
 
     args: DatasetArgs
@@ -24,16 +24,16 @@ class Draw:
     number: int
     ids: bool = False
 
-    def prompt(self, text: str, output_len: int) -> Prompt:
-        return Prompt(text, self.texts.count(text) or 0, output_len)
+    def prompt(self, text: str, output_len: int) -> BenchPrompt:
+        return BenchPrompt(text, self.texts.count(text) or 0, output_len)
 
-    def random(self, rng: random.Random, tokens: int, output_len: int) -> Prompt:
+    def random(self, rng: random.Random, tokens: int, output_len: int) -> BenchPrompt:
         if self.ids:
-            return Prompt("", tokens, output_len, self.texts.draw_ids(rng, tokens))
-        return Prompt(self.texts.draw(rng, tokens), tokens, output_len)
+            return BenchPrompt("", tokens, output_len, self.texts.draw_ids(rng, tokens))
+        return BenchPrompt(self.texts.draw(rng, tokens), tokens, output_len)
 
 
-def draw_prompts(draw: Draw) -> list[Prompt]:
+def draw_prompts(draw: DatasetSpec) -> list[BenchPrompt]:
     """As many as were asked for, the same for the same seed; ValueError if a file has too few."""
     name = draw.args.dataset_name
     if draw.ids and name not in ("random", "random-ids"):
@@ -41,7 +41,7 @@ def draw_prompts(draw: Draw) -> list[Prompt]:
     return _MAKERS[name](draw)
 
 
-def _random(draw: Draw) -> list[Prompt]:
+def _random(draw: DatasetSpec) -> list[BenchPrompt]:
     args, rng = draw.args, random.Random(draw.seed)
 
     def length(longest: int) -> int:
@@ -53,7 +53,7 @@ def _random(draw: Draw) -> list[Prompt]:
     return [draw.random(rng, tokens, output_len) for tokens, output_len in sizes]
 
 
-def _shared_prefix(draw: Draw) -> list[Prompt]:
+def _shared_prefix(draw: DatasetSpec) -> list[BenchPrompt]:
     """Groups of questions behind the same long text; --num-prompts has no say in it."""
     args, rng = draw.args, random.Random(draw.seed)
     prompts = []
@@ -66,7 +66,7 @@ def _shared_prefix(draw: Draw) -> list[Prompt]:
     return prompts
 
 
-def _sharegpt(draw: Draw) -> list[Prompt]:
+def _sharegpt(draw: DatasetSpec) -> list[BenchPrompt]:
     args, path = draw.args, _path(draw.args)
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
     return (texts[0], texts[1]) if len(texts) == 2 and all(texts) else None
 
 
-def _fitting(draw: Draw, pairs: list[tuple[str, str]]) -> Iterator[Prompt]:
+def _fitting(draw: DatasetSpec, pairs: list[tuple[str, str]]) -> Iterator[BenchPrompt]:
     """Turns of less than two tokens, or too long ones, say nothing about a server."""
     args = draw.args
     for question, answer in pairs:
@@ -103,7 +103,7 @@ def _fitting(draw: Draw, pairs: list[tuple[str, str]]) -> Iterator[Prompt]:
             yield prompt
 
 
-def _custom(draw: Draw) -> list[Prompt]:
+def _custom(draw: DatasetSpec) -> list[BenchPrompt]:
     path = _path(draw.args)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     found = (_custom_line(draw, path, number, line) for number, line in enumerate(lines, 1))
@@ -113,7 +113,7 @@ def _custom(draw: Draw) -> list[Prompt]:
 _LENGTHS: Final = ("output_len", "output_tokens", "max_tokens", "max_new_tokens")
 
 
-def _custom_line(draw: Draw, path: Path, number: int, line: str) -> Prompt:
+def _custom_line(draw: DatasetSpec, path: Path, number: int, line: str) -> BenchPrompt:
     """{"prompt": "…", "output_len": 64}, or messages or conversations whose first turn is asked."""
     try:
         entry = json.loads(line)
@@ -142,7 +142,9 @@ def _path(args: DatasetArgs) -> Path:
     return Path(args.dataset_path)
 
 
-def _enough(draw: Draw, found: Iterator[Prompt], lines: int, args: DatasetArgs) -> list[Prompt]:
+def _enough(
+    draw: DatasetSpec, found: Iterator[BenchPrompt], lines: int, args: DatasetArgs
+) -> list[BenchPrompt]:
     """The first of them. Prompts are not repeated: a prefix cache would answer those."""
     prompts = [prompt for prompt, _ in zip(found, range(draw.number), strict=False)]
     if len(prompts) < args.num_prompts:
@@ -153,7 +155,7 @@ def _enough(draw: Draw, found: Iterator[Prompt], lines: int, args: DatasetArgs) 
     return prompts
 
 
-_MAKERS: Final[dict[str, Callable[[Draw], list[Prompt]]]] = {
+_MAKERS: Final[dict[str, Callable[[DatasetSpec], list[BenchPrompt]]]] = {
     "random": _random,
     "random-ids": _random,
     "sharegpt": _sharegpt,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.loadgen.outcome import Outcome, Prompt
+from moesaic.loadgen.outcome import BenchPrompt, Outcome
 
 FAILED: Final = ("abort", "error")
 
@@ -29,11 +29,11 @@ class Endpoint:
     and says whether it brought tokens."""
 
     path: str
-    body: Callable[[Prompt, Asked], dict[str, Any]]
+    body: Callable[[BenchPrompt, Asked], dict[str, Any]]
     read: Callable[[bytes, Outcome], bool]
     chat: bool = False
 
-    def request(self, prompt: Prompt, asked: Asked) -> bytes:
+    def request(self, prompt: BenchPrompt, asked: Asked) -> bytes:
         return msgspec.json.encode(merged(self.body(prompt, asked), asked.extra))
 
 
@@ -47,12 +47,12 @@ def merged(body: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-class Usage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Message(msgspec.Struct):
+class AnswerMessage(msgspec.Struct):
     """A delta, too."""
 
     content: str | None = None
@@ -65,10 +65,10 @@ class Message(msgspec.Struct):
         return (self.reasoning_content or self.reasoning or "") + (self.content or "")
 
 
-class Choice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     text: str | None = None
-    message: Message | None = None
-    delta: Message | None = None
+    message: AnswerMessage | None = None
+    delta: AnswerMessage | None = None
     finish_reason: str | None = None
 
     @property
@@ -84,8 +84,8 @@ class Choice(msgspec.Struct):
 
 
 class OpenAIPart(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[AnswerChoice] = []
+    usage: AnswerUsage | None = None
     error: Any = None
 
 
@@ -149,7 +149,7 @@ def read_native(data: bytes, outcome: Outcome) -> bool:
     return (outcome.output_tokens or 0) > before
 
 
-def native_body(prompt: Prompt, asked: Asked) -> dict[str, Any]:
+def native_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
     key, value = ("text", prompt.text) if prompt.ids is None else ("input_ids", prompt.ids)
     sampling = {
         "temperature": 0.0,
@@ -159,17 +159,17 @@ def native_body(prompt: Prompt, asked: Asked) -> dict[str, Any]:
     return {key: value, "sampling_params": sampling, "stream": asked.stream}
 
 
-def completion_body(prompt: Prompt, asked: Asked) -> dict[str, Any]:
+def completion_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
     text = prompt.text if prompt.ids is None else prompt.ids
     return {"prompt": text, "max_tokens": prompt.output_len, **_common(asked)}
 
 
-def chat_body(prompt: Prompt, asked: Asked) -> dict[str, Any]:
+def chat_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt.text}]
     return {"messages": messages, "max_tokens": prompt.output_len, **_common(asked)}
 
 
-def openai_chat_body(prompt: Prompt, asked: Asked) -> dict[str, Any]:
+def openai_chat_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
     """By the name that OpenAI has now."""
     body = chat_body(prompt, asked)
     body["max_completion_tokens"] = body.pop("max_tokens")

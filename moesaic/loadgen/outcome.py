@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """One request to be. `tokens`: how long the server should find it, 0 if nobody knows; `ids`:
     the prompt itself, where it is sent as tokens."""
 
@@ -21,7 +21,7 @@ class Prompt:
 class Outcome:
     """Times are of one clock, in seconds. An arrival is what one read from the socket brought."""
 
-    prompt: Prompt
+    prompt: BenchPrompt
     started: float = 0.0
     ended: float = 0.0
     arrivals: array[float] = field(default_factory=lambda: array("d"))

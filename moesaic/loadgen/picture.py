@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from moesaic.loadgen.args import Load
-from moesaic.loadgen.figures import Figures, Spread
+from moesaic.loadgen.metrics import LatencySummary, RunMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ STYLE: Final[dict[Any, Any]] = {
     "lines.markersize": 5,
     "legend.frameon": False,
 }
-Point = tuple[Load, Figures]
+Point = tuple[Load, RunMetrics]
 
 
 def draw(path: str, points: Sequence[Point], title: str) -> None:
@@ -58,7 +58,7 @@ def draw(path: str, points: Sequence[Point], title: str) -> None:
         pyplot.close(figure)
 
 
-def _axis(loads: Sequence[Load], figures: Sequence[Figures]) -> tuple[str, list[float]]:
+def _axis(loads: Sequence[Load], figures: Sequence[RunMetrics]) -> tuple[str, list[float]]:
     """What was varied; of a single run, or where the rate was infinite, the concurrency it had."""
     if len({load.limit for load in loads}) > 1:
         return "most requests at once", [float(load.limit or 0) for load in loads]
@@ -67,7 +67,7 @@ def _axis(loads: Sequence[Load], figures: Sequence[Figures]) -> tuple[str, list[
     return "requests at once, on average", [figure.concurrency for figure in figures]
 
 
-def _latency(axis: Axes, title: str, at: list[float], spreads: Sequence[Spread]) -> None:
+def _latency(axis: Axes, title: str, at: list[float], spreads: Sequence[LatencySummary]) -> None:
     axis.set_title(title)
     for name, part, colour in (("P99", "p99", TAIL), ("median", "median", MEDIAN)):
         values = [getattr(spread, part) for spread in spreads]
@@ -76,7 +76,7 @@ def _latency(axis: Axes, title: str, at: list[float], spreads: Sequence[Spread])
     axis.legend(loc="upper left")
 
 
-def _throughput(axis: Axes, at: list[float], figures: Sequence[Figures]) -> None:
+def _throughput(axis: Axes, at: list[float], figures: Sequence[RunMetrics]) -> None:
     axis.set_title("Throughput (tokens/s)")
     total = [figure.total_throughput for figure in figures]
     axis.plot(at, total, "o--", color=TOTAL, label="input and output")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.loadgen.args import Load, ServeBenchArgs
-from moesaic.loadgen.figures import BUSY, Figures, Spread, as_json
+from moesaic.loadgen.metrics import BUSY, LatencySummary, RunMetrics, as_json
 from moesaic.loadgen.outcome import Outcome
 from moesaic.loadgen.traffic import Run
 
@@ -29,7 +29,7 @@ def line(label: str, value: Cell) -> str:
     return f"{label + ':':<40} {f'{value:.2f}' if isinstance(value, float) else value:<10}"
 
 
-def serving_block(args: ServeBenchArgs, load: Load, figures: Figures) -> str:
+def serving_block(args: ServeBenchArgs, load: Load, figures: RunMetrics) -> str:
     rows: list[tuple[str, Cell]] = [
         ("Backend", args.backend),
         ("Traffic request rate", str(load.rate)),
@@ -66,7 +66,7 @@ def serving_block(args: ServeBenchArgs, load: Load, figures: Figures) -> str:
     return "\n".join([*lines, "=" * WIDTH])
 
 
-def _section(title: str, name: str, spread: Spread, longest: bool = False) -> list[str]:
+def _section(title: str, name: str, spread: LatencySummary, longest: bool = False) -> list[str]:
     """Nothing where nothing was measured."""
     parts = PARTS | {"Max": "max"} if longest else PARTS
     values = [(label, getattr(spread, part)) for label, part in parts.items()]
@@ -79,7 +79,7 @@ def rate_word(rate: float) -> str | float:
     return rate if math.isfinite(rate) else "inf"
 
 
-def notes(args: ServeBenchArgs, figures: Figures, run: Run) -> list[str]:
+def notes(args: ServeBenchArgs, figures: RunMetrics, run: Run) -> list[str]:
     """What a reader of the figures must know."""
     found = []
     if run.cut:
@@ -122,7 +122,7 @@ def _length_notes(args: ServeBenchArgs, outcomes: Iterable[Outcome]) -> list[str
 
 
 def json_line(
-    args: ServeBenchArgs, load: Load, figures: Figures, run: Run, model: str
+    args: ServeBenchArgs, load: Load, figures: RunMetrics, run: Run, model: str
 ) -> dict[str, Any]:
     """One line of --output-file: the run's flags, then its figures."""
     return {

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from moesaic.engine.tokenizer import Tokenizer
+    from moesaic.engine.text.tokenizer import Tokenizer
 
 TINY: Final = "tiny:"
 # Decoding ids and encoding the text again may give another number; this often it is mended.
@@ -115,7 +115,7 @@ class TokenTexts:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """From a folder, or of a tiny model, which is made if need be."""
-    from moesaic.engine.tokenizer import Tokenizer
+    from moesaic.engine.text.tokenizer import Tokenizer
 
     if name.startswith(TINY):
         from moesaic.models.tiny import materialise  # only here: it needs torch

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from moesaic.loadgen.args import Load
 from moesaic.loadgen.client import Client
-from moesaic.loadgen.outcome import Outcome, Prompt
+from moesaic.loadgen.outcome import BenchPrompt, Outcome
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def arrival_times(number: int, load: Load, seed: int) -> Iterator[float]:
             at += rng.gammavariate(load.burstiness, 1 / (load.rate * load.burstiness))
 
 
-class Traffic:
+class TrafficSource:
     def __init__(self, client: Client, load: Load, seed: int, progress: bool) -> None:
         self._client, self._load, self._seed = client, load, seed
         self._progress = progress
@@ -50,7 +50,7 @@ class Traffic:
         if load.limit is not None:
             self._places = asyncio.Semaphore(load.limit)
 
-    async def run(self, prompts: Sequence[Prompt]) -> Run:
+    async def run(self, prompts: Sequence[BenchPrompt]) -> Run:
         """Sends all of them and waits. Cancelling it gives what there is by then."""
         tasks: list[asyncio.Task[None]] = []
         cut = False
@@ -74,7 +74,7 @@ class Traffic:
 
     async def _send(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[BenchPrompt],
         started: float,
         tasks: list[asyncio.Task[None]],
         tick: Callable[[], object],
@@ -86,7 +86,7 @@ class Traffic:
                 await asyncio.sleep(wait)
             tasks.append(asyncio.create_task(self._one(prompt, tick)))
 
-    async def _one(self, prompt: Prompt, tick: Callable[[], object]) -> None:
+    async def _one(self, prompt: BenchPrompt, tick: Callable[[], object]) -> None:
         async with self._places:
             outcome = await self._client.ask(prompt)
         self._done.append(outcome)

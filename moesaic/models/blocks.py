@@ -24,7 +24,7 @@ from moesaic.kernels.routing import (
 )
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
-from moesaic.layers.embedding import Embedding, Head
+from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.linear import product
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot, parameter
@@ -35,7 +35,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.topk import TopK
-from moesaic.observe.spans import Kind
+from moesaic.observe.spans import SpanKind
 
 
 class Router(Module):
@@ -103,7 +103,7 @@ class SparseBlock(Module):
         begin = spans.clock()
         chosen = self._choose(x_TH, num_tokens_1)
         if begin:
-            spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
+            spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return chosen
 
     def _choose(self, x_TH: Tensor, num_tokens_1: Tensor | None) -> TopKOutput:
@@ -129,7 +129,7 @@ class SparseBlock(Module):
         slots = slot_map.table_on(x_TH.device)
         made = norm_route_rows(rows, router, spec, bias, step.num_tokens_1, slots)
         if begin:
-            spans.add(Kind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
+            spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return made[0], made[1], TopKOutput(made[2], made[3])
 
     def forward(
@@ -215,7 +215,7 @@ class DecoderLayer(Module):
         rows_TX, residual_TH = attention.of_norm(norm, x_TH, residual_TH)
         mixed_TH = attention(rows_TX, ctx)
         if begin:
-            self._spans.add(Kind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
+            self._spans.add(SpanKind.ATTENTION, begin, self.self_attn.layer, len(x_TH))
         norm, step = self.post_attention_layernorm, ctx.step
         if isinstance(self.mlp, SparseBlock):
             normed_TH, residual_TH, chosen = self.mlp.add_norm(norm, mixed_TH, residual_TH, step)
@@ -268,7 +268,7 @@ class CausalLM(Module):
         if config.parallel.is_last:
             tied = self.model.embed_tokens if config.tie_word_embeddings else None
             sizes = (config.vocab_size, config.hidden_size)
-            self.lm_head = Head(*sizes, config.dtype, config.parallel, tied)
+            self.lm_head = LMHead(*sizes, config.dtype, config.parallel, tied)
         if config.tie_word_embeddings:
             self.renamed = {"lm_head": "model.embed_tokens"}
 

@@ -23,7 +23,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """What a tensor must look like: one of the shapes, one of the types."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -97,7 +97,7 @@ class Checkpoint:
         """A tensor of no elements, as transformers writes for parts of size zero."""
         return 0 in self.shape(name)
 
-    def check(self, name: str, spec: Spec) -> None:
+    def check(self, name: str, spec: TensorSpec) -> None:
         """Shape and type of a tensor, without reading it."""
         shape, dtype = self.shape(name), self.dtype(name)
         if shape not in spec.shapes:

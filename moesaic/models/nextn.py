@@ -22,7 +22,7 @@ from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.experts import finished
 from moesaic.layers.attention import LatentAttention
 from moesaic.layers.context import AttentionStep, ForwardContext
-from moesaic.layers.embedding import Embedding, Head
+from moesaic.layers.embedding import Embedding, LMHead
 from moesaic.layers.linear import Linear, LinearConfig
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot
 from moesaic.layers.norm import RMSNorm
@@ -66,7 +66,7 @@ class SharedHead(Module):
         self.head = None
         if own_head:
             sizes = (config.vocab_size, config.hidden_size)
-            self.head = Head(*sizes, config.dtype, config.parallel)
+            self.head = LMHead(*sizes, config.dtype, config.parallel)
 
 
 class NextNLayer(DecoderLayer):
@@ -99,7 +99,7 @@ class Lent:
     """What the main model lends. Not a module: its weights are not loaded with ours."""
 
     embedding: Embedding | None
-    head: Head
+    head: LMHead
 
 
 class NextN(Module):

@@ -24,7 +24,7 @@ from moesaic.models.checkpoint import FLOATS, INDEX, Checkpoint
 from moesaic.models.config import RawConfig
 from moesaic.models.registry import ARCHITECTURES
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.forms import FORMS, NO_GROUP, STACK_FORMS, Form
+from moesaic.models.schemes.quantize_formats import FORMS, NO_GROUP, STACK_FORMS, QuantizeFormat
 from moesaic.models.schemes.storage import Matrix, Storage
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantizeJob:
     """What to write: `form` names it, `group_size` None is the form's own."""
 
     form: str
@@ -51,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Written:
+class QuantizeReport:
     matrices: int
     bytes_before: int
     bytes_after: int
@@ -104,7 +104,7 @@ class ShardWriter:
 class Quantizer:
     source: Checkpoint
     raw: RawConfig
-    form: Form
+    form: QuantizeFormat
     storage: Storage
     group: int
     targets: frozenset[str]
@@ -162,7 +162,7 @@ class Quantizer:
         )
 
 
-def quantize(source: Path, target: Path, job: Job) -> Written:
+def quantize(source: Path, target: Path, job: QuantizeJob) -> QuantizeReport:
     """`target` appears when all of it is written, or not at all."""
     raw = RawConfig.read(source)
     form = _form(raw, source, job)
@@ -185,7 +185,7 @@ def quantize(source: Path, target: Path, job: Job) -> Written:
     return written
 
 
-def _form(raw: RawConfig, source: Path, job: Job) -> Form:
+def _form(raw: RawConfig, source: Path, job: QuantizeJob) -> QuantizeFormat:
     if job.form not in FORMS:
         raise ValueError(f"unknown format {job.form!r}: choose one of {', '.join(FORMS)}")
     form = FORMS[job.form]
@@ -213,7 +213,9 @@ def _form(raw: RawConfig, source: Path, job: Job) -> Form:
     return forms[job.form]
 
 
-def _quantizer(checkpoint: Checkpoint, raw: RawConfig, form: Form, job: Job) -> Quantizer:
+def _quantizer(
+    checkpoint: Checkpoint, raw: RawConfig, form: QuantizeFormat, job: QuantizeJob
+) -> Quantizer:
     pattern = STACK if form.stacked else PROJECTION
     targets = frozenset(
         name
@@ -233,7 +235,11 @@ def _quantizer(checkpoint: Checkpoint, raw: RawConfig, form: Form, job: Job) -> 
 
 
 def _check_fit(
-    checkpoint: Checkpoint, targets: frozenset[str], storage: Storage, job: Job, form: Form
+    checkpoint: Checkpoint,
+    targets: frozenset[str],
+    storage: Storage,
+    job: QuantizeJob,
+    form: QuantizeFormat,
 ) -> None:
     assert storage.format is not None
     ragged = storage.format.ragged
@@ -255,7 +261,7 @@ def _check_fit(
             )
 
 
-def _write(quantizer: Quantizer, source: Path, work: Path, job: Job) -> Written:
+def _write(quantizer: Quantizer, source: Path, work: Path, job: QuantizeJob) -> QuantizeReport:
     location = quantizer.source.location
     writer = ShardWriter(work, job.shard_bytes)
     # In the files' order, so that each is read from front to end.
@@ -271,7 +277,7 @@ def _write(quantizer: Quantizer, source: Path, work: Path, job: Job) -> Written:
     if config["quant_method"] == "modelopt":
         (work / "hf_quant_config.json").write_text(json.dumps(_modelopt_file(config), indent=2))
     before = sum((source / file).stat().st_size for file in set(location.values()))
-    return Written(len(quantizer.targets), before, writer.written)
+    return QuantizeReport(len(quantizer.targets), before, writer.written)
 
 
 def _copy_files(source: Path, work: Path) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.models.blocks import CausalLM
-from moesaic.models.checkpoint import Checkpoint, Spec
+from moesaic.models.checkpoint import Checkpoint, TensorSpec
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
@@ -53,11 +53,11 @@ class Loader:
             return None
         return Matrix(slot.name, (slot.shape[0], slot.shape[1]))
 
-    def tensors(self, slot: Slot) -> dict[str, Spec]:
+    def tensors(self, slot: Slot) -> dict[str, TensorSpec]:
         matrix = self.matrix(slot)
         if matrix is not None:
             return self.scheme.tensors(self.checkpoint, matrix)
-        return {slot.name: Spec((slot.shape,))}
+        return {slot.name: TensorSpec((slot.shape,))}
 
     def fill(self, slot: Slot) -> None:
         if isinstance(slot, MatrixSlot):

@@ -8,17 +8,17 @@ from functools import partial
 
 import torch
 
-from moesaic.comm.group import Peers, RankGroup
+from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_exchange import DeviceExchange
-from moesaic.moe.dispatch.exchange import LANES, InFlight
-from moesaic.moe.outline import OutlineDispatcher, OutlineGroup
+from moesaic.moe.dispatch.device.exchange import DeviceExchange
+from moesaic.moe.dispatch.host.exchange import LANES, InFlight
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, Problem, resolve
+from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, resolve
 from moesaic.moe.runner.base import Workspace
+from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -47,7 +47,7 @@ class MoeContext:
     way at once. `dispatch_programs`, `combine_programs`: of normal mode's kernels on a GPU, at
     most."""
 
-    choice: Problem
+    choice: MoeProblem
     reasons: tuple[str, ...]
     dtype: torch.dtype
     comm: CommContext
@@ -65,7 +65,7 @@ class MoeContext:
     @classmethod
     def make(
         cls,
-        problem: Problem,
+        problem: MoeProblem,
         dtype: torch.dtype,
         group: Peers | None = None,
         timeout: float = 60.0,
@@ -85,7 +85,7 @@ class MoeContext:
         """One rank; unquantised unless a format is given."""
         name = DTYPE_NAMES[dtype]
         weights = weights or WEIGHT_FORMATS[name]
-        return cls.make(Problem(weights=weights, dtype=name, device=device), dtype)
+        return cls.make(MoeProblem(weights=weights, dtype=name, device=device), dtype)
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -131,8 +131,8 @@ class MoeContext:
         )
 
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
-        if isinstance(self.comm.group, OutlineGroup):
-            return OutlineDispatcher(config, self.comm)
+        if isinstance(self.comm.group, ShapeOnlyGroup):
+            return ShapeOnlyDispatcher(config, self.comm)
         backend = A2A_REGISTRY[self.choice.a2a]
         dispatcher: BaseDispatcher = backend.providers[self.choice.device](config, self.comm)
         return dispatcher

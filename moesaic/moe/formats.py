@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from moesaic.kernels.experts import Far
+from moesaic.kernels.experts import RemoteRows
 from moesaic.moe.quant.payload import Payload
 
 
@@ -84,7 +84,7 @@ class StandardDispatchOutput(DispatchOutput):
     """About one in so many pairs is of a slot here: what the runner may plan for."""
     unsummed: bool = field(default=False, kw_only=True)
     """Whether results may be left as weighted rows of all pairs."""
-    far: Far | None = field(default=None, kw_only=True)
+    far: RemoteRows | None = field(default=None, kw_only=True)
     """Where rows are that were not sent: `x` has only what the others' are like."""
 
     def slot_rows(self, slots: int) -> Sequence[int]:

@@ -17,17 +17,17 @@ from moesaic.layers.module import MatrixSlot, Module, TensorSlot, parameter
 from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
+from moesaic.moe.expert_load import SlotLoad
 from moesaic.moe.formats import (
     DispatchOutput,
     StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.load import ExpertLoad
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
-from moesaic.moe.runner.layouts import kernel_fits
+from moesaic.moe.runner.host.layouts import kernel_fits
 
 # Rows whose pairs the norm behind them sums: a program of it takes a whole row.
 MAX_UNSUMMED = 256
@@ -63,7 +63,7 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self._make_weights()
         self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
-        self.load = ExpertLoad(layer, self.layout, context.comm.spans, context.choice.device)
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.choice.device)
         self.runner = MoeRunner(
             context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
         )

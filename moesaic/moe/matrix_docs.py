@@ -14,7 +14,7 @@ from moesaic.moe.registry import (
     RUNNER_REGISTRY,
     UNQUANTIZED,
     A2aBackend,
-    Problem,
+    MoeProblem,
     RunnerBackend,
     provider_name,
     resolve,
@@ -66,15 +66,15 @@ WEIGHTS_APPLIED_BY = {
     "fused": "the fused function",
 }
 RESOLVED = (
-    Problem(a2a="deepep", weights=WEIGHT_FORMATS["fp8_block"], ep=4, tp=4),
-    Problem(a2a="mori", weights=WEIGHT_FORMATS["nvfp4"], ep=2, tp=4),
-    Problem(a2a="mooncake", weights=WEIGHT_FORMATS["int8_w8a8"], ep=4, tp=4, hidden_size=2048),
+    MoeProblem(a2a="deepep", weights=WEIGHT_FORMATS["fp8_block"], ep=4, tp=4),
+    MoeProblem(a2a="mori", weights=WEIGHT_FORMATS["nvfp4"], ep=2, tp=4),
+    MoeProblem(a2a="mooncake", weights=WEIGHT_FORMATS["int8_w8a8"], ep=4, tp=4, hidden_size=2048),
 )
 REFUSED = (
-    Problem(a2a="mooncake", mode="normal", ep=4, tp=4),
-    Problem(runner="flashinfer_mxfp4"),
-    Problem(runner="triton", payload="fp8", weights=WEIGHT_FORMATS["int8_w8a8"]),
-    Problem(a2a="deepep", ep=3, tp=4),
+    MoeProblem(a2a="mooncake", mode="normal", ep=4, tp=4),
+    MoeProblem(runner="flashinfer_mxfp4"),
+    MoeProblem(runner="triton", payload="fp8", weights=WEIGHT_FORMATS["int8_w8a8"]),
+    MoeProblem(a2a="deepep", ep=3, tp=4),
 )
 
 
@@ -102,9 +102,9 @@ def _code(lines: Iterator[str]) -> Iterator[str]:
     yield "```\n"
 
 
-def flags(problem: Problem) -> str:
+def flags(problem: MoeProblem) -> str:
     """A problem as it is asked for on the command line; weights in front."""
-    default = Problem()
+    default = MoeProblem()
     asked = [
         ("--device", problem.device, default.device),
         ("--tp", problem.tp, default.tp),
@@ -207,10 +207,10 @@ def _ticks(
     )
 
 
-def _asked(weights: str, **choices: str) -> Problem:
+def _asked(weights: str, **choices: str) -> MoeProblem:
     """Steps of decode only, which all backends serve; activations that fit the weights."""
     dtype = weights if weights in UNQUANTIZED else "bf16"
-    return Problem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
+    return MoeProblem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
 
 
 def _runners_and_weights() -> Iterator[str]:

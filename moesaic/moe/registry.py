@@ -127,7 +127,7 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
 
 
 @dataclass(frozen=True)
-class Problem:
+class MoeProblem:
     """One combination. `dtype` is that of the activations; a size of 0 is not known and not
     checked. `weights` is the format of the experts at hand, with their group size and what they
     are multiplied with."""
@@ -159,10 +159,10 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ResolvedChoice:
     """A problem with nothing left open, and why each thing that was open became what it is."""
 
-    problem: Problem
+    problem: MoeProblem
     reasons: tuple[str, ...]
 
 
@@ -176,17 +176,17 @@ FLAGS = {
 }
 
 
-def modes_of(problem: Problem) -> tuple[str, ...]:
+def modes_of(problem: MoeProblem) -> tuple[str, ...]:
     """The modes that will be used: the one asked for, or all that the backend has."""
     return tuple(A2A_REGISTRY[problem.a2a].formats) if problem.mode == "auto" else (problem.mode,)
 
 
-def formats_of(problem: Problem) -> tuple[str, ...]:
+def formats_of(problem: MoeProblem) -> tuple[str, ...]:
     formats = A2A_REGISTRY[problem.a2a].formats_for(problem.device)
     return tuple(dict.fromkeys(formats[mode] for mode in modes_of(problem)))
 
 
-def payload_of(problem: Problem) -> tuple[str, str]:
+def payload_of(problem: MoeProblem) -> tuple[str, str]:
     """What is sent, and why: what the weights are multiplied with, if all agree on it."""
     if problem.payload != "auto":
         return problem.payload, "as asked"
@@ -206,7 +206,7 @@ def payload_of(problem: Problem) -> tuple[str, str]:
     return wanted, f"{problem.weights.name} weights are multiplied with {wanted} activations"
 
 
-def _names(problem: Problem) -> Iterator[str]:
+def _names(problem: MoeProblem) -> Iterator[str]:
     for kind, name, names in (
         ("--moe-a2a-backend", problem.a2a, [*A2A_REGISTRY]),
         ("--moe-runner-backend", problem.runner, ["auto", *RUNNER_REGISTRY]),
@@ -219,7 +219,7 @@ def _names(problem: Problem) -> Iterator[str]:
         yield f"payload {problem.payload!r} is not known: choose one of {known}"
 
 
-def _sizes(problem: Problem) -> Iterator[str]:
+def _sizes(problem: MoeProblem) -> Iterator[str]:
     if problem.ep > problem.tp or problem.tp % problem.ep:
         yield f"ep {problem.ep} does not divide tp {problem.tp}"
         return
@@ -237,7 +237,7 @@ def _sizes(problem: Problem) -> Iterator[str]:
             yield from _weights_fit(problem, cut)
 
 
-def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
+def _weights_fit(problem: MoeProblem, cut: int) -> Iterator[str]:
     weights = problem.weights
     try:
         weights.check(cut, problem.hidden_size or cut)
@@ -248,7 +248,7 @@ def _weights_fit(problem: Problem, cut: int) -> Iterator[str]:
         yield f"{weights.name} weights with ep {problem.ep} of tp {problem.tp}: {error}"
 
 
-def _a2a(problem: Problem) -> Iterator[str]:
+def _a2a(problem: MoeProblem) -> Iterator[str]:
     backend = A2A_REGISTRY[problem.a2a]
     yield from _provided(backend, problem)
     if problem.mode != "auto" and problem.mode not in backend.formats:
@@ -258,13 +258,13 @@ def _a2a(problem: Problem) -> Iterator[str]:
             yield f"{backend.name} serves {' and '.join(backend.phases)} steps only, not {phase}"
 
 
-def _provided(backend: A2aBackend | RunnerBackend, problem: Problem) -> Iterator[str]:
+def _provided(backend: A2aBackend | RunnerBackend, problem: MoeProblem) -> Iterator[str]:
     if problem.device not in backend.providers:
         known = ", ".join(backend.providers) or "nothing"
         yield f"{backend.name} has no provider for {problem.device}, only for {known}"
 
 
-def _runner(problem: Problem) -> Iterator[str]:
+def _runner(problem: MoeProblem) -> Iterator[str]:
     backend = RUNNER_REGISTRY[problem.runner]
     weights = problem.weights.name
     yield from _provided(backend, problem)
@@ -284,7 +284,7 @@ def _runner(problem: Problem) -> Iterator[str]:
             )
 
 
-def _payload(problem: Problem) -> Iterator[str]:
+def _payload(problem: MoeProblem) -> Iterator[str]:
     yield from _takes(A2A_REGISTRY[problem.a2a], problem)
     payload, _ = payload_of(problem)
     wanted = problem.weights.activation
@@ -300,7 +300,7 @@ def _payload(problem: Problem) -> Iterator[str]:
             yield str(error)
 
 
-def _takes(backend: A2aBackend | RunnerBackend, problem: Problem) -> Iterator[str]:
+def _takes(backend: A2aBackend | RunnerBackend, problem: MoeProblem) -> Iterator[str]:
     payload, _ = payload_of(problem)
     if payload not in backend.payloads:
         yield f"{backend.name} does not take payload {payload}, only {', '.join(backend.payloads)}"
@@ -310,7 +310,7 @@ RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # whatever the runner
 RULES = (*RULES_OF_ALL, _runner)
 
 
-def supports(problem: Problem) -> Support:
+def supports(problem: MoeProblem) -> Support:
     """Whether a combination works; `auto` works if anything does."""
     rules = RULES if problem.runner != "auto" else RULES_OF_ALL
     for rule in rules:
@@ -330,7 +330,7 @@ def _order(weights: WeightFormat) -> list[str]:
     )
 
 
-def resolve(problem: Problem) -> Choice:
+def resolve(problem: MoeProblem) -> ResolvedChoice:
     """What will run, or ValueError with the reason and the nearest combination that works."""
     unknown = next(_names(problem), None)
     if unknown is not None:
@@ -353,10 +353,10 @@ def resolve(problem: Problem) -> Choice:
     if problem.mode == "auto" and len(modes) == 1:
         reasons.append(f"mode {modes[0]}: the only one of {problem.a2a}")
         problem = replace(problem, mode=modes[0])
-    return Choice(problem, tuple(reasons))
+    return ResolvedChoice(problem, tuple(reasons))
 
 
-def _advice(problem: Problem) -> str:
+def _advice(problem: MoeProblem) -> str:
     nearest = suggest(problem)
     if nearest is None:
         return "no choice of backends would help"
@@ -368,7 +368,7 @@ def _advice(problem: Problem) -> str:
     return f"use {changes}"
 
 
-def suggest(problem: Problem) -> Problem | None:
+def suggest(problem: MoeProblem) -> MoeProblem | None:
     """The nearest combination that works: the fewest flags changed, first those that matter least
     to the user."""
     splits = [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0]
@@ -389,11 +389,11 @@ def suggest(problem: Problem) -> Problem | None:
     return None
 
 
-def combinations_of(**fixed: Any) -> Iterator[tuple[Problem, Support]]:
+def combinations_of(**fixed: Any) -> Iterator[tuple[MoeProblem, Support]]:
     """Every a2a backend, mode, runner, payload and weights, with whether it works; the rest as
     given."""
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS.values())
-    make = partial(Problem, **fixed)
+    make = partial(MoeProblem, **fixed)
     for a2a, mode, runner, payload, weights in axes:
         problem = make(a2a=a2a, mode=mode, runner=runner, payload=payload, weights=weights)
         yield problem, supports(problem)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moesaic.observe.metrics import METRICS, Kind, Metric
+from moesaic.observe.metrics import METRICS, Metric, MetricKind
 
 QUANTILES: Final = (0.5, 0.95, 0.99)
 WIDTH: Final = 24
@@ -187,13 +187,13 @@ def queries(metric: Metric, panel: Panel) -> Iterator[tuple[str, str]]:
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.by) or short
     if len({other.name for other in METRICS if other.panel == panel.title}) > 1 and metric.by:
         legend = f"{short} {legend}"
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         for quantile in QUANTILES:
             rate = f"sum by (le) (rate({name}_bucket{{{SELECTOR}}}[$__rate_interval]))"
             yield f"histogram_quantile({quantile}, {rate})", f"P{quantile * 100:g}"
     elif metric.expr:
         yield _selected(metric.expr.format(name=name)), legend
-    elif metric.kind is Kind.COUNTER:
+    elif metric.kind is MetricKind.COUNTER:
         yield f"sum{_by(metric)} (rate({name}{{{SELECTOR}}}[$__rate_interval]))", legend
     else:
         yield f"max{_by(metric)} ({name}{{{SELECTOR}}})", legend

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
-from moesaic.observe.experts import ExpertLoad
+from moesaic.observe.expert_load import LayerLoad
 from moesaic.observe.requests import GAP_BOUNDS, LATENCY_BOUNDS, Distribution, RequestStats
 
 PREFIX: Final = "moesaic_"
@@ -37,7 +37,7 @@ class Snapshot:
     that a step has generated of late."""
 
     engine: EngineStats
-    experts: Sequence[ExpertLoad]
+    experts: Sequence[LayerLoad]
     engine_age: float
     requests: RequestStats
     server: ServerStats
@@ -49,7 +49,7 @@ Sample = tuple[Labels, float | Distribution]
 Read = Callable[[Snapshot], Iterable[Sample]]
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -61,7 +61,7 @@ class Metric:
     what is shown, where that is not the rate, the value or the quantiles."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     read: Read
     panel: str
@@ -150,9 +150,9 @@ def _http(snapshot: Snapshot) -> Iterator[Sample]:
 
 INFO_LABELS: Final = ("version", "model", "mesh", "a2a_backend", "mode", "runner_backend")
 
-_counter = partial(Metric, kind=Kind.COUNTER)
-_gauge = partial(Metric, kind=Kind.GAUGE)
-_latency = partial(Metric, kind=Kind.HISTOGRAM, panel="Latency", buckets=LATENCY_BOUNDS)
+_counter = partial(Metric, kind=MetricKind.COUNTER)
+_gauge = partial(Metric, kind=MetricKind.GAUGE)
+_latency = partial(Metric, kind=MetricKind.HISTOGRAM, panel="Latency", buckets=LATENCY_BOUNDS)
 # Who counts.
 _CALLER, _GROUP, _RANK, _SERVER = "requests", "schedulers", "ranks", "HTTP server"
 

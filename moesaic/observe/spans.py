@@ -15,7 +15,7 @@ CAPACITY: Final = 200_000
 RECORD: Final = struct.Struct("<hhiiqqqq")
 
 
-class Kind(IntEnum):
+class SpanKind(IntEnum):
     """What a span is of; its name in a trace is in small letters."""
 
     STEP = 0
@@ -73,7 +73,7 @@ class Spans:
         """Recording ends with so many steps from `first` on, some of which may be over already."""
         with self._lock:
             kept = unpack(self.read(0, self.count))
-            over = sum(span.kind == Kind.STEP and span.step >= first for span in kept)
+            over = sum(span.kind == SpanKind.STEP and span.step >= first for span in kept)
             self._left, self._from = steps - over, first
             self.on = self.on and over < steps
 
@@ -93,7 +93,7 @@ class Spans:
 
     def add(
         self,
-        kind: Kind,
+        kind: SpanKind,
         begin: int,
         layer: int = -1,
         tokens: int = 0,
@@ -110,7 +110,7 @@ class Spans:
             RECORD.pack_into(
                 self._data, place, kind, layer, self.step, tokens, begin, end, nbytes, thread
             )
-            if kind == Kind.STEP and self._left is not None and self.step >= self._from:
+            if kind == SpanKind.STEP and self._left is not None and self.step >= self._from:
                 self._left -= 1
                 self.on = self._left > 0
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.observe.spans import Kind, Span
+from moesaic.observe.spans import Span, SpanKind
 
 MICROSECOND: Final = 1000
 TOGETHER: Final = 1000
@@ -76,7 +76,7 @@ def _event(track: Track, lane: int, span: Span, start: int) -> dict[str, Any]:
         args["layer"] = span.layer
     if span.nbytes:
         args["bytes"] = span.nbytes
-    kind = Kind(span.kind)
+    kind = SpanKind(span.kind)
     return {
         "ph": "X",
         "name": kind.name.lower(),

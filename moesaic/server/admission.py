@@ -14,8 +14,8 @@ from collections.abc import Hashable
 from typing import Final
 
 from moesaic.engine.engine import QueueFull
-from moesaic.engine.gate import Start
-from moesaic.engine.turns import TurnQueue
+from moesaic.engine.frontend.admission import Start
+from moesaic.engine.frontend.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Full(QueueFull):
         self.retry_after = retry_after
 
 
-class Admission(TurnQueue["Ticket"]):
+class Admission(FairQueue["Ticket"]):
     """`waiting` and `running` are requests now, `arriving` calls that are still being made into
     requests; `refused_total` and `admitted_total` since the start."""
 

@@ -12,25 +12,25 @@ from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
 from moesaic.server import (
+    admin,
     dashboard,
     metrics,
     native,
     openai,
     openapi,
-    operations,
     profile,
     tokens,
 )
 from moesaic.server.auth import Keys, refuse_browsers
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
-from moesaic.server.figures import ROUTE, CountResponses
+from moesaic.server.live_stats import ROUTE, CountResponses
 from moesaic.server.routes import CLIENT, Route
 
 logger = logging.getLogger(__name__)
 
 ROUTES = (
-    *operations.ROUTES,
+    *admin.ROUTES,
     *metrics.ROUTES,
     *dashboard.ROUTES,
     *native.ROUTES,
@@ -53,7 +53,7 @@ def make_app(
         lifespan=lambda _: context.figures.running(),
     )
     app.state.context = context
-    context.part(openai.Setup)  # so that what is wrong with it is told at start
+    context.part(openai.OpenAISetup)  # so that what is wrong with it is told at start
     routes = (*ROUTES, openapi.route(ROUTES))
     for route in routes:
         app.router.add_route(route.path, _endpoint(context, route), [route.method])

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from moesaic.config import ServerArgs
 from moesaic.core.process import ADMIN_API_KEY, API_KEY
 from moesaic.server.errors import Refusal
-from moesaic.server.routes import Access
+from moesaic.server.routes import RouteAccess
 
 NAMED_PORT: Final = re.compile(r":\d*$")
 CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
@@ -51,12 +51,12 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self.api or self.admin)
 
-    def admit(self, access: Access, request: Request) -> bytes:
+    def admit(self, access: RouteAccess, request: Request) -> bytes:
         """The digest of the key that the request carries, if a key is needed. A Refusal for who may
         not call this."""
         wanted = self._wanted(access)
         if not wanted:
-            if access is not Access.OPEN:
+            if access is not RouteAccess.OPEN:
                 _refuse_foreign_pages(request)
                 if self.local:
                     _refuse_foreign_names(request)
@@ -73,21 +73,21 @@ class Keys:
             headers=CHALLENGE,
         )
 
-    def allow(self, access: Access, request: Request) -> bool:
+    def allow(self, access: RouteAccess, request: Request) -> bool:
         try:
             self.admit(access, request)
         except Refusal:
             return False
         return True
 
-    def _wanted(self, access: Access) -> tuple[bytes, ...]:
+    def _wanted(self, access: RouteAccess) -> tuple[bytes, ...]:
         """Keys of which one is needed; none: it is open."""
         match access:
-            case Access.OPEN:
+            case RouteAccess.OPEN:
                 return ()
-            case Access.USER:
+            case RouteAccess.USER:
                 return tuple(key for key in (self.api, self.admin) if key) if self.api else ()
-            case Access.ADMIN:
+            case RouteAccess.ADMIN:
                 return (self.admin or self.api,) if self else ()
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
-from moesaic.core.words import shown
+from moesaic.core.redact import shown
 from moesaic.engine.engine import LONG_PROMPT
-from moesaic.engine.inputs import GenerateInput
+from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
@@ -112,7 +112,7 @@ def is_moderate(text: str) -> bool:
     if found.depth > MAX_DEPTH:
         what = f"the arguments of a call are nested more than {MAX_DEPTH} levels deep"
         raise Refusal(400, what, "messages")
-    most = Outline(MAX_DEPTH, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
+    most = JsonExtent(MAX_DEPTH, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
     return all(number <= limit for number, limit in zip(found, most, strict=True))
 
 
@@ -144,7 +144,7 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
         raise Refusal(400, f"the body does not fit: {message}", where) from None
 
 
-class Outline(NamedTuple):
+class JsonExtent(NamedTuple):
     """Of JSON, without what strings hold. `values`: no fewer than the commas."""
 
     depth: int
@@ -153,12 +153,12 @@ class Outline(NamedTuple):
     values: int
 
 
-def outline_of(data: bytes) -> Outline:
+def outline_of(data: bytes) -> JsonExtent:
     """What decoding would cost; where it is not JSON, of what comes before."""
     containers, strings = data.count(b"[") + data.count(b"{"), data.count(b'"') // 2
     values = data.count(b",") + 1
     if containers <= MAX_DEPTH and strings <= MAX_STRINGS and values <= MAX_VALUES:
-        return Outline(containers, containers, strings, values)
+        return JsonExtent(containers, containers, strings, values)
     level = depth = containers = quotes = 0
     values, rest = 1, b""
     for start in range(0, len(data), PIECE):
@@ -174,7 +174,7 @@ def outline_of(data: bytes) -> Outline:
         values += int(np.count_nonzero(outside == COMMA))
         quotes += int(np.count_nonzero(is_quote))
         level += int(steps.sum())
-    return Outline(depth, containers, quotes // 2, values)
+    return JsonExtent(depth, containers, quotes // 2, values)
 
 
 def _without_escapes(piece: bytes) -> tuple[bytes, bytes]:

@@ -21,7 +21,7 @@ GRACE_SECONDS: Final = 1.0
 NETWORK: Final = ~((1 << 64) - 1)
 
 
-class State(Enum):
+class ConnectionState(Enum):
     """What a connection waits for. HEAD: the rest of a head, or the first one. BODY: the rest of a
     body. UNREAD: a client that reads, so that its answer can go on. IDLE: the next request, or a
     client that reads the end of its answer. BUSY: an answer to a whole request."""
@@ -111,13 +111,13 @@ class Connections:
 
     def arrive(self, connection: Connection, number: int) -> None:
         """Makes room for a connection that is new, the last of this number."""
-        self.place(connection, State.HEAD)
+        self.place(connection, ConnectionState.HEAD)
         if number > self._shares.connections:
             self._close(self._waiting.oldest_of_largest())
 
-    def place(self, connection: Connection, state: State, body_bytes: int = 0) -> None:
+    def place(self, connection: Connection, state: ConnectionState, body_bytes: int = 0) -> None:
         """Notes what a connection waits for, and how much it holds of a body that is not whole."""
-        if state in (State.HEAD, State.IDLE):
+        if state in (ConnectionState.HEAD, ConnectionState.IDLE):
             self._requests.discard(connection)
         self._note(connection, state, body_bytes)
         if self._heads.weight_of(connection.address) > self._shares.heads:
@@ -140,14 +140,16 @@ class Connections:
 
     def leave(self, connection: Connection) -> None:
         self._requests.discard(connection)
-        self._note(connection, State.BUSY, 0)  # which waits for nothing
+        self._note(connection, ConnectionState.BUSY, 0)  # which waits for nothing
 
-    def _note(self, connection: Connection, state: State, body_bytes: int) -> None:
-        is_slow = state in (State.BODY, State.UNREAD) and connection in self._requests
-        self._waiting.put(connection, state is not State.BUSY)
-        self._heads.put(connection, state is State.HEAD)
+    def _note(self, connection: Connection, state: ConnectionState, body_bytes: int) -> None:
+        is_slow = (
+            state in (ConnectionState.BODY, ConnectionState.UNREAD) and connection in self._requests
+        )
+        self._waiting.put(connection, state is not ConnectionState.BUSY)
+        self._heads.put(connection, state is ConnectionState.HEAD)
         self._slow.put(connection, is_slow)
-        self._body_bytes.put(connection, body_bytes if state is State.BODY else 0)
+        self._body_bytes.put(connection, body_bytes if state is ConnectionState.BODY else 0)
 
     def _close(self, connection: Connection | None) -> None:
         if connection is not None:

@@ -10,13 +10,13 @@ from typing import Any, Final, TypeVar
 from moesaic.config import ServerArgs
 from moesaic.core.request import Request
 from moesaic.core.sampling import BadParameter
-from moesaic.engine.asking import NoAnswer
 from moesaic.engine.engine import Engine, QueueFull
-from moesaic.engine.inputs import PromptTooLong
+from moesaic.engine.frontend.inputs import PromptTooLong
+from moesaic.engine.frontend.queries import QueryTimeout
 from moesaic.server.admission import Admission, Full
 from moesaic.server.auth import Keys
 from moesaic.server.errors import INTERNAL, Refusal
-from moesaic.server.figures import Figures
+from moesaic.server.live_stats import LiveStats
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Context:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = keys
         self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
-        self.figures = Figures(engine, lambda: self.admission.waiting)
+        self.figures = LiveStats(engine, lambda: self.admission.waiting)
         self._parts: dict[Any, Any] = {}
 
     @property
@@ -69,7 +69,7 @@ class Context:
                 seconds = error.retry_after if isinstance(error, Full) else 1
                 headers = {"Retry-After": str(seconds)}
                 return Refusal(429, str(error), code="queue_full", headers=headers)
-            case NoAnswer():
+            case QueryTimeout():
                 return Refusal(503, self.trouble or str(error), headers=LEAVING)
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")

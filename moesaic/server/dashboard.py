@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import json_response
-from moesaic.server.routes import Access, Handler, Route
+from moesaic.server.responses import json_response
+from moesaic.server.routes import Handler, Route, RouteAccess
 
 FOLDER: Final = Path(__file__).with_name("page")
 KINDS: Final = {
@@ -99,13 +99,15 @@ def _file(path: Path) -> Handler:
 
 
 def _files() -> Iterator[Route]:
-    yield Route("GET", "/", _file(FOLDER / "index.html"), Access.OPEN, "The server's own page")
+    yield Route("GET", "/", _file(FOLDER / "index.html"), RouteAccess.OPEN, "The server's own page")
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in KINDS:
-            yield Route("GET", f"/page/{path.name}", _file(path), Access.OPEN, "A file of the page")
+            yield Route(
+                "GET", f"/page/{path.name}", _file(path), RouteAccess.OPEN, "A file of the page"
+            )
 
 
 ROUTES = (
     *_files(),
-    Route("GET", "/dashboard/data", data, Access.USER, "What the page shows"),
+    Route("GET", "/dashboard/data", data, RouteAccess.USER, "What the page shows"),
 )

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from moesaic.observe.exposition import CONTENT_TYPE, exposition
 from moesaic.server.context import Context
-from moesaic.server.routes import Access, Route
+from moesaic.server.routes import Route, RouteAccess
 
 
 async def metrics(context: Context, _: Request) -> Response:
@@ -18,4 +18,4 @@ async def metrics(context: Context, _: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-ROUTES = (Route("GET", "/metrics", metrics, Access.OPEN, "Figures for Prometheus"),)
+ROUTES = (Route("GET", "/metrics", metrics, RouteAccess.OPEN, "Figures for Prometheus"),)

@@ -9,13 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Form, Piece, weight
-from moesaic.server import work
+from moesaic.engine.frontend.outputs import OutputFormat, RequestUpdate, weight
+from moesaic.server import generation as work
 from moesaic.server.bodies import GenerateBody, read_body
 from moesaic.server.context import LEAVING, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import Events, Writer, event, json_response, prepared
-from moesaic.server.routes import Access, Route
+from moesaic.server.responses import Events, Writer, event, json_response, prepared
+from moesaic.server.routes import Route, RouteAccess
 
 
 async def generate(context: Context, request: Request) -> Response:
@@ -35,10 +35,12 @@ class _Shape:
     def __init__(self, context: Context, body: GenerateBody) -> None:
         self.call = body.call()
         self._context, self._writer = context, context.part(Writer)
-        self._form = Form(context.engine.tokenizer if body.return_text_in_logprobs else None)
+        self._form = OutputFormat(
+            context.engine.tokenizer if body.return_text_in_logprobs else None
+        )
         self.single = self.call.is_single and body.samples == 1
 
-    async def whole(self, pieces: list[Piece]) -> Any:
+    async def whole(self, pieces: list[RequestUpdate]) -> Any:
         if self._context.trouble and any(piece.request.failed for piece in pieces):
             raise Refusal(503, self._context.trouble, headers=LEAVING)
         total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
@@ -49,7 +51,7 @@ class _Shape:
         outputs = await self._writer.write(total, build)
         return outputs[0] if self.single else outputs
 
-    async def part(self, piece: Piece) -> bytes:
+    async def part(self, piece: RequestUpdate) -> bytes:
         """Of a stream; where there are several it is said which one grows."""
         total = self._form.weight(piece.request, piece.progress)
 
@@ -60,7 +62,7 @@ class _Shape:
 
         return await self._writer.write(total, build)
 
-    def _output(self, piece: Piece) -> dict[str, Any]:
+    def _output(self, piece: RequestUpdate) -> dict[str, Any]:
         """In a list the others' answers must not be lost: there a failure is an entry."""
         if self.single and piece.progress.finished and piece.request.failed:
             raise self._context.failed(piece.request)
@@ -68,7 +70,7 @@ class _Shape:
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], shape: _Shape
+    pieces: AsyncGenerator[RequestUpdate, None], shape: _Shape
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         async for piece in pieces:
@@ -80,7 +82,7 @@ ROUTES = (
         "POST",
         "/generate",
         generate,
-        Access.USER,
+        RouteAccess.USER,
         "Continues prompts, given as text or as token ids",
         GenerateBody,
     ),

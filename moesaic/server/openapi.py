@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from moesaic import __version__
 from moesaic.server.context import Context
-from moesaic.server.replies import json_response
-from moesaic.server.routes import Access, Route
+from moesaic.server.responses import json_response
+from moesaic.server.routes import Route, RouteAccess
 
 PATH: Final = "/openapi.json"
 REF: Final = "#/components/schemas/{name}"
@@ -57,7 +57,7 @@ def route(routes: Sequence[Route]) -> Route:
     async def openapi(_: Context, __: Request) -> Response:
         return json_response(found)
 
-    own = Route("GET", PATH, openapi, Access.OPEN, "This document")
+    own = Route("GET", PATH, openapi, RouteAccess.OPEN, "This document")
     found = document((*routes, own))
     return own
 
@@ -83,7 +83,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route, by_body: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    has_key, has_body = route.access is not Access.OPEN, route.body is not None
+    has_key, has_body = route.access is not RouteAccess.OPEN, route.body is not None
     parameters = PARAMETER.findall(route.path)
     errors = dict(EVERYWHERE)
     errors |= WITH_A_KEY if has_key else {}

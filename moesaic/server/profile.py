@@ -11,12 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.profiler import FOLDER_VARIABLE, ProfileRunning, trace_folder
+from moesaic.engine.frontend.profiler import FOLDER_VARIABLE, ProfileRunning, trace_folder
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import json_response
-from moesaic.server.routes import Access, Route
+from moesaic.server.responses import json_response
+from moesaic.server.routes import Route, RouteAccess
 
 # What a trace shows. Spans are taken where the engine waits for its device, so both are in it.
 ACTIVITIES: Final = frozenset(("CPU", "GPU"))
@@ -118,9 +118,9 @@ ROUTES = (
         "POST",
         "/start_profile",
         start_profile,
-        Access.ADMIN,
+        RouteAccess.ADMIN,
         "Records what every rank does",
         StartProfileBody,
     ),
-    Route("POST", "/stop_profile", stop_profile, Access.ADMIN, "Ends it; the trace's path"),
+    Route("POST", "/stop_profile", stop_profile, RouteAccess.ADMIN, "Ends it; the trace's path"),
 )

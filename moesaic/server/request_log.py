@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from moesaic.config import ServerArgs
-from moesaic.engine.answers import Piece
+from moesaic.engine.frontend.outputs import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SHORT: Final = 200
 
 
-def log_request(args: ServerArgs, piece: Piece, prompt: str | None) -> None:
+def log_request(args: ServerArgs, piece: RequestUpdate, prompt: str | None) -> None:
     """Level 0: figures; 1: and sampling parameters; 2: and the beginnings of texts; 3: all of
     them. A prompt that came as token ids is shown as such."""
     request, level = piece.request, args.log_requests_level

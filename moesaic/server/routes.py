@@ -19,7 +19,7 @@ CLIENT: Final = "moesaic.client"
 Handler = Callable[["Context", Request], Awaitable[Response]]
 
 
-class Access(Enum):
+class RouteAccess(Enum):
     """Which clients may call a route. OPEN: all (probes, metrics, what is the same for every
     server). USER: those with a key, if the server has keys. ADMIN: those with the admin key, or
     with the only key of the server."""
@@ -38,7 +38,7 @@ class Route:
     method: str
     path: str
     handler: Handler
-    access: Access
+    access: RouteAccess
     summary: str
     body: Any = None
     probe: bool = False

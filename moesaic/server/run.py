@@ -28,7 +28,7 @@ from moesaic.server.admission import Admission
 from moesaic.server.app import ROUTES, make_app
 from moesaic.server.auth import Keys
 from moesaic.server.connections import Shares
-from moesaic.server.guard import Limits, guarded
+from moesaic.server.http_protocol import ConnectionLimits, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
         app = make_app(engine, lambda: self.stopping, keys)
         self._admission: Admission = app.state.context.admission
         shares = Shares.of(_connections(self._admission.most_open))
-        super().__init__(config_of(app, Limits(shares, PROBES)))
+        super().__init__(config_of(app, ConnectionLimits(shares, PROBES)))
         self._engine, self._listener = engine, listener
 
     async def serve_until_told(self) -> None:
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         )
 
 
-def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
     """What uvicorn is told. It would believe `X-Forwarded-For` of clients on this machine, who
     could then be as many clients as they like."""
     return uvicorn.Config(

@@ -10,14 +10,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.inputs import MAX_SAMPLES, Limits
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.frontend.inputs import MAX_SAMPLES, EngineLimits
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.replies import json_response
-from moesaic.server.routes import Access, Route
-from moesaic.server.work import client_of
+from moesaic.server.generation import client_of
+from moesaic.server.responses import json_response
+from moesaic.server.routes import Route, RouteAccess
 
 # Of a request to /detokenize.
 MAX_IDS: Final = 1 << 17
@@ -87,7 +87,7 @@ async def detokenize(context: Context, request: Request) -> Response:
     return json_response({"text": texts[0] if single else texts})
 
 
-def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: Limits) -> list[list[int]]:
+def _ids(tokenizer: Tokenizer, body: TokenizeBody, limits: EngineLimits) -> list[list[int]]:
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     assert texts is not None
     for text in texts:
@@ -124,6 +124,6 @@ def _tokenizer(context: Context) -> Tokenizer:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, Access.USER, "Text to token ids", TokenizeBody),
-    Route("POST", "/detokenize", detokenize, Access.USER, "Token ids to text", DetokenizeBody),
+    Route("POST", "/tokenize", tokenize, RouteAccess.USER, "Text to token ids", TokenizeBody),
+    Route("POST", "/detokenize", detokenize, RouteAccess.USER, "Token ids to text", DetokenizeBody),
 )

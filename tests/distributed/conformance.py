@@ -12,7 +12,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import A2A_REGISTRY, combinations_of, supports

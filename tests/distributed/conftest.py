@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.comm.store import LocalStore
+from moesaic.comm.network.store import LocalStore
 from tests.distributed.moe_ranks import Pools, rank_pools
 
 

@@ -7,18 +7,18 @@ import time
 
 import torch
 
-from moesaic.comm.control import State
-from moesaic.comm.rank_link import RankLink
-from moesaic.comm.window import PlaneSpec, SharedWindow
+from moesaic.comm.launch.rank_link import RankLink
+from moesaic.comm.supervise.control_page import RankState
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow
 from moesaic.core.messages import (
     Abort,
-    Ask,
     Asleep,
-    Delta,
     Finish,
     NewRequest,
-    Output,
-    Reply,
+    Query,
+    QueryReply,
+    RequestDelta,
+    StepOutput,
     Submit,
     Wake,
 )
@@ -79,11 +79,11 @@ class FakeRank:
                 self.open |= {request.rid: (request, 0) for request in requests}
             case Abort(rid) if rid in self.open:
                 del self.open[rid]
-                self.link.send(Output([Delta(rid, [], finish=Finish("abort"))]))
-            case Ask():
+                self.link.send(StepOutput([RequestDelta(rid, [], finish=Finish("abort"))]))
+            case Query():
                 group = self.link.mesh.group_of(self.link.place)
                 answer = {"what": message.what, "rank": self.link.rank}
-                self.link.send(Reply(message.number, group, answer))
+                self.link.send(QueryReply(message.number, group, answer))
 
     def emit(self) -> None:
         deltas = []
@@ -91,12 +91,12 @@ class FakeRank:
             token = request.prompt_ids[count % len(request.prompt_ids)]
             done = count + 1 >= request.max_new_tokens
             finish = Finish("length", length=count + 1) if done else None
-            deltas.append(Delta(rid, [token], finish=finish))
+            deltas.append(RequestDelta(rid, [token], finish=finish))
             self.open[rid] = (request, count + 1)
             if done:
                 del self.open[rid]
         if deltas:
-            self.link.send(Output(deltas))
+            self.link.send(StepOutput(deltas))
         time.sleep(0.001)
 
 
@@ -111,7 +111,7 @@ def misbehave(link: RankLink, step: int) -> None:
         case "exit":
             os._exit(7)
         case "sleep":
-            link.seat.enter(State.COMPUTING, "sleep for ever")
+            link.seat.enter(RankState.COMPUTING, "sleep for ever")
             time.sleep(3600)
 
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.collective import Alone, Collective, WindowCollective
-from moesaic.comm.group import Peers, RankGroup
-from moesaic.comm.mesh import Mesh, Place, share
+from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCollective
+from moesaic.comm.collectives.group import Peers, RankGroup
+from moesaic.comm.mesh import Mesh, RankPlace, share
 from moesaic.core.step import Step
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 
 POSITIONS, PAGE, SECONDS = 64, 16, 60.0
 LENGTHS = (5, 1, 17, 9)
@@ -56,7 +56,7 @@ class ModelCase:
 class Served:
     """`logits` by sequence and position, of those that the rank's group has."""
 
-    place: Place
+    place: RankPlace
     logits: dict[tuple[int, int], Tensor]
     nbytes: int
     cache_heads: int
@@ -111,10 +111,10 @@ def run_turn(
     vocab, pages = model.config.vocab_size, POSITIONS // PAGE
     ids: list[int] = []
     positions: list[int] = []
-    spans: list[Span] = []
+    spans: list[SequenceSpan] = []
     for sequence, first, stop in work:
         table = range(1 + sequence * pages, 1 + (sequence + 1) * pages)
-        spans.append(Span(len(ids), stop - first, stop, table))
+        spans.append(SequenceSpan(len(ids), stop - first, stop, table))
         ids += tokens_of(sequence, vocab)[first:stop]
         positions += range(first, stop)
     return model(
@@ -176,7 +176,7 @@ def serve(group: RankGroup, case: ModelCase, folder: Path) -> Served:
 
 
 def _serve(
-    group: RankGroup, case: ModelCase, place: Place, model: CausalLM
+    group: RankGroup, case: ModelCase, place: RankPlace, model: CausalLM
 ) -> dict[tuple[int, int], Tensor]:
     dp, cache = case.mesh.dp, new_cache(model)
     logits: dict[tuple[int, int], Tensor] = {}
@@ -201,7 +201,7 @@ def _serve(
 def through_stages(
     group: RankGroup,
     mesh: Mesh,
-    place: Place,
+    place: RankPlace,
     model: CausalLM,
     cache: PagedCache,
     work: Sequence[tuple[int, int, int]],
@@ -229,12 +229,12 @@ def _unpack(data: bytes) -> Any:
 
 
 def _collective(peers: Some) -> Collective:
-    return Alone() if peers.size == 1 else WindowCollective(peers, 1 << 12, SECONDS)
+    return SingleRank() if peers.size == 1 else WindowCollective(peers, 1 << 12, SECONDS)
 
 
 def _moe(case: ModelCase, peers: Peers) -> MoeContext:
     mesh = case.mesh
-    problem = Problem(
+    problem = MoeProblem(
         a2a=case.a2a, weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=mesh.ep, tp=mesh.tp
     )
     return MoeContext.make(

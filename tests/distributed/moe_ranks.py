@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
-from moesaic.moe.dispatch.device_exchange import DeviceExchange
-from moesaic.moe.dispatch.exchange import LANES, Exchange, Lanes, planes_of
+from moesaic.moe.dispatch.device.exchange import DeviceExchange
+from moesaic.moe.dispatch.host.exchange import LANES, Exchange, Lanes, planes_of
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
 from tests.moe_bounds import Numerics
 from tests.moe_oracle import Experts, config_of, random_topk
@@ -65,8 +65,8 @@ class Combination:
         return self.mode == "replicated"
 
     @property
-    def problem(self) -> Problem:
-        return Problem(
+    def problem(self) -> MoeProblem:
+        return MoeProblem(
             a2a=self.a2a,
             mode="normal" if self.replicated else self.mode,
             runner=self.runner,

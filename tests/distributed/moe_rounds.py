@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import Step
 from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import TopKOutput

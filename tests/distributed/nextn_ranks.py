@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import Step
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.nextn import NextN, load_nextn
 from moesaic.models.registry import build_model
@@ -40,10 +40,10 @@ def run_mtp(mtp: NextN, cache: PagedCache, work: Work, step: Step, hidden_TH: Te
     vocab, pages = mtp.config.vocab_size, POSITIONS // PAGE
     ids: list[int] = []
     positions: list[int] = []
-    spans: list[Span] = []
+    spans: list[SequenceSpan] = []
     for sequence, first, stop in work:
         table = range(1 + sequence * pages, 1 + (sequence + 1) * pages)
-        spans.append(Span(len(ids), stop - first, stop, table))
+        spans.append(SequenceSpan(len(ids), stop - first, stop, table))
         ids += [*tokens_of(sequence, vocab), AFTER][first + 1 : stop + 1]
         positions += range(first, stop)
     return mtp(

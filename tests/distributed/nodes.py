@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.bridge import BridgedWindow, Ferry, Route
-from moesaic.comm.group import RankGroup
-from moesaic.comm.handshake import Identity
-from moesaic.comm.links import Links, Outlet
-from moesaic.comm.window import CHANNELS, PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.network.handshake import Identity
+from moesaic.comm.windows.node_window import Ferry, NodeRoute, NodeWindow
+from moesaic.comm.windows.tcp_links import Outlet, TcpLinks
+from moesaic.comm.windows.window import CHANNELS, PlaneSpec, SharedWindow, window_bytes
 
 SECRET = b"of all nodes of these tests"
 TWO, FOUR = (0, 0, 1, 1), (0, 1, 2, 3)
@@ -26,10 +26,12 @@ LAYOUTS = (TWO, FOUR, UNEVEN)
 
 
 @contextmanager
-def on_nodes(group: RankGroup, nodes: tuple[int, ...], secret: bytes = SECRET) -> Iterator[Links]:
+def on_nodes(
+    group: RankGroup, nodes: tuple[int, ...], secret: bytes = SECRET
+) -> Iterator[TcpLinks]:
     """The group as if its ranks were on these nodes; each node has an address of its own."""
     node = nodes[group.rank]
-    links = Links(group.rank, node, f"127.0.0.{1 + node}", secret)
+    links = TcpLinks(group.rank, node, f"127.0.0.{1 + node}", secret)
     group.nodes, group.links = nodes, links
     try:
         yield links
@@ -45,19 +47,19 @@ def leads(group: RankGroup) -> bool:
 
 def lonely_window(
     specs: list[PlaneSpec], nodes: tuple[int, ...]
-) -> tuple[BridgedWindow, Any, socket.socket]:
+) -> tuple[NodeWindow, Any, socket.socket]:
     """A window of rank 0 over memory of its own, what it sends with, and where that arrives."""
     memory = mmap.mmap(-1, window_bytes(specs, len(nodes)))
     pairs = socket.socketpair()
     routes = [
-        Route(Outlet(pairs[0], Identity(rank, node), "nowhere"), node, (rank,))
+        NodeRoute(Outlet(pairs[0], Identity(rank, node), "nowhere"), node, (rank,))
         for rank, node in enumerate(nodes)
         if node
     ]
     ferry = Ferry(7, memory, routes)
     group = RankGroup.alone()
     group.size, group.nodes = len(nodes), nodes
-    return BridgedWindow(memory, specs, group, 1.0, CHANNELS, ferry), ferry, pairs[1]
+    return NodeWindow(memory, specs, group, 1.0, CHANNELS, ferry), ferry, pairs[1]
 
 
 def rows_of(rank: int, peer: int, turn: int) -> Tensor:
@@ -78,7 +80,7 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
             PlaneSpec("own", (2, 5), torch.int64),
         ]
         window = SharedWindow.create(group, specs, timeout=20)
-        assert isinstance(window, BridgedWindow)
+        assert isinstance(window, NodeWindow)
         for turn in range(1, turns + 1):
             half = turn % 2
             for peer in range(size):

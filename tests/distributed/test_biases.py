@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import DECODE
 from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, random_topk
 
 EXPERTS = Experts.random(4, 64, 64)
@@ -39,7 +39,7 @@ def expected(x_TH: Tensor, topk: TopKOutput) -> Tensor:
 
 def work(group: RankGroup, a2a: str, mode: str, ep: int, name: str) -> tuple[float, float]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a,
         mode=mode,
         weights=WEIGHT_FORMATS[name],

@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.collective import (
+from moesaic.comm.collectives.collective import (
     BLOCK,
     HEAD_BYTES,
     Collective,
     PartsDiffer,
     WindowCollective,
 )
-from moesaic.comm.control import ControlPage, EpochChanged
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
-from moesaic.comm.group import RankGroup
-from moesaic.comm.handshake import Identity
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.meeting import StoreGroup
-from moesaic.comm.store import LocalStore, StoreAddress
-from moesaic.comm.window import window_bytes
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.network.handshake import Identity
+from moesaic.comm.network.rendezvous import StoreGroup
+from moesaic.comm.network.store import LocalStore, StoreAddress
+from moesaic.comm.supervise.control_page import ControlPage, EpochChanged
+from moesaic.comm.windows.window import window_bytes
 
 Pools = Callable[[int], LocalRanks]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

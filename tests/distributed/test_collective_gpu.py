@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_collective import DeviceCollective, device_collective
+from moesaic.comm.collectives.device_collective import DeviceCollective, device_collective
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.mps import Mps, start_mps
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.launch.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing
-from moesaic.kernels.a2a import State
+from moesaic.kernels.a2a import DeviceStateWord
 from tests.distributed.test_collective import total
 from tests.distributed.test_symmetric_gpu import open_gpu
 
@@ -76,7 +76,7 @@ def compile_in_turn(group: RankGroup, comm: DeviceCollective) -> None:
     find on disk, instead of each by itself while others wait."""
     for first in (True, False):
         if (group.rank == 0) == first:
-            comm.window.mail.state[State.BROKEN] = 1
+            comm.window.mail.state[DeviceStateWord.BROKEN] = 1
             for tokens in TOKENS:
                 list(pairs(comm, tokens, 0))
             torch.cuda.synchronize()

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
-from moesaic.comm.group import RankGroup
-from moesaic.comm.handshake import Identity
-from moesaic.comm.local import LocalRanks, PerRank
-from moesaic.comm.store import LocalStore
-from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
+from moesaic.comm.network.handshake import Identity
+from moesaic.comm.network.store import LocalStore
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 
 ROWS, WIDTH = 24, 32
 FLOAT8 = torch.float8_e4m3fn
@@ -435,7 +435,7 @@ def test_nothing_is_left_after_close():
 
 ORPHANS = """
 import threading, time
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.launch.local_ranks import LocalRanks
 
 def busy(group):
     while True:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, combinations_of
 from tests.distributed.conformance import (

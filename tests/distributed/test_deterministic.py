@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import Placement
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
 from tests.distributed.moe_ranks import DTYPES
 from tests.moe_oracle import Experts, config_of, random_topk
@@ -69,7 +69,7 @@ class Scenario:
 
     def layer(self, group: RankGroup) -> FusedMoE:
         weights = self.weights or self.dtype
-        problem = Problem(
+        problem = MoeProblem(
             a2a=self.a2a,
             mode=self.mode,
             runner=self.runner,

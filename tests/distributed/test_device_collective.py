@@ -14,26 +14,26 @@ import pytest
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from moesaic.comm.collective import Alone, PartsDiffer
-from moesaic.comm.control import ControlPage, Recalled
-from moesaic.comm.device_collective import (
+from moesaic.comm.collectives.collective import PartsDiffer, SingleRank
+from moesaic.comm.collectives.device_collective import (
     DeviceCollective,
     NcclCollective,
     device_collective,
     lanes_of,
 )
-from moesaic.comm.device_window import HostWindow
+from moesaic.comm.collectives.group import LOOPBACK, RankGroup, _gloo
 from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
-from moesaic.comm.group import LOOPBACK, RankGroup, _gloo
+from moesaic.comm.launch.mps import CROWD
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import CROWD
+from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
+from moesaic.comm.windows.device_window import HostWindow
 from moesaic.config.gpus import MOST_CLIENTS, processor_percent
-from moesaic.engine.gpu_runner import GpuRunner
-from moesaic.engine.layout import collective_bytes
-from moesaic.engine.moe_setup import StepLimits
-from moesaic.engine.ranks import RankContext
-from moesaic.engine.window_watch import WindowWatch
-from moesaic.kernels.a2a import State
+from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.peer_watchdog import PeerWatchdog
+from moesaic.engine.setup.memory_plan import collective_bytes
+from moesaic.engine.setup.moe_setup import StepLimits
+from moesaic.engine.worker.rank_context import RankContext
+from moesaic.kernels.a2a import DeviceStateWord
 from tests.distributed.moe_ranks import Pools
 from tests.distributed.test_collective import (
     DTYPES,
@@ -92,7 +92,7 @@ def random_operations(group: RankGroup, count: int) -> list[int]:
 def test_random_operations_in_a_row(pools: Pools) -> None:
     states = pools(3).run(random_operations, 40)
     assert states == [states[0]] * 3
-    first, _, second, _, posts, others = states[0][State.CHANNELS :: 2]
+    first, _, second, _, posts, others = states[0][DeviceStateWord.CHANNELS :: 2]
     assert first > second > 0 and abs(posts - others) <= 1 and posts > 10
 
 
@@ -241,7 +241,7 @@ def abandoned(group: RankGroup) -> list[str]:
     """A runner whose device waits for a rank that never comes, and that holds a graph."""
     comm = Queued(group, 5.0)
     runner = GpuRunner(arguments("qwen3_moe"))
-    runner._windows = WindowWatch([], None, comm)
+    runner._windows = PeerWatchdog([], None, comm)
     runner.device = torch.device("cuda", 0)
     for generation in (1, 2):
         comm.check_sum()
@@ -273,7 +273,7 @@ def called_back(group: RankGroup) -> float:
     """The supervisor calls while the device waits for a rank that never comes."""
     comm, page = Queued(group, 60.0), ControlPage.create(1)[0]
     seat = page.seat(0)
-    watch = WindowWatch([], seat, comm)
+    watch = PeerWatchdog([], seat, comm)
     comm.begin_alone()
     began = time.monotonic()
     threading.Timer(0.1, lambda: page.recall(0, 1)).start()
@@ -284,7 +284,7 @@ def called_back(group: RankGroup) -> float:
         time.sleep(0.005)
     with pytest.raises(WindowAborted, match="the supervisor calls this rank back") as caught:
         watch.check()
-    with pytest.raises(Recalled):
+    with pytest.raises(StepRolledBack):
         watch.explain(caught.value)
     seat.generation = 1
     group.barrier("abandoned")
@@ -330,7 +330,7 @@ def test_a_communicator_that_does_not_end(pools: Pools) -> None:
 def test_what_is_chosen(pools: Pools) -> None:
     alone = RankGroup.alone()
     chosen = device_collective(alone, LARGE, 1.0, CPU, shares_gpu=True)
-    assert isinstance(chosen, Alone)
+    assert isinstance(chosen, SingleRank)
     assert pools(2).run(chosen_kind) == ["DeviceCollective"] * 2
     with pytest.raises(RankFailed, match="0 bytes for a rank's part: give 1 or more"):
         pools(2).run(nothing)

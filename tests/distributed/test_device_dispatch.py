@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import DECODE, Step
 from moesaic.moe.backends import load_backends
-from moesaic.moe.dispatch.device_exchange import DeviceExchange
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher
+from moesaic.moe.dispatch.device.exchange import DeviceExchange
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.mooncake import DeviceMooncake
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.mps import start_mps
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.launch.mps import start_mps
 from moesaic.config.devices import cuda_missing
 from tests.distributed.conformance import Verdict, check_all
 from tests.distributed.moe_ranks import Combination

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moesaic.comm import device_window
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.symmetric import Meeting
-from moesaic.comm.window import PlaneSpec
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.windows import device_window
+from moesaic.comm.windows.symmetric_memory import SymmetricRendezvous
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import signal, wait
 
 SPECS = (PlaneSpec("x", (4,), torch.float32),)
@@ -77,7 +77,7 @@ def test_other_planes_are_refused_on_all_ranks(pools: Callable[[int], LocalRanks
 def as_torch_does(group: RankGroup, first: int) -> list[list[bytes]]:
     """What C++ asks of the store: values of all ranks at once, one by one, and a barrier. Names
     count from another number on each rank."""
-    meeting = Meeting(group, 1 << 20)
+    meeting = SymmetricRendezvous(group, 1 << 20)
     store = PrefixStore("group", meeting)
     names = [f"exchange/{first + group.rank}/{rank}" for rank in range(group.size)]
     store.set(names[group.rank], f"a{group.rank}")
@@ -104,7 +104,7 @@ def fail(where: str) -> bytes:
 def refused(group: RankGroup, torch_waits: bool) -> str:
     """Rank 1 fails in its own part; the others are on their way to an exchange, of ours or of
     torch's."""
-    meeting = Meeting(group, 3 << 20)
+    meeting = SymmetricRendezvous(group, 3 << 20)
     meeting.agree("the same")
     store = PrefixStore("group", meeting)
     work = partial(fail, "here")
@@ -123,7 +123,7 @@ def test_trouble_of_one_rank_is_told_to_all(torch_waits: bool, pools: Callable[[
 
 
 def disagree(group: RankGroup) -> None:
-    Meeting(group, 1).agree(f"planes {min(group.rank, 1)}")
+    SymmetricRendezvous(group, 1).agree(f"planes {min(group.rank, 1)}")
 
 
 def test_a_meeting_of_ranks_that_want_different_things(pools: Callable[[int], LocalRanks]):

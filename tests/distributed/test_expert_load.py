@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk
 
 EXPERTS, HIDDEN, INNER, TOP_K, STEPS = 12, 128, 64, 3, 2
@@ -70,7 +70,7 @@ def tokens_of(rank: int, replicated: bool) -> tuple[torch.Tensor, TopKOutput]:
 def serve(group: RankGroup, settings: list[Setting]) -> list[Found]:
     experts, found = Experts.random(EXPERTS, HIDDEN, INNER), []
     for setting in settings:
-        problem = Problem(
+        problem = MoeProblem(
             a2a=setting.a2a,
             mode=setting.mode,
             weights=WEIGHT_FORMATS["fp32"],

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moesaic import Engine
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import RankFailed
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.backends import load_backends
 from moesaic.moe.formats import NormalDispatchOutput, TopKOutput
@@ -35,7 +35,7 @@ from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from moesaic.moe.registry import (
     A2A_REGISTRY,
     RUNNER_REGISTRY,
-    Problem,
+    MoeProblem,
     combinations_of,
     resolve,
     supports,
@@ -232,7 +232,7 @@ def test_a_missing_rank_and_the_operation_are_named(a2a: str):
         ranks.run(stay_away, a2a)
 
 
-def matrix(group: RankGroup, problems: list[Problem]) -> list[tuple[bool, str]]:
+def matrix(group: RankGroup, problems: list[MoeProblem]) -> list[tuple[bool, str]]:
     """Whether each works, and what was filled in or what is wrong and what to do."""
     load_backends([EXAMPLE])
     told = []
@@ -247,44 +247,44 @@ def matrix(group: RankGroup, problems: list[Problem]) -> list[tuple[bool, str]]:
 BF16 = "bf16 weights take activations as they are"
 LOOP_WEIGHTS = "bf16, fp16, fp32, int8_w8a16, int4_w4a16, mxfp4"
 TOLD = (
-    (Problem("ring", runner="loop"), f"payload bf16: {BF16}; mode normal: the only one of ring"),
+    (MoeProblem("ring", runner="loop"), f"payload bf16: {BF16}; mode normal: the only one of ring"),
     (
-        Problem("ring"),
+        MoeProblem("ring"),
         f"runner triton: preferred for bf16 weights; payload bf16: {BF16}; "
         "mode normal: the only one of ring",
     ),
     (
-        Problem("gloo", runner="deep_gemm", weights=WEIGHT_FORMATS["fp8_block"], ep=2, tp=4),
+        MoeProblem("gloo", runner="deep_gemm", weights=WEIGHT_FORMATS["fp8_block"], ep=2, tp=4),
         "payload fp8: fp8_block weights are multiplied with fp8 activations; "
         "mode normal: the only one of gloo",
     ),
-    (Problem("deepep", "normal", "loop"), f"payload bf16: {BF16}"),
+    (MoeProblem("deepep", "normal", "loop"), f"payload bf16: {BF16}"),
 )
 REFUSED = (
     (
-        Problem("deepep", runner="loop"),
+        MoeProblem("deepep", runner="loop"),
         "loop does not take the format 'deepep_ll' of deepep, only standard, deepep_normal; "
         "use --moe-runner-backend auto",
     ),
     (
-        Problem("ring", "low_latency"),
+        MoeProblem("ring", "low_latency"),
         "ring has no low_latency mode, only normal; use --deepep-mode auto",
     ),
     (
-        Problem("none", runner="loop", weights=WEIGHT_FORMATS["fp8_block"]),
+        MoeProblem("none", runner="loop", weights=WEIGHT_FORMATS["fp8_block"]),
         f"loop does not compute with fp8_block weights, only with {LOOP_WEIGHTS}; "
         "use --moe-runner-backend auto",
     ),
     (
-        Problem("ascend_fuseep", runner="loop", phases=("decode",)),
+        MoeProblem("ascend_fuseep", runner="loop", phases=("decode",)),
         "loop does not take the format 'fused' of ascend_fuseep, only standard, deepep_normal; "
         "use --moe-runner-backend auto",
     ),
     (
-        Problem("ring", device="cuda"),
+        MoeProblem("ring", device="cuda"),
         "ring has no provider for cuda, only for cpu; use --moe-a2a-backend none",
     ),
-    (Problem("rign"), "--moe-a2a-backend 'rign' is not known: choose one of none, deepep, "),
+    (MoeProblem("rign"), "--moe-a2a-backend 'rign' is not known: choose one of none, deepep, "),
 )
 
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
@@ -49,7 +49,7 @@ def make_layer(
     group: RankGroup, a2a: str, mode: str, experts: Experts, device: str = "cpu", **options: Any
 ) -> FusedMoE:
     """On CPU tensors, whatever the device whose providers it takes."""
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a,
         mode=mode,
         weights=WEIGHT_FORMATS["fp32"],

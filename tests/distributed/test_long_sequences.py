@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
+from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher
 from moesaic.moe.dispatch.long_sequences import (
     BUFFSIZE,
     COMBINE,
@@ -29,13 +30,12 @@ from moesaic.moe.dispatch.long_sequences import (
     rounds_from_environment,
     summarise,
 )
-from moesaic.moe.dispatch.rows import Rounds, RowsDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, MOST = 12, 64, 32, 3, 70
@@ -60,7 +60,7 @@ def set_in(variables: Mapping[str, str]) -> Iterator[None]:
 def make_layer(
     group: RankGroup, a2a: str, deterministic: bool, payload: str = "fp32", ep: int | None = None
 ) -> FusedMoE:
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a,
         mode="normal",
         payload=payload,

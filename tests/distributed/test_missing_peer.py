@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.mooncake import MooncakeDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 EXPERTS, HIDDEN, INNER, TOP_K, LAYER, VICTIM = 12, 32, 32, 3, 7, 1
@@ -59,7 +59,7 @@ def make_layer(
     group: RankGroup, a2a: str, mode: str, ep: int | None = None, timeout: float = SECONDS
 ) -> FusedMoE:
     replicated = mode == "replicated"
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a,
         mode="normal" if replicated else mode,
         weights=WEIGHT_FORMATS["fp32"],

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from moesaic.comm.device_collective import NcclCollective
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.device_collective import NcclCollective
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.config.devices import cuda_missing
 
 pytestmark = [

@@ -17,12 +17,12 @@ import pytest
 
 from bench.fuzz_ports import attack, listening
 from moesaic.cli.main import main
-from moesaic.comm.launch import Service, ServiceSpec, Timeouts
+from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
+from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.address import check_meeting
-from moesaic.comm.supervise.alike import differences, facts_of
-from moesaic.comm.supervise.folder import RunFolder, mark_of, user_folder
-from moesaic.comm.torchrun import Torchrun
+from moesaic.comm.supervise.config_check import differences, facts_of
+from moesaic.comm.supervise.run_folder import RunFolder, mark_of, user_folder
 from moesaic.core.messages import Fault, Stop, Submit
 from tests.distributed.test_supervisor import (
     TARGET,
@@ -278,7 +278,7 @@ def test_what_differs():
 NODE = """
 import logging, sys
 import msgspec
-from moesaic.comm.launch import Service, ServiceSpec, host_ranks
+from moesaic.comm.launch.service import Service, ServiceSpec, host_ranks
 logging.basicConfig(level="INFO", format="%(message)s")
 spec = msgspec.json.decode(sys.argv[1], type=ServiceSpec)
 sys.exit(host_ranks(Service(spec)))
@@ -398,7 +398,7 @@ def test_environment_of_torchrun():
 
 WORKER = """
 import os, pathlib, signal, sys, time
-from moesaic.comm.torchrun import Torchrun
+from moesaic.comm.launch.torchrun import Torchrun
 run, folder = Torchrun.find(), pathlib.Path(sys.argv[1])
 if run.is_launcher:
     time.sleep(0.3)  # the others come first

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import DECODE
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 MODES = [
@@ -30,7 +30,7 @@ EXPERTS = Experts.random(6, 32, 32)
 
 
 def make_layers(group: RankGroup, a2a: str, mode: str, count: int = 1) -> list[FusedMoE]:
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a,
         mode=mode,
         weights=WEIGHT_FORMATS["fp32"],

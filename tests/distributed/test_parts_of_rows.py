@@ -12,8 +12,8 @@ from operator import eq
 import pytest
 import torch
 
-from moesaic.comm.device_collective import DeviceCollective
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.mesh import Mesh
 from moesaic.core.step import Step
 from moesaic.layers.parallel import Parallel

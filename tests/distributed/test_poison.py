@@ -10,11 +10,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from moesaic.comm.collective import WindowCollective
-from moesaic.comm.control import ControlPage, Recalled
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.pipe import Pipe, PipeSpec
+from moesaic.comm.collectives.collective import WindowCollective
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.collectives.pipeline import Pipe, PipeSpec
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.core.step import Step
 from tests.distributed.conformance import covering
 from tests.distributed.moe_ranks import DTYPES, Case, Combination
@@ -148,7 +148,7 @@ def broken_off(group: RankGroup, path: str, nodes: tuple[int, ...]) -> int:
                 except BreaksOffError:
                     for rank in range(group.size):
                         page.recall(rank, number + 1)
-                except Recalled as recalled:
+                except StepRolledBack as recalled:
                     assert recalled.generation == number + 1
                 seat.generation = number + 1
                 group.barrier("all have abandoned it")

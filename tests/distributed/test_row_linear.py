@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moesaic.comm.collective import WindowCollective
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.collective import WindowCollective
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.kernels.linear import quantise_groups
 from moesaic.layers.linear import Linear, LinearConfig, RowLinear
 from moesaic.moe.quant.weights import WEIGHT_FORMATS

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from moesaic.comm import quiet_log
-from moesaic.comm.handshake import (
+from moesaic.comm.network import quiet_log
+from moesaic.comm.network.handshake import (
     GREETING,
     Identity,
     Role,
@@ -24,13 +24,13 @@ from moesaic.comm.handshake import (
     introduce,
     welcome,
 )
-from moesaic.comm.listener import MOST_UNPROVED, Listener, RoleHandler
-from moesaic.comm.meeting import StoreGroup
-from moesaic.comm.shared_memory import create_memory, map_memory
-from moesaic.comm.store import LocalStore, Reply, StoreAddress, StoreClient, Table
-from moesaic.comm.stream import HEAD, MAC_BYTES, MessageStream, Tampered
-from moesaic.comm.torch_store import TorchStore
-from moesaic.comm.window import SharedWindow
+from moesaic.comm.network.listener import MOST_UNPROVED, Listener, RoleHandler
+from moesaic.comm.network.message_stream import HEAD, MAC_BYTES, MessageStream, Tampered
+from moesaic.comm.network.rendezvous import StoreGroup
+from moesaic.comm.network.store import LocalStore, StoreAddress, StoreClient, StoreReply, StoreTable
+from moesaic.comm.network.torch_store import TorchStore
+from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.comm.windows.window import SharedWindow
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"
 
@@ -55,8 +55,8 @@ def test_what_a_store_does(store: LocalStore):
 
 
 def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("moesaic.comm.store.MOST_BYTES", 100)
-    table = Table()
+    monkeypatch.setattr("moesaic.comm.network.store.MOST_BYTES", 100)
+    table = StoreTable()
     for request in (b"", b"\xc1", b"\x90", b"garbage"):
         assert table.answer(request).error
 
@@ -262,7 +262,9 @@ def test_a_late_answer_is_not_taken_for_the_next():
         with pytest.raises(TimeoutError):
             client.has(["there"])
         with suppress(BrokenPipeError):  # it has hung up, which is as well
-            MessageStream(theirs, listener, calls=False).send(msgspec.msgpack.encode(Reply(True)))
+            MessageStream(theirs, listener, calls=False).send(
+                msgspec.msgpack.encode(StoreReply(True))
+            )
         with pytest.raises(OSError):
             client.has(["missing"])
 

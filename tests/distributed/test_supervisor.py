@@ -15,23 +15,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moesaic.comm.control import ControlPage, Seen, State
-from moesaic.comm.launch import Service, ServiceSpec, Timeouts
+from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.folder import RunFolder, mark_of
-from moesaic.comm.supervise.guard import StepGuard
+from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
 from moesaic.comm.supervise.journal import Journal
-from moesaic.comm.supervise.watch import Watch
+from moesaic.comm.supervise.process_watch import ProcessWatch
+from moesaic.comm.supervise.run_folder import RunFolder, mark_of
+from moesaic.comm.supervise.step_watchdog import StepWatchdog
 from moesaic.core.messages import (
     Abort,
-    Ask,
-    Delta,
     Fault,
     Finish,
     Message,
     NewRequest,
-    Output,
-    Reply,
+    Query,
+    QueryReply,
+    RequestDelta,
+    StepOutput,
     Stop,
     Submit,
 )
@@ -89,7 +89,7 @@ def collect(service: Service, rids: set[str]) -> tuple[dict[str, list[int]], dic
     ends: dict[str, Finish] = {}
     while set(ends) < rids:
         message = next_message(service)
-        assert isinstance(message, Output), message
+        assert isinstance(message, StepOutput), message
         for delta in message.deltas:
             tokens[delta.rid] += delta.token_ids
             if delta.finish is not None:
@@ -103,7 +103,7 @@ def start_stepping(service: Service) -> None:
     seen: set[str] = set()
     while seen < {"a", "b"}:
         message = next_message(service)
-        assert isinstance(message, Output)
+        assert isinstance(message, StepOutput)
         seen |= {delta.rid for delta in message.deltas}
 
 
@@ -134,7 +134,7 @@ def test_serves_and_stops():
     assert not service.alive
     service.close()
     service.wake()
-    service.send(Ask(6, "info"))
+    service.send(Query(6, "info"))
     assert isinstance(service.receive(), Fault)
 
 
@@ -153,9 +153,9 @@ def check_ask(service: Service) -> None:
 
 def ask_all(service: Service) -> list[dict[str, object]]:
     """What the supervisor sees of each rank, when all groups have answered, too."""
-    service.send(Ask(5, "info"))
+    service.send(Query(5, "info"))
     replies = [next_message(service) for _ in range(3)]
-    assert all(isinstance(reply, Reply) and reply.number == 5 for reply in replies)
+    assert all(isinstance(reply, QueryReply) and reply.number == 5 for reply in replies)
     found = {reply.group: reply.value for reply in replies}
     assert [found[group] for group in (0, 1)] == [{"what": "info", "rank": r} for r in (0, 1)]
     assert [sight["rank"] for sight in found[-1]] == [0, 1]
@@ -198,7 +198,7 @@ def check_addresses(processes: list[psutil.Process]) -> None:
 def fault_of(service: Service) -> Fault:
     """The fault that ends the service, and with it every open request."""
     while not isinstance(message := next_message(service), Fault):
-        assert isinstance(message, Output)
+        assert isinstance(message, StepOutput)
         assert all(delta.finish is None for delta in message.deltas)
     assert service.receive(0) == message  # again and again
     service.close()
@@ -300,7 +300,7 @@ def test_supervisor_that_was_held_up_accuses_nobody():
             time.sleep(0.2)
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
-            assert isinstance(next_message(service), Output)
+            assert isinstance(next_message(service), StepOutput)
 
 
 def test_waiter_is_not_to_blame():
@@ -346,7 +346,7 @@ def test_killed_supervisor():
 
 CLIENT = """
 import sys
-from moesaic.comm.launch import Service, ServiceSpec
+from moesaic.comm.launch.service import Service, ServiceSpec
 from moesaic.comm.mesh import Mesh
 service = Service.start(ServiceSpec(Mesh(tp=2), "tests.distributed.fake_rank:run"))
 assert "torch" not in sys.modules
@@ -404,7 +404,7 @@ def test_journal_spreads_requests():
         0,
         1,
     ]
-    fewest.take(Output([Delta(rid, [1], finish=Finish("length")) for rid in "bd"]))
+    fewest.take(StepOutput([RequestDelta(rid, [1], finish=Finish("length")) for rid in "bd"]))
     assert [fewest.add(request(rid)) for rid in "ef"] == [1, 1]
     assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
 
@@ -413,7 +413,7 @@ def test_journal_counts_tokens():
     journal = Journal(2, "total_tokens")
     prompts = {"a": 9, "b": 2, "c": 2}
     assert [journal.add(request(rid, prompt=n)) for rid, n in prompts.items()] == [0, 1, 1]
-    journal.take(Output([Delta("b", [5] * 6)]))
+    journal.take(StepOutput([RequestDelta("b", [5] * 6)]))
     assert journal.tokens == [9, 10]
     assert journal.add(request("d")) == 0
     (answer,) = journal.end_all("over")
@@ -423,13 +423,13 @@ def test_journal_counts_tokens():
     assert (journal.entries, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
 
 
-def seen(state: State, step: int, operation: str, age: float) -> Seen:
+def seen(state: RankState, step: int, operation: str, age: float) -> Seen:
     return Seen(state, step, operation, 0.0, age, step)
 
 
 def test_guard_compares_steps_and_operations(caplog: pytest.LogCaptureFixture):
-    guard = StepGuard(Mesh(tp=3), 1.0, 5.0)
-    wait = State.WAITING
+    guard = StepWatchdog(Mesh(tp=3), 1.0, 5.0)
+    wait = RankState.WAITING
 
     def ranks(*sights: Seen) -> dict[int, Seen]:
         return dict(enumerate(sights))
@@ -439,7 +439,7 @@ def test_guard_compares_steps_and_operations(caplog: pytest.LogCaptureFixture):
     assert guard.suspect(ranks(even, even, seen(wait, 6, "combine", 2.0)), 1.0).ranks == (2,)
     assert guard.suspect(ranks(even, seen(wait, 7, "dispatch", 2.0), even), 1.0).ranks == (1,)
     assert guard.suspect(ranks(even, even, even), 1.0).ranks == (0, 1, 2)
-    idle = seen(State.IDLE, 6, "wait for requests", 100.0)
+    idle = seen(RankState.IDLE, 6, "wait for requests", 100.0)
     assert guard.suspect(ranks(idle, idle, idle), 1.0) is None
     stuck = ranks(even, idle, even)
     assert guard.look(stuck, 0.0) is None and guard.look(stuck, 0.1) is None
@@ -450,32 +450,38 @@ def test_guard_compares_steps_and_operations(caplog: pytest.LogCaptureFixture):
 
 def test_guard_knows_the_usual_step():
     """Steps of 2 s: 3 s are nothing to talk about, and a hang takes 40 s."""
-    guard = StepGuard(Mesh(tp=2), 1.0, 5.0)
+    guard = StepWatchdog(Mesh(tp=2), 1.0, 5.0)
     for step in range(10):
-        busy = seen(State.COMPUTING, step, "mlp", 0.1)
+        busy = seen(RankState.COMPUTING, step, "mlp", 0.1)
         assert guard.look({0: busy, 1: busy}, 2.0 * step) is None
     for age, hung in ((3.0, False), (39.0, False), (41.0, True)):
-        sights = {0: seen(State.WAITING, 9, "sum", age), 1: seen(State.COMPUTING, 9, "mlp", age)}
+        sights = {
+            0: seen(RankState.WAITING, 9, "sum", age),
+            1: seen(RankState.COMPUTING, 9, "mlp", age),
+        }
         assert (guard.look(sights, 18.0 + age) is not None) == hung
 
 
 def test_guard_pauses_after_a_gap():
     """A step that went by while nobody looked does not count as a slow one."""
-    guard = StepGuard(Mesh(tp=2), 1.0, 5.0)
-    busy = [seen(State.COMPUTING, step, "mlp", 0.1) for step in range(12)]
+    guard = StepWatchdog(Mesh(tp=2), 1.0, 5.0)
+    busy = [seen(RankState.COMPUTING, step, "mlp", 0.1) for step in range(12)]
     for step in range(10):
         assert guard.look({0: busy[step], 1: busy[step]}, 0.1 * step) is None
     guard.pause()
     assert guard.look({0: busy[10], 1: busy[10]}, 1000.0) is None
     assert guard.look({0: busy[11], 1: busy[11]}, 1000.1) is None
-    late = {0: seen(State.WAITING, 11, "sum", 6.0), 1: seen(State.COMPUTING, 11, "mlp", 6.0)}
+    late = {
+        0: seen(RankState.WAITING, 11, "sum", 6.0),
+        1: seen(RankState.COMPUTING, 11, "mlp", 6.0),
+    }
     assert guard.look(late, 1006.1).ranks == (1,)
 
 
 def test_watch_is_not_fair_after_a_gap():
     page, descriptor = ControlPage.create(1)
     os.close(descriptor)
-    watch = Watch(page, Timeouts())
+    watch = ProcessWatch(page, Timeouts())
     found = []
     for now in (100.0, 100.5, 101.1, 101.2, 109.0, 109.9, 110.1):
         watch.look({}, now, starting=False)

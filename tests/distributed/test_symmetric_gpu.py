@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.comm import device_window
-from moesaic.comm.device_window import DeviceWindow, window_bytes
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import OutOfStep, PeerTimeout, RankFailed, WindowAborted
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
-from moesaic.comm.mps import Mps, start_mps
-from moesaic.comm.mps_watch import PIPES, mps_processes
-from moesaic.comm.window import PlaneSpec
+from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.launch.mps import Mps, start_mps
+from moesaic.comm.launch.mps_owner import PIPES, mps_processes
+from moesaic.comm.windows import device_window
+from moesaic.comm.windows.device_window import DeviceWindow, window_bytes
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.devices import cuda_missing
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import (
-    Inbox,
-    Spread,
-    Tokens,
+    LocalTokens,
+    RowPlanes,
+    SlotOwners,
     collect_rows,
     receive,
     send,
@@ -157,8 +157,8 @@ def round_trip(group: RankGroup, environment: dict[str, str]) -> tuple[float, fl
     )
     window = device_window.create(group, planes, 20.0, 2, device)
     offsets = {plane.name: window.offset(plane.name) for plane in planes}
-    inbox = Inbox("bf16", offsets["values"], -1, offsets["ids"], -1, 2 * H, 0)
-    spread = Spread(SLOTS)
+    inbox = RowPlanes("bf16", offsets["values"], -1, offsets["ids"], -1, 2 * H, 0)
+    spread = SlotOwners(SLOTS)
     worst, largest = 0.0, 0.0
     for step in range(20):
         generator = torch.Generator().manual_seed(step * group.size + group.rank)
@@ -167,7 +167,7 @@ def round_trip(group: RankGroup, environment: dict[str, str]) -> tuple[float, fl
         ids_TK = torch.rand(C, group.size * SLOTS, generator=generator).argsort(1)[:, :K].int()
         num_1 = torch.tensor([count], dtype=torch.int32, device=device)
         weights_TK = torch.ones(C, K, device=device)
-        tokens = Tokens(x_TH.to(device), ids_TK.to(device), weights_TK, num_1)
+        tokens = LocalTokens(x_TH.to(device), ids_TK.to(device), weights_TK, num_1)
         send(tokens, C, inbox, spread, window.call(0, "send", step))
         receive(window.call(0, "send", step), C, K, offsets["ids"])
         here = (window.plane("ids") >= 0).any(1, keepdim=True)

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
-from moesaic.comm.local import LocalRanks
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
-from moesaic.moe.dispatch.base import Traffic
+from moesaic.moe.dispatch.base import DispatchTraffic
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.distributed.moe_ranks import DTYPES
 from tests.moe_oracle import Experts, config_of, random_topk
 
@@ -72,7 +72,7 @@ def moved(group: RankGroup, settings: list[Setting]) -> list[dict[str, dict[str,
     experts = Experts.random(EXPERTS, HIDDEN, INNER)
     found = []
     for setting in settings:
-        problem = Problem(
+        problem = MoeProblem(
             a2a=setting.a2a,
             mode=setting.mode,
             payload=setting.payload,
@@ -101,7 +101,7 @@ def moved(group: RankGroup, settings: list[Setting]) -> list[dict[str, dict[str,
     return found
 
 
-def counted(traffic: Traffic) -> dict[str, int]:
+def counted(traffic: DispatchTraffic) -> dict[str, int]:
     """Without the times."""
     return {name: value for name, value in asdict(traffic).items() if not name.endswith("_ns")}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.tune_a2a import Wanted, tune_ranks
-from moesaic.comm.local import PerRank
+from moesaic.comm.launch.local_ranks import PerRank
 from moesaic.kernels import a2a_tuned
-from moesaic.kernels.timing_ranks import Place
+from moesaic.kernels.timing_ranks import TimedRank
 from tests.distributed.moe_ranks import Pools
 
 
@@ -15,7 +15,7 @@ def test_what_is_measured_is_written_once(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     wanted = Wanted(((8, 2, 64),), (2,), ("bf16",), (1,), tmp_path)
-    places = PerRank([Place({}, -1)] * 2)
+    places = PerRank([TimedRank({}, -1)] * 2)
     tune_ranks(wanted, pools(2), places)
     names = ["collect_pairs P=2 H=64", "collect_rows P=2 H=64", "send P=2 H=64 bf16"]
     found = a2a_tuned.load("cpu", tmp_path)

@@ -13,12 +13,13 @@ from typing import Any, Final, NoReturn
 import torch
 
 from moesaic.cli.main import main as command
-from moesaic.comm.rank_link import RankLink
+from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core.request import Request
-from moesaic.engine import core, remote
-from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import PlanItem, StepPlan
-from moesaic.engine.rank import Rank
+from moesaic.engine.frontend import core_client as remote
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.worker import planner as core
+from moesaic.engine.worker.worker import Worker
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import FusedDispatchOutput, LowLatencyDispatchOutput
 
@@ -112,7 +113,7 @@ def poison_plans() -> None:
 
 def run(link: RankLink) -> None:
     poison_plans()
-    rank = Rank(link)
+    rank = Worker(link)
     Poison(rank.runner)
     rank.serve()
 

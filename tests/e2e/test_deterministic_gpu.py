@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.engine import model_runner
-from moesaic.engine.gpu_runner import GpuRunner
-from moesaic.engine.model_runner import ModelRunner
+from moesaic.engine.runner import model_runner
+from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.model_runner import ModelRunner
 from tests.e2e.grid import DPA, prompts
 from tests.e2e.test_deterministic_ranks import Bits, serve
 from tests.e2e.test_gpu_runner import ahead, arguments, plainly

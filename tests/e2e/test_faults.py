@@ -24,7 +24,7 @@ from bench.fault_cases import (
 )
 from bench.fault_commands import CLIENT, CommandCase, command_outcome
 from bench.faults import COMMAND_CASES, OTHER_CASES, RANK_CASES
-from moesaic.comm.supervise.folder import RunFolder
+from moesaic.comm.supervise.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from moesaic import Engine
-from moesaic.comm.mps_watch import mps_processes
-from moesaic.engine import remote
+from moesaic.comm.launch.mps_owner import mps_processes
+from moesaic.engine.frontend import core_client as remote
 from moesaic.models.tiny import FAMILIES
 from tests import gpu_rank
 from tests.e2e.grid import model_path

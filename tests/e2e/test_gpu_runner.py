@@ -15,15 +15,15 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.core import EngineCore
-from moesaic.engine.gpu_runner import GpuRunner
-from moesaic.engine.graphs import GraphCache, graph_sizes
-from moesaic.engine.jobs import Job
-from moesaic.engine.model_runner import NOT_FINITE, ModelRunner
-from moesaic.engine.plan import ItemResult, PlanItem, Score, StepPlan
-from moesaic.engine.row_samplers import draw, greedy
-from moesaic.engine.sampler import SampleRow, sample
-from moesaic.engine.seats import Seat, Seats, Way
+from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.runner.future_tokens import FutureToken, FutureTokens, SamplingPath
+from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.graphs import GraphCache, graph_sizes
+from moesaic.engine.runner.model_runner import NOT_FINITE, ModelRunner
+from moesaic.engine.sampling.row_samplers import draw, greedy
+from moesaic.engine.sampling.sampler import SampleRow, sample
+from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
+from moesaic.engine.worker.planner import EngineCore
 from moesaic.models.tiny import FAMILIES, materialise
 
 pytestmark = pytest.mark.timeout(300)
@@ -157,7 +157,7 @@ def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
             logprob_start=0 if n % 8 == 1 else 10**6,
             top_logprobs_num=2,
         )
-        jobs.append(Job(request, None, lambda progress: None))
+        jobs.append(RequestState(request, None, lambda progress: None))
         core.add(jobs[-1])
     while core.has_work:
         core.step()
@@ -202,7 +202,7 @@ def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatc
     def late(*_: object) -> None:
         raise TimeoutError("step 1 did not end")
 
-    monkeypatch.setattr("moesaic.engine.pinned.Mark.wait", late)
+    monkeypatch.setattr("moesaic.engine.runner.pinned.Mark.wait", late)
     with pytest.raises(TimeoutError):
         runner.step(plan)
     monkeypatch.undo()
@@ -232,7 +232,9 @@ def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
 def test_scores_of_a_prompt():
     args = arguments("gpt_oss")
     tokens = prompts()[1] * 3
-    item = PlanItem(1, tokens, 0, list(range(1, 12)), Score(0, tokens[1:], 2), row(len(tokens)))
+    item = PlanItem(
+        1, tokens, 0, list(range(1, 12)), PromptScore(0, tokens[1:], 2), row(len(tokens))
+    )
     plan = StepPlan([item], list(range(1, 12)), True)
     (mine,), (theirs,) = GpuRunner(args).step(plan).items, ModelRunner(args).step(plan).items
     assert mine.token_id == theirs.token_id
@@ -276,9 +278,9 @@ def test_buckets(caplog: pytest.LogCaptureFixture):
 
 
 def test_seats_are_given_anew_by_age():
-    seats = Seats(3)
+    seats = FutureTokens(3)
 
-    def take(key: int, token: int = 5, **params: Any) -> Seat:
+    def take(key: int, token: int = 5, **params: Any) -> FutureToken:
         return seats.take(PlanItem(key, [token], 0, [1], None, row(1, **params)))
 
     first = [take(key).number for key in (10, 11, 12)]
@@ -287,9 +289,13 @@ def test_seats_are_given_anew_by_age():
     assert take(13).number == first[1]
     with pytest.raises(ValueError, match="request 11 waits for a token that no step under way"):
         take(11, FUTURE)
-    assert seats.take(PlanItem(14, [5, 6], 0, [1])) == seats.nobody == Seat(3, Way.GREEDY)
+    assert (
+        seats.take(PlanItem(14, [5, 6], 0, [1]))
+        == seats.nobody
+        == FutureToken(3, SamplingPath.GREEDY)
+    )
     seats.free([12, 99])
-    assert take(14, temperature=1.0) == Seat(first[2], Way.DRAW)
+    assert take(14, temperature=1.0) == FutureToken(first[2], SamplingPath.DRAW)
     seats.clear()
     assert sorted(take(key, min_new_tokens=2).number for key in range(3)) == [0, 1, 2]
 
@@ -297,19 +303,19 @@ def test_seats_are_given_anew_by_age():
 @pytest.mark.parametrize(
     ("params", "way"),
     [
-        ({}, Way.GREEDY),
-        ({"temperature": 1.0, "top_k": 1}, Way.GREEDY),
-        ({"temperature": 1.0}, Way.DRAW),
-        ({"temperature": 1.0, "min_p": 0.1, "top_k": 9}, Way.DRAW),
-        ({"return_logprob": True}, Way.HOST),
-        ({"presence_penalty": 0.1}, Way.HOST),
-        ({"logit_bias": {1: 2.0}}, Way.HOST),
-        ({"min_new_tokens": 1}, Way.HOST),
-        ({"regex": "a+"}, Way.HOST),
+        ({}, SamplingPath.GREEDY),
+        ({"temperature": 1.0, "top_k": 1}, SamplingPath.GREEDY),
+        ({"temperature": 1.0}, SamplingPath.DRAW),
+        ({"temperature": 1.0, "min_p": 0.1, "top_k": 9}, SamplingPath.DRAW),
+        ({"return_logprob": True}, SamplingPath.HOST),
+        ({"presence_penalty": 0.1}, SamplingPath.HOST),
+        ({"logit_bias": {1: 2.0}}, SamplingPath.HOST),
+        ({"min_new_tokens": 1}, SamplingPath.HOST),
+        ({"regex": "a+"}, SamplingPath.HOST),
     ],
 )
-def test_who_samples(params: dict[str, Any], way: Way):
-    assert Way.of(row(1, **params)) is way
+def test_who_samples(params: dict[str, Any], way: SamplingPath):
+    assert SamplingPath.of(row(1, **params)) is way
 
 
 def test_drawn_tokens_are_the_samplers():
@@ -330,12 +336,12 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
     """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are
     those of a GPU, whose twins compute here."""
     pytest.importorskip("moesaic.layers.gpu_attention")
-    pytest.importorskip("moesaic.engine.gpu_sampler")
+    pytest.importorskip("moesaic.engine.sampling.gpu_sampler")
     cpu = arguments(family)
     plain = ModelRunner(cpu)
     expected, served = plainly(plain, 6), serve(plain, cpu, seed=8)
     monkeypatch.setattr(
-        "moesaic.engine.model_runner.compute_device", lambda *_: torch.device("cpu")
+        "moesaic.engine.runner.model_runner.compute_device", lambda *_: torch.device("cpu")
     )
     args = replace(cpu, device="cuda")
     runner = GpuRunner(args)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from moesaic import Engine
-from moesaic.comm.mps import QUEUES, start_mps
-from moesaic.comm.mps_watch import PIPES
+from moesaic.comm.launch.mps import QUEUES, start_mps
+from moesaic.comm.launch.mps_owner import PIPES
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_runner import GpuRunner
-from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import PlanItem, StepPlan
-from moesaic.engine.sampler import SampleRow
+from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.kernels.routing import RouterWeights
 from moesaic.models import blocks
 from moesaic.models.blocks import Router, SparseBlock
@@ -52,7 +52,7 @@ def arguments(dtype: str) -> ServerArgs:
 
 def on_cpu_tensors(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     monkeypatch.setattr(
-        "moesaic.engine.model_runner.compute_device", lambda *_: torch.device("cpu")
+        "moesaic.engine.runner.model_runner.compute_device", lambda *_: torch.device("cpu")
     )
     return GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
 

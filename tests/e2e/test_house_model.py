@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from bench.mtp import Models, answer, score
 from moesaic import Engine
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.evals.tasks.draw import TASKS, distinct
+from moesaic.evals.tasks.problem import Problem
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.quantize import PROJECTION, Job, quantize
-from moesaic.tasks.draw import TASKS, distinct
-from moesaic.tasks.problem import Problem
+from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from tests.oracle import Oracle, load
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"
@@ -191,7 +191,7 @@ def test_the_mtp_layer_foresees(engine: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8", "int4_w4a16"])
 def test_a_quantised_twin_keeps_the_mtp_layer(form: str, engine: Engine, tmp_path: Path) -> None:
-    quantize(HOUSE, tmp_path / "twin", Job(form))
+    quantize(HOUSE, tmp_path / "twin", QuantizeJob(form))
     replies = answer(engine, [problem.prompt for problem in problems(10)])
     before = score(Models.load(HOUSE, "float32"), replies)
     after = score(Models.load(tmp_path / "twin", "float32"), replies)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
-from moesaic.engine.core import Job
-from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import StepPlan
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import StepPlan
+from moesaic.engine.worker.planner import Job
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 from tests.e2e.names import check_that_a_name_is_free
 from tests.e2e.poison_rank import POISONS, Poison

@@ -8,7 +8,7 @@ from bench import one_batch
 from bench.one_batch import engine_args, main, merge_rows, parser, timing
 from bench.one_batch_peer import run_apart
 from moesaic.models.tiny import materialise
-from moesaic.observe.spans import Kind, Span
+from moesaic.observe.spans import Span, SpanKind
 
 MS = 1_000_000
 
@@ -21,9 +21,9 @@ def test_only_steps_in_which_all_decode_count():
     """Two prompts in two steps, the second with a token of the first; then two tokens a step."""
     steps = [(1, 16, 0, 10), (2, 17, 10, 22), (3, 2, 22, 24), (4, 2, 24, 25), (5, 2, 25, 28)]
     steps += [(6, 1, 28, 29)]
-    spans = [span(Kind.STEP, *step) for step in steps]
-    spans += [span(Kind.PLAN, n, 2, 30 + n, 30.5 + n) for n in range(1, 7)]
-    spans += [span(Kind.DETOKENISE, 4, 2, 24.9, 25), span(Kind.SAMPLE, 4, 2, 24, 25)]
+    spans = [span(SpanKind.STEP, *step) for step in steps]
+    spans += [span(SpanKind.PLAN, n, 2, 30 + n, 30.5 + n) for n in range(1, 7)]
+    spans += [span(SpanKind.DETOKENISE, 4, 2, 24.9, 25), span(SpanKind.SAMPLE, 4, 2, 24, 25)]
     found = timing(spans, 2)
     assert found.prefill == 22 and found.total == 29
     assert found.steps == [1.0, 3.0]  # from the end of the one before
@@ -87,7 +87,7 @@ def test_nobody_is_looked_for_when_a_step_fails(monkeypatch, capsys):
         begun.append(len(plan.items))
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("moesaic.engine.model_runner.ModelRunner.begin", fails)
+    monkeypatch.setattr("moesaic.engine.runner.model_runner.ModelRunner.begin", fails)
     flags = ["--model-path", "tiny:qwen3_moe", "--input-len", "16", "--output-len", "4"]
     assert main([*flags, "--batch-size", "3"]) == 1
     assert len(begun) == 1 and "no such kernel" in capsys.readouterr().err

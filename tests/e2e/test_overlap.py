@@ -15,16 +15,16 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import core as cores
-from moesaic.engine import remote
-from moesaic.engine.core import EngineCore
-from moesaic.engine.detokenizer import IncrementalDetokenizer
-from moesaic.engine.jobs import Job
-from moesaic.engine.model_runner import ModelRunner
-from moesaic.engine.plan import FUTURE
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.frontend import core_client as remote
+from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.plan import FUTURE_TOKEN
+from moesaic.engine.text.detokenizer import IncrementalDetokenizer
+from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.engine.worker import planner as cores
+from moesaic.engine.worker.planner import EngineCore
 from moesaic.models.tiny import materialise
-from moesaic.observe.spans import Kind, unpack
+from moesaic.observe.spans import SpanKind, unpack
 from tests import ahead
 from tests.ahead import MODES, AheadRunner
 from tests.e2e.poison_rank import POISONS
@@ -113,7 +113,7 @@ def draw_cases(chance: random.Random, poison: bool) -> list[Case]:
 def serve(core: EngineCore, cases: list[Case], base: int) -> list[tuple[Request, str]]:
     """`base`: of their numbers, which must be new."""
     tokenizer = Tokenizer.from_folder(str(core.args.tokenizer_path))
-    jobs, turn = list[Job](), 0
+    jobs, turn = list[RequestState](), 0
     waiting = sorted(range(len(cases)), key=lambda n: cases[n].arrives)
 
     def listen(progress: Any) -> None:
@@ -122,7 +122,7 @@ def serve(core: EngineCore, cases: list[Case], base: int) -> list[tuple[Request,
             leaving.append(progress.rid)
 
     leaving: list[str] = []
-    made: dict[int, Job] = {}
+    made: dict[int, RequestState] = {}
     while core.has_work or waiting:
         while waiting and (cases[waiting[0]].arrives <= turn or not core.has_work):
             number = waiting.pop(0)
@@ -140,7 +140,7 @@ def serve(core: EngineCore, cases: list[Case], base: int) -> list[tuple[Request,
                 top_logprobs_num=2 * case.return_logprob,
             )
             detokenizer = IncrementalDetokenizer(tokenizer, case.prompt, case.params)
-            made[number] = Job(request, detokenizer, listen, stream_interval=1)
+            made[number] = RequestState(request, detokenizer, listen, stream_interval=1)
             core.add(made[number])
         core.step()
         turn += 1
@@ -217,14 +217,14 @@ def test_many_mixes(flags: str, mode: str, poison: bool) -> None:
     check_mixes(FLAGS[flags], mode, range(3, 40), poison)
 
 
-def one_request(max_new_tokens: int, **params: Any) -> Job:
+def one_request(max_new_tokens: int, **params: Any) -> RequestState:
     params = {"temperature": 0.0, "ignore_eos": True, **params}
     chosen = SamplingParams(**params)
     request = Request("one", [97, 98, 99], chosen, 0, max_new_tokens, arrival=0)
-    return Job(request, None, lambda progress: None)
+    return RequestState(request, None, lambda progress: None)
 
 
-def tokens_of_plans(core: EngineCore, job: Job) -> list[list[int]]:
+def tokens_of_plans(core: EngineCore, job: RequestState) -> list[list[int]]:
     """The tokens of each step, until nothing is left to do."""
     plans, begin = list[list[int]](), core.runner.begin
 
@@ -248,7 +248,12 @@ def overlapping() -> EngineCore:
 def test_nothing_is_planned_beyond_the_last_token(overlapping: EngineCore) -> None:
     """Four tokens take one step of the prompt and three of tokens that are to come."""
     job = one_request(4)
-    assert tokens_of_plans(overlapping, job) == [[97, 98, 99], [FUTURE], [FUTURE], [FUTURE]]
+    assert tokens_of_plans(overlapping, job) == [
+        [97, 98, 99],
+        [FUTURE_TOKEN],
+        [FUTURE_TOKEN],
+        [FUTURE_TOKEN],
+    ]
     assert len(job.request.output_ids) == 4
     assert tokens_of_plans(overlapping, one_request(1)) == [[97, 98, 99]]
     assert tokens_of_plans(overlapping, one_request(0)) == [[97, 98, 99]]
@@ -335,7 +340,7 @@ def test_each_step_is_recorded_once(overlapping: EngineCore) -> None:
     first = core.num_steps + 1
     plans = tokens_of_plans(core, one_request(7))
     spans.stop()
-    steps = [s for s in unpack(spans.read(0, spans.count)) if s.kind == Kind.STEP]
+    steps = [s for s in unpack(spans.read(0, spans.count)) if s.kind == SpanKind.STEP]
     assert [step.step for step in steps] == list(range(first, first + len(plans)))
     assert [step.tokens for step in steps] == [3, 1, 1, 1, 1, 1, 1]
     for one, other in pairwise(steps):

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moesaic import Engine
-from moesaic.models.quantize import Job, quantize
-from moesaic.models.schemes.forms import FORMS
+from moesaic.models.quantize import QuantizeJob, quantize
+from moesaic.models.schemes.quantize_formats import FORMS
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.oracle import Case, Oracle, build, load
 from tests.unit.disk_formats import (
@@ -117,7 +117,7 @@ def test_all_forms_are_served() -> None:
 @pytest.mark.parametrize("case", WRITTEN, ids=str)
 def test_what_quantize_writes_is_served(case: Written, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", case.hidden, case.inner)
-    quantize(source, tmp_path / "out", Job(case.form, case.group, case.experts_only))
+    quantize(source, tmp_path / "out", QuantizeJob(case.form, case.group, case.experts_only))
     plain = reference(source, tmp_path / "out", tmp_path / "plain")
     format = FORMS[case.form].storage(case.group or 128).format
     assert format is not None

@@ -11,8 +11,8 @@ import pytest
 
 from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
-from moesaic.engine.desk import _take_in
-from moesaic.engine.jobs import Job
+from moesaic.engine.frontend.inflight import _take_in
+from moesaic.engine.frontend.request_state import RequestState
 from tests import trace_format
 from tests.e2e.grid import model_path, prompts
 from tests.e2e.names import check_that_a_name_is_free
@@ -112,7 +112,7 @@ def test_what_cannot_be_sent_fails_alone(engine: Engine) -> None:
     heard: list[Any] = []
     params = SamplingParams(max_new_tokens=3)
     request = Request("odd", [1, 2], params, 2**80, 3, -1)  # no message can carry this seed
-    engine._tell(lambda core: _take_in(core, [Job(request, None, heard.append)]))
+    engine._tell(lambda core: _take_in(core, [RequestState(request, None, heard.append)]))
     engine._tell(lambda core: 1 // 0)
     out = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
     assert len(out["output_ids"]) >= 1 and not engine.fault

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moesaic import Engine
-from moesaic.engine import remote
+from moesaic.engine.frontend import core_client as remote
 from tests.e2e.grid import DPA, arguments, model_path
 from tests.e2e.poison_rank import LATE, PLAN, POISONS, TARGET
 

@@ -16,7 +16,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moesaic import Engine
-from moesaic.engine.inputs import GenerateInput
+from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.models.tiny import make_tiny_checkpoint
 from tests.e2e.schemas import schema_of
 

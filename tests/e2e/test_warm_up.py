@@ -11,14 +11,9 @@ from triton import next_power_of_2
 
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_runner import GpuRunner
-from moesaic.engine.gpu_sampler import _packed
-from moesaic.engine.moe_setup import StepLimits
-from moesaic.engine.plan import PlanItem, StepPlan
-from moesaic.engine.row_samplers import samplers
-from moesaic.engine.sampler import SampleRow
-from moesaic.engine.seats import Way
-from moesaic.engine.warm_up import (
+from moesaic.engine.runner.future_tokens import SamplingPath
+from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.warm_up import (
     DRAWN,
     single_tokens,
     sorted_parts,
@@ -27,11 +22,16 @@ from moesaic.engine.warm_up import (
     warm_steps,
     warm_up,
 )
+from moesaic.engine.sampling.gpu_sampler import _packed
+from moesaic.engine.sampling.row_samplers import samplers
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.kernels.attention import choose_splits
 from moesaic.kernels.triton.attention_decode import choose_config
 from moesaic.kernels.triton.sort import FEW_PAIRS
-from moesaic.kernels.tuning import Shape, plan_for
-from moesaic.layers.torch_attention import Span
+from moesaic.kernels.tuning import ExpertsShape, plan_for
+from moesaic.layers.torch_attention import SequenceSpan
 from moesaic.models.tiny import materialise
 
 PAGE = 4
@@ -82,7 +82,7 @@ def test_steps_reach_all_that_the_scheduler_plans_and_both_ways_between_ranks():
     assert warm_steps(limits, (4,), True, sharers=2) == shared
 
 
-E72 = Shape("bf16", 72, 2048, 768)
+E72 = ExpertsShape("bf16", 72, 2048, 768)
 
 
 @pytest.mark.parametrize("sharers", [1, 2, 3])
@@ -105,11 +105,14 @@ def test_steps_take_every_kernel_of_experts_between_ranks(ranks: int, top_k: int
 
 
 def test_spans_are_tokens_with_context_and_a_prompt():
-    assert warm_spans(1, 4, 9, PAGE) == [Span(0, 1, 1, [1])]
-    assert warm_spans(2, 4, 9, PAGE) == [Span(0, 2, 2, [1])]
-    assert warm_spans(8, 1, 9, PAGE) == [Span(0, 1, 9, [1, 1, 1]), Span(1, 7, 7, [1, 1])]
-    few = [Span(n, 1, 9, [1, 1, 1]) for n in range(2)]
-    assert warm_spans(4, 4, 9, PAGE) == [*few, Span(2, 2, 2, [1])]
+    assert warm_spans(1, 4, 9, PAGE) == [SequenceSpan(0, 1, 1, [1])]
+    assert warm_spans(2, 4, 9, PAGE) == [SequenceSpan(0, 2, 2, [1])]
+    assert warm_spans(8, 1, 9, PAGE) == [
+        SequenceSpan(0, 1, 9, [1, 1, 1]),
+        SequenceSpan(1, 7, 7, [1, 1]),
+    ]
+    few = [SequenceSpan(n, 1, 9, [1, 1, 1]) for n in range(2)]
+    assert warm_spans(4, 4, 9, PAGE) == [*few, SequenceSpan(2, 2, 2, [1])]
 
 
 def test_single_tokens_take_every_kernel_of_attention():
@@ -126,7 +129,7 @@ def test_single_tokens_take_every_kernel_of_attention():
 
 def test_the_row_that_is_drawn_takes_every_kernel():
     """Kernels that narrow top-p run for rows without top-k alone: the most common ones."""
-    assert Way.of(DRAWN) is Way.DRAW and _packed([DRAWN]).any_top_p
+    assert SamplingPath.of(DRAWN) is SamplingPath.DRAW and _packed([DRAWN]).any_top_p
 
 
 def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_window import HostWindow
-from moesaic.comm.window import PlaneSpec
-from moesaic.kernels.a2a import DESK_WORDS, Inbox, Mail, Spread, Tokens
+from moesaic.comm.windows.device_window import HostWindow
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.kernels.a2a import DESK_WORDS, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.kernels.triton_cases import DEVICE
 
@@ -47,8 +47,8 @@ class Case:
         return len(self.counts)
 
     @property
-    def spread(self) -> Spread:
-        return Spread(self.slots, self.width, self.everywhere)
+    def spread(self) -> SlotOwners:
+        return SlotOwners(self.slots, self.width, self.everywhere)
 
     def specs(self) -> list[PlaneSpec]:
         rows, format = self.size * self.rows, PAYLOAD_FORMATS[self.payload]
@@ -67,12 +67,12 @@ class Case:
         scales = PAYLOAD_FORMATS[self.payload].scales
         return scales.width(self.hidden) * scales.dtype.itemsize if scales else 0
 
-    def inbox(self, window: HostWindow) -> Inbox:
+    def inbox(self, window: HostWindow) -> RowPlanes:
         values, scales, ids, weights = map(window.offset, ("values", "scales", "ids", "weights"))
         value_bytes = PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden) - self.scale_bytes
         weights = weights if self.weights else -1
         where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
-        return Inbox(self.payload, *where, self.scale, self.at_home)
+        return RowPlanes(self.payload, *where, self.scale, self.at_home)
 
     def windows(self, device: str) -> list[HostWindow]:
         made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)
@@ -82,7 +82,7 @@ class Case:
             window.plane("ids").fill_(0x55)
         return made if device == "cpu" else _moved(made, device, self.near)
 
-    def tokens(self, rank: int, seed: int = 0) -> Tokens:
+    def tokens(self, rank: int, seed: int = 0) -> LocalTokens:
         """Some ids are -1, and one token has nothing else."""
         generator = torch.Generator().manual_seed(100 * seed + rank)
         count = self.rows if self.padded else self.counts[rank]
@@ -94,7 +94,7 @@ class Case:
         ids_TK[1:2] = -1
         weights_TK = torch.rand(count, self.top_k, generator=generator)
         tokens = torch.tensor([self.counts[rank]], dtype=torch.int32) if self.padded else None
-        return Tokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
+        return LocalTokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
 
 
 def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindow]:
@@ -103,14 +103,14 @@ def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindo
     for window in windows:
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
         state = window.mail.state.to(device)
-        window.mail = Mail(window.rank, window.size, regions, bases_P, 0, state, desk, near)
+        window.mail = SignalPlanes(window.rank, window.size, regions, bases_P, 0, state, desk, near)
     return windows
 
 
-def on_device(tokens: Tokens) -> Tokens:
+def on_device(tokens: LocalTokens) -> LocalTokens:
     moved = [tensor.to(DEVICE) for tensor in (tokens.x_TH, tokens.ids_TK, tokens.weights_TK)]
     num_tokens_1 = tokens.num_tokens_1
-    return Tokens(*moved, None if num_tokens_1 is None else num_tokens_1.to(DEVICE))
+    return LocalTokens(*moved, None if num_tokens_1 is None else num_tokens_1.to(DEVICE))
 
 
 def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindow]) -> None:
@@ -157,7 +157,9 @@ def _write(plane: Tensor, values: Tensor, mask: Tensor) -> None:
     plane[mask.to(plane.device)] = values[mask].to(plane.device)
 
 
-def oracle(case: Case, windows: list[HostWindow], rank: int, tokens: Tokens, pairs: bool) -> Tensor:
+def oracle(
+    case: Case, windows: list[HostWindow], rank: int, tokens: LocalTokens, pairs: bool
+) -> Tensor:
     """In float64, pair by pair."""
     out_TH = torch.zeros(case.counts[rank], case.hidden, dtype=torch.float64)
     for token in range(case.counts[rank]):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moesaic.kernels.a2a import Inbox
-from moesaic.kernels.a2a_plan import Machine, collect_plan, send_plan
+from moesaic.kernels.a2a import RowPlanes
+from moesaic.kernels.a2a_plan import GpuModel, collect_plan, send_plan
 from moesaic.kernels.triton import a2a, a2a_collect
 from moesaic.kernels.triton.a2a_signals import lanes
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -74,8 +74,8 @@ def check_signals(size: int) -> None:
 def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: bool = True) -> None:
     format = PAYLOAD_FORMATS[payload]
     values = format.value_width(hidden) * format.values.dtype.itemsize
-    inbox = Inbox(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
-    plan = send_plan(rows, hidden, payload, size, Machine())
+    inbox = RowPlanes(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
+    plan = send_plan(rows, hidden, payload, size, GpuModel())
     absent = {"num_tokens_ptr": None} | ({} if weights else {"weights_ptr": None})
     fixed = {**a2a.send_constants(inbox, hidden, TOP_K, plan), **SPREAD, **absent}
     print(f"    {payload} {hidden}: {plan}")
@@ -96,7 +96,7 @@ def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: boo
 
 
 def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
-    plan = collect_plan(tokens, hidden, Machine())
+    plan = collect_plan(tokens, hidden, GpuModel())
     fixed = a2a.collect_constants(hidden, TOP_K, torch.bfloat16, plan)
     usage = use(kernel, plan.warps, size, **fixed, **SPREAD, num_tokens_ptr=None)
     print(f"    {hidden}: {plan}")
@@ -110,13 +110,13 @@ def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
 def check_variants() -> None:
     """With a number of tokens that only the device knows, and groups of two ranks."""
     spread = {"SLOTS": 32, "WIDTH": 2}
-    plan = send_plan(4, 2048, "bf16", 4, Machine())
-    inbox = Inbox("bf16", 0, 0, 0, 0, 4096, 0)
+    plan = send_plan(4, 2048, "bf16", 4, GpuModel())
+    inbox = RowPlanes("bf16", 0, 0, 0, 0, 4096, 0)
     for everywhere in (False, True):
         fixed = {**spread, "EVERYWHERE": everywhere}
         constants = a2a.send_constants(inbox, 2048, TOP_K, plan)
         use(a2a._send_kernel, plan.warps, 4, **constants, **fixed, RECEIVES=False)
-        few = collect_plan(4, 2048, Machine())
+        few = collect_plan(4, 2048, GpuModel())
         fixed |= a2a.collect_constants(2048, TOP_K, torch.bfloat16, few)
         use(a2a_collect.collect_rows_kernel, few.warps, 4, **fixed)
         use(a2a_collect.collect_pairs_kernel, few.warps, 4, **fixed)

@@ -141,7 +141,7 @@ def prefill(shape: Shape, page: int, invariant: bool = False) -> Usage:
 
 def specialised(shape: Shape, page: int) -> Usage:
     config = attention_hopper.choose_config((shape.dim + shape.rest) * 2)
-    plan = attention_hopper.Plan(
+    plan = attention_hopper.AttentionConstants(
         shape.group, min(shape.group, attention_hopper.ROWS), shape.dim, shape.rest,
         shape.value_dim, page, shape.window, config.block, config.stages, config.tiles,
         config.turns,

@@ -13,10 +13,17 @@ from typing import Any
 
 from moesaic.kernels import tuning
 from moesaic.kernels.triton import experts_small, sort
-from moesaic.kernels.tuning import FP8_FORMATS, KIB, Config, Device, Plan, Shape
+from moesaic.kernels.tuning import (
+    FP8_FORMATS,
+    KIB,
+    DeviceTuning,
+    ExpertsPlan,
+    ExpertsShape,
+    TileConfig,
+)
 from tests.kernels.aot import Usage, build
 
-H200 = Device("NVIDIA H200", 132, 224 * KIB)
+H200 = DeviceTuning("NVIDIA H200", 132, 224 * KIB)
 SHAPES = {"qwen3_30b": (128, 2048, 768), "dsv3_ep8": (32, 7168, 2048), "mixtral": (8, 4096, 14336)}
 INTEGERS = "*i32"
 LISTS = dict.fromkeys(
@@ -26,7 +33,7 @@ MOST_SHARED = 227 * KIB
 
 
 def gate_up_usage(
-    shape: Shape, config: Config, h_scales: bool | None = None, direct: bool = False
+    shape: ExpertsShape, config: TileConfig, h_scales: bool | None = None, direct: bool = False
 ) -> Usage:
     kind, quantised = _kind(shape)
     h_scales = quantised if h_scales is None else h_scales
@@ -44,7 +51,7 @@ def gate_up_usage(
     return _build(experts_small._gate_up_kernel, types, scales, constants, config)
 
 
-def down_usage(shape: Shape, config: Config) -> Usage:
+def down_usage(shape: ExpertsShape, config: TileConfig) -> Usage:
     kind, quantised = _kind(shape)
     types = {"h": kind, "w": kind, "y": "*bf16", "weights": "*fp32"}
     types |= {"h_scale": "fp32", **LISTS}
@@ -55,7 +62,7 @@ def down_usage(shape: Shape, config: Config) -> Usage:
     return _build(experts_small._down_kernel, types, scales, constants, config)
 
 
-def fused_usage(shape: Shape, plan: Plan) -> Usage:
+def fused_usage(shape: ExpertsShape, plan: ExpertsPlan) -> Usage:
     kind, quantised = _kind(shape)
     types = {"x": kind, "w13": kind, "w2": kind, "h": kind, "y": "*bf16", "weights": "*fp32"}
     types |= {"counters": INTEGERS, "num_slots": "i32", **LISTS}
@@ -69,12 +76,12 @@ def fused_usage(shape: Shape, plan: Plan) -> Usage:
     return _build(experts_small._gate_up_down_kernel, types, scales, constants, config)
 
 
-def _kind(shape: Shape) -> tuple[str, bool]:
+def _kind(shape: ExpertsShape) -> tuple[str, bool]:
     quantised = shape.format in FP8_FORMATS
     return ("*fp8e4nv" if quantised else f"*{shape.format}"), quantised
 
 
-def _constants(shape: Shape, config: Config) -> dict[str, Any]:
+def _constants(shape: ExpertsShape, config: TileConfig) -> dict[str, Any]:
     return {
         "HIDDEN": shape.hidden,
         "INNER": shape.inner,
@@ -93,7 +100,7 @@ def _build(
     types: dict[str, str],
     scales: dict[str, bool],
     constants: dict[str, Any],
-    config: Config,
+    config: TileConfig,
 ) -> Usage:
     """`scales`: which of these arrays there are."""
     types = types | {name: "*fp32" for name, there in scales.items() if there}
@@ -102,7 +109,7 @@ def _build(
     return build(kernel, types, constants, **options)
 
 
-def check(name: str, config: Config, usage: Usage, lines: int) -> None:
+def check(name: str, config: TileConfig, usage: Usage, lines: int) -> None:
     """Nothing spilled; weights and rows by copies of 16 bytes that do not pass through registers;
     Hopper's products where there are lines enough for them."""
     programs = min(H200.shared // (usage.shared + KIB), 65536 // (usage.registers * 32 * 4))
@@ -115,7 +122,7 @@ def check(name: str, config: Config, usage: Usage, lines: int) -> None:
     assert usage.count(product) > 0, name
 
 
-def check_shape(shape: Shape, pairs: int) -> None:
+def check_shape(shape: ExpertsShape, pairs: int) -> None:
     plan = tuning.guess(H200, shape, pairs)
     if plan.implementation != "small":
         return
@@ -159,7 +166,7 @@ def check_sort() -> None:
 
 def check_one_row_of_fp8() -> None:
     """Weights are asked for while the row is quantised, and `down` may begin only after that."""
-    shape = Shape("fp8_block", *SHAPES["qwen3_30b"])
+    shape = ExpertsShape("fp8_block", *SHAPES["qwen3_30b"])
     gate = tuning.guess(H200, shape, 8).gate_up
     usage = gate_up_usage(shape, gate, h_scales=False, direct=True)
     check("gate_up of one row in fp8", gate, usage, 2 * gate.block_n)
@@ -169,7 +176,7 @@ def check_one_row_of_fp8() -> None:
 
 
 def main() -> None:
-    qwen = Shape("bf16", *SHAPES["qwen3_30b"])
+    qwen = ExpertsShape("bf16", *SHAPES["qwen3_30b"])
     plan = tuning.guess(H200, qwen, 64)
     check("gate_up", plan.gate_up, gate_up_usage(qwen, plan.gate_up), 2 * plan.gate_up.block_n)
     check_one_row_of_fp8()
@@ -178,7 +185,7 @@ def main() -> None:
     check_sort()
     for format in ("bf16", "fp8_block", "fp8_channel"):
         for name, size in SHAPES.items():
-            shape = Shape(format, *size)
+            shape = ExpertsShape(format, *size)
             top_k = {"qwen3_30b": 8, "dsv3_ep8": 1, "mixtral": 2}[name]
             for tokens in (1, 8, 32, 128, 512, 2048):
                 check_shape(shape, tokens * top_k)

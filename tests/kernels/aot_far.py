@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 
 from moesaic.kernels import tuning
-from moesaic.kernels.a2a import Inbox
-from moesaic.kernels.a2a_plan import Machine, send_plan
-from moesaic.kernels.triton import a2a, experts_far
-from moesaic.kernels.tuning import FP8_FORMATS, Config, Shape
+from moesaic.kernels.a2a import RowPlanes
+from moesaic.kernels.a2a_plan import GpuModel, send_plan
+from moesaic.kernels.triton import a2a, experts_remote_rows
+from moesaic.kernels.tuning import FP8_FORMATS, ExpertsShape, TileConfig
 from tests.kernels import aot_a2a
 from tests.kernels.aot import Usage, build
 from tests.kernels.aot_experts import H200, LISTS, SHAPES, check
 
 
-def far_usage(shape: Shape, config: Config, h_scales: bool) -> Usage:
+def far_usage(shape: ExpertsShape, config: TileConfig, h_scales: bool) -> Usage:
     quantised = shape.format in FP8_FORMATS
     kind = "*fp8e4nv" if quantised else f"*{shape.format}"
     types = {"x": kind, "w": kind, "h": kind if h_scales else "*bf16", "bases": "*i64", **LISTS}
@@ -43,11 +43,11 @@ def far_usage(shape: Shape, config: Config, h_scales: bool) -> Usage:
         "PDL": True,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    kernel = experts_far._gate_up_far_kernel
+    kernel = experts_remote_rows._gate_up_far_kernel
     return build(kernel, types, constants, aligned=("values", "scales"), **options)
 
 
-def check_far(shape: Shape, pairs: int) -> None:
+def check_far(shape: ExpertsShape, pairs: int) -> None:
     """As `check`; rows as well as weights must come by copies of 16 bytes."""
     plan = tuning.guess(H200, shape, pairs)
     if plan.implementation != "small":
@@ -61,8 +61,8 @@ def check_far(shape: Shape, pairs: int) -> None:
 def check_home(payload: str, hidden: int, size: int) -> None:
     """One store of a row, however many ranks there are."""
     value_bytes, scale_bytes = (hidden, hidden // 32) if payload == "fp8" else (2 * hidden, 0)
-    inbox = Inbox(payload, 0, 0, 0, -1, value_bytes, scale_bytes, at_home=True)
-    plan = send_plan(16, hidden, payload, 1, Machine())
+    inbox = RowPlanes(payload, 0, 0, 0, -1, value_bytes, scale_bytes, at_home=True)
+    plan = send_plan(16, hidden, payload, 1, GpuModel())
     fixed = a2a.send_constants(inbox, hidden, aot_a2a.TOP_K, plan) | aot_a2a.SPREAD
     absent = {"num_tokens_ptr": None, "weights_ptr": None, "RECEIVES": True}
     usage = aot_a2a.use(a2a._send_kernel, plan.warps, size, **fixed, **absent)
@@ -73,15 +73,15 @@ def check_home(payload: str, hidden: int, size: int) -> None:
 def main() -> None:
     check_home("bf16", 2048, size=4)
     qwen = SHAPES["qwen3_30b"]
-    check_far(Shape("bf16", 32, *qwen[1:]), 256)
-    check_far(Shape("fp8_block", 32, *qwen[1:]), 256)
+    check_far(ExpertsShape("bf16", 32, *qwen[1:]), 256)
+    check_far(ExpertsShape("fp8_block", 32, *qwen[1:]), 256)
     if "--all" not in sys.argv:
         return
     check_home("fp8", 7168, size=8)
     for format in ("bf16", "fp8_block", "fp8_channel"):
         for experts, *size in SHAPES.values():
             for pairs in (8, 64, 256, 1024):
-                check_far(Shape(format, max(1, experts // 4), *size), pairs)
+                check_far(ExpertsShape(format, max(1, experts // 4), *size), pairs)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from moesaic.kernels.triton import linear, linear_fp8, linear_heads
-from moesaic.kernels.triton.linear import Tile
+from moesaic.kernels.triton.linear import LinearTile
 from tests.kernels import aot_norm_linear
 from tests.kernels.aot import Usage, build
 
@@ -21,7 +21,7 @@ SPLIT = {"partial": "*fp32", "arrived": "*i32", "num_rows": "i32", "num_tiles": 
 FLAGS = {"bias": None, "EVEN": True, "PREFETCH": True, "PDL": True}
 
 
-def bf16(tile: Tile, gated: bool = False, splits: int = 4) -> Usage:
+def bf16(tile: LinearTile, gated: bool = False, splits: int = 4) -> Usage:
     types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", **SIZES}
     constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCK_I": tile.inputs, "GATED": gated}
     options: dict[str, Any] = {"aligned": ALIGNED, "num_warps": tile.warps}
@@ -35,7 +35,7 @@ def bf16(tile: Tile, gated: bool = False, splits: int = 4) -> Usage:
     return build(linear._few_rows, types | SPLIT, constants, **options)
 
 
-def fp8(tile: Tile, gated: bool = False, blocked: bool = True) -> Usage:
+def fp8(tile: LinearTile, gated: bool = False, blocked: bool = True) -> Usage:
     types = {"x": "*fp8e4nv", "x_scales": "*fp32", "w": "*fp8e4nv", "w_scales": "*fp32"}
     types |= {"y": "*bf16", **SIZES}
     constants = {**FLAGS, "BLOCK_O": tile.outputs, "BLOCKED": blocked, "GATED": gated}
@@ -89,7 +89,7 @@ def check_one_row(name: str, usage: Usage) -> None:
     assert first_load < wait, f"{name} does not fetch weights before it waits"
 
 
-def check_whole_rows(name: str, tile: Tile, outputs: int, gated: bool = False) -> None:
+def check_whole_rows(name: str, tile: LinearTile, outputs: int, gated: bool = False) -> None:
     """All of a matrix is on its way before x is there: its programs fit on an H200 at once."""
     usage = bf16(tile, gated)
     check_one_row(name, usage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from moesaic.kernels.triton import linear_hopper
-from moesaic.kernels.triton.linear_hopper import Plan, plan_for
+from moesaic.kernels.triton.linear_hopper import LinearConstants, plan_for
 from tests.kernels.aot import Usage, build
 
 ALIGNED = ("num_outputs", "x_stride")
@@ -17,7 +17,7 @@ SIZES = dict.fromkeys(("num_rows", "num_outputs", "x_stride"), "i32")
 SHAPES = {"qkv": (5120, 2048), "o": (2048, 4096)}
 
 
-def compiled(plan: Plan, bias: bool = False) -> Usage:
+def compiled(plan: LinearConstants, bias: bool = False) -> Usage:
     kind = "*bf16" if plan.SIZE == 2 else "*fp8e4nv"
     types = {"x": kind, "w": kind, "y": "*bf16", **SIZES}
     fixed = {"P": plan}
@@ -33,7 +33,7 @@ def compiled(plan: Plan, bias: bool = False) -> Usage:
     )
 
 
-def check(name: str, plan: Plan | None, bias: bool = False) -> None:
+def check(name: str, plan: LinearConstants | None, bias: bool = False) -> None:
     """Nothing spills; all weights are asked for before the wait, and no copy waits for another; the
     rows come in pieces of 128 bits."""
     assert plan is not None, f"{name} has no plan"

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from moesaic.kernels.triton import norm_linear
-from moesaic.kernels.triton.linear import Tile
+from moesaic.kernels.triton.linear import LinearTile
 from tests.kernels.aot import Usage, build
 
 POINTERS = ("x", "residual", "norm", "w", "y", "sums")
@@ -19,7 +19,7 @@ REGISTERS = 65536
 PROCESSORS = 132  # of an H200
 
 
-def compiled(tile: Tile) -> Usage:
+def compiled(tile: LinearTile) -> Usage:
     types = dict.fromkeys(POINTERS, "*bf16") | {"eps": "fp32", "num_outputs": "i32"}
     constants = {"bias": None, "H": tile.inputs, "WARPS": tile.warps}
     constants |= {"BLOCK_O": tile.outputs, "BLOCK_I": tile.inputs, "PDL": True}
@@ -27,7 +27,7 @@ def compiled(tile: Tile) -> Usage:
     return build(norm_linear._norm_product, types, constants, aligned=("num_outputs",), **options)
 
 
-def check(name: str, tile: Tile, outputs: int = 0) -> None:
+def check(name: str, tile: LinearTile, outputs: int = 0) -> None:
     """All weights are on their way before the kernel waits; with `outputs`, those of the whole
     matrix: its programs fit on an H200 at once."""
     usage = compiled(tile)
@@ -47,7 +47,7 @@ def check(name: str, tile: Tile, outputs: int = 0) -> None:
 def main(everything: bool) -> None:
     check("2048", norm_linear.TILES[2048], 5120)
     if everything:
-        check("4096", Tile(1, 4, 4096, 8))
+        check("4096", LinearTile(1, 4, 4096, 8))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_window import HostWindow
+from moesaic.comm.windows.device_window import HostWindow
 from moesaic.kernels import a2a as twins
-from moesaic.kernels.a2a import Tokens
+from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.triton import a2a as kernels
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.kernels.a2a_cases import RESULTS, ROWS, Case, on_device
@@ -97,7 +97,7 @@ class Rank:
         self.window.check()
         assert torch.equal(self.out_TH.cpu(), self.wanted(self.tokens))
 
-    def wanted(self, tokens: Tokens) -> Tensor:
+    def wanted(self, tokens: LocalTokens) -> Tensor:
         ids_TK = tokens.ids_TK.cpu()
         groups_TK = torch.where(ids_TK < 0, -1, ids_TK // self.case.slots)
         went_TP = groups_TK[:, :, None] == torch.arange(self.case.size)

@@ -8,17 +8,17 @@ import pytest
 
 from moesaic.cli import tune_a2a
 from moesaic.cli.main import main
-from moesaic.cli.tune_a2a import Case, Wanted, cases_of, slowest
+from moesaic.cli.tune_a2a import A2aCase, Wanted, cases_of, slowest
 from moesaic.kernels import a2a_tuned, tuning
-from moesaic.kernels.a2a_plan import Machine, Plan, collect_plan, send_plan
+from moesaic.kernels.a2a_plan import GpuModel, LaunchPlan, collect_plan, send_plan
 from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, plan_of, planned, trying
 from moesaic.kernels.a2a_tuned import load as read_plans
 
-H200 = Machine(132, name="NVIDIA H200 of a test")
+H200 = GpuModel(132, name="NVIDIA H200 of a test")
 SEND = Kernel("send", 4, 2048, "bf16")
 PAIRS = Kernel("collect_pairs", 4, 2048)
-GUESS = Plan(2048, 4, 100)
-FOUND = Plan(1024, 2, 60)
+GUESS = LaunchPlan(2048, 4, 100)
+FOUND = LaunchPlan(1024, 2, 60)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_what_was_measured_is_taken(folder: Path):
     assert planned(replace(SEND, ranks=8), 128, H200, GUESS) == GUESS
     assert planned(replace(SEND, payload="fp8"), 128, H200, GUESS) == GUESS
     assert planned(SEND, 128, replace(H200, name="other"), GUESS) == GUESS
-    assert planned(SEND, 128, Machine(132), GUESS) == GUESS
+    assert planned(SEND, 128, GpuModel(132), GUESS) == GUESS
 
 
 def test_programs_have_limits(folder: Path):
@@ -68,14 +68,14 @@ def test_entries_that_cannot_be(folder: Path):
 
 
 def test_what_is_tried():
-    guess = plan_of(SEND, 4096, Machine(132), 4)
-    assert guess == send_plan(4096, 2048, "bf16", 4, Machine(132)) != FOUND
+    guess = plan_of(SEND, 4096, GpuModel(132), 4)
+    assert guess == send_plan(4096, 2048, "bf16", 4, GpuModel(132)) != FOUND
     with trying(SEND, FOUND):
         assert planned(SEND, 4096, H200, GUESS) == FOUND
-        assert plan_of(SEND, 4096, Machine(132), 4) == FOUND
+        assert plan_of(SEND, 4096, GpuModel(132), 4) == FOUND
         assert planned(PAIRS, 64, H200, GUESS) == GUESS
-    assert planned(SEND, 4096, Machine(132), GUESS) == GUESS
-    assert plan_of(SEND, 4096, Machine(132), 4) == guess
+    assert planned(SEND, 4096, GpuModel(132), GUESS) == GUESS
+    assert plan_of(SEND, 4096, GpuModel(132), 4) == guess
 
 
 @pytest.mark.parametrize("rows", [1, 128, 4096])
@@ -94,7 +94,7 @@ def test_cases_and_times(tmp_path: Path):
     cases = list(cases_of(wanted, 4))
     # Two shapes: two payloads and rows for both numbers, pairs for the smaller one.
     assert len(cases) == 2 * (2 * 3 + 1)
-    assert cases[0] == Case(Kernel("send", 4, 2048, "bf16"), 128, 8, 1)
+    assert cases[0] == A2aCase(Kernel("send", 4, 2048, "bf16"), 128, 8, 1)
     assert slowest([[[1, 2, 3], [4, 4, 4]], [[2, 1, 9], [5, 3, 3]]]) == [2, 4]
 
 

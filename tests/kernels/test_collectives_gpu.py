@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_collective import DeviceCollective, lanes_of
-from moesaic.kernels.a2a import State
+from moesaic.comm.collectives.device_collective import DeviceCollective, lanes_of
+from moesaic.kernels.a2a import DeviceStateWord
 from tests.kernels.test_triton_collectives import add, make_ranks, needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -71,7 +71,7 @@ def run_all(
 
 def set_broken(ranks: Sequence[DeviceCollective], broken: int) -> None:
     for comm in ranks:
-        comm.window.mail.state[State.BROKEN] = broken
+        comm.window.mail.state[DeviceStateWord.BROKEN] = broken
 
 
 def warm_up(

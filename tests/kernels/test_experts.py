@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moesaic.kernels.cpu import build, experts
-from moesaic.kernels.cpu.experts import ExpertTensors, Job, SwigluSpec
+from moesaic.kernels.cpu.experts import ExpertRows, ExpertTensors, SwigluSpec
 
 needs_kernel = pytest.mark.skipif(
     experts.library() is None, reason="this machine has no AMX or no C compiler"
@@ -35,16 +35,18 @@ def make_experts(hidden: int, inner: int, bias: bool, activation: SwigluSpec) ->
     )
 
 
-def make_jobs(counts: list[int]) -> list[Job]:
+def make_jobs(counts: list[int]) -> list[ExpertRows]:
     """Experts in another order than their rows, with a gap of two rows behind each."""
     jobs, start = [], 0
     for slot, count in reversed(list(enumerate(counts))):
-        jobs.append(Job(slot, start, count))
+        jobs.append(ExpertRows(slot, start, count))
         start += count + 2
     return jobs
 
 
-def run(function: object, x: torch.Tensor, jobs: list[Job], tensors: ExpertTensors) -> torch.Tensor:
+def run(
+    function: object, x: torch.Tensor, jobs: list[ExpertRows], tensors: ExpertTensors
+) -> torch.Tensor:
     y = torch.full_like(x, torch.nan)
     inner = tensors.w2_eHI.shape[2]
     h = torch.full((len(x), inner), torch.nan, dtype=x.dtype)
@@ -83,9 +85,11 @@ def test_equals_its_twin(
 def test_bits_of_a_row_depend_on_that_row_alone() -> None:
     tensors = make_experts(64, 96, bias=False, activation=SwigluSpec())
     x = torch.randn(70, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    together = run(experts.run, x, [Job(4, 0, 70)], tensors)
+    together = run(experts.run, x, [ExpertRows(4, 0, 70)], tensors)
     for start, count in ((0, 1), (5, 16), (31, 33), (69, 1)):
-        alone = run(experts.run, x[start : start + count].clone(), [Job(4, 0, count)], tensors)
+        alone = run(
+            experts.run, x[start : start + count].clone(), [ExpertRows(4, 0, count)], tensors
+        )
         assert torch.equal(alone, together[start : start + count])
 
 
@@ -93,9 +97,9 @@ def test_bits_of_a_row_depend_on_that_row_alone() -> None:
 def test_a_nan_stays_in_its_row() -> None:
     tensors = make_experts(64, 32, bias=True, activation=GPT_OSS)
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-    clean = run(experts.run, x, [Job(0, 0, 20)], tensors)
+    clean = run(experts.run, x, [ExpertRows(0, 0, 20)], tensors)
     x[7, 3] = torch.nan
-    y = run(experts.run, x, [Job(0, 0, 20)], tensors)
+    y = run(experts.run, x, [ExpertRows(0, 0, 20)], tensors)
     assert bool(y[7].isnan().all())
     keep = [row for row in range(20) if row != 7]
     assert torch.equal(y[keep], clean[keep])
@@ -113,7 +117,7 @@ def test_extreme_gates() -> None:
     one = replace(tensors, w13_eJH=w13, w2_eHI=w2)
     x = torch.zeros(len(gates), 32, dtype=torch.bfloat16)
     x[:, 0], x[:, 1] = gates, 1.0
-    y = run(experts.run, x, [Job(0, 0, len(gates))], one)
+    y = run(experts.run, x, [ExpertRows(0, 0, len(gates))], one)
     expected = torch.nn.functional.silu(gates.double())
     assert torch.allclose(y[:, 0].double(), expected, rtol=2.0**-7, atol=1e-30)
 
@@ -123,7 +127,7 @@ def test_no_jobs_and_no_rows() -> None:
     tensors = make_experts(32, 32, bias=False, activation=SwigluSpec())
     x = torch.zeros(3, 32, dtype=torch.bfloat16)
     assert bool(run(experts.run, x, [], tensors).isnan().all())
-    assert bool(run(experts.run, x, [Job(1, 0, 0)], tensors).isnan().all())
+    assert bool(run(experts.run, x, [ExpertRows(1, 0, 0)], tensors).isnan().all())
 
 
 def test_what_does_not_fit() -> None:

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from moesaic.kernels.cpu import rows
-from moesaic.kernels.cpu.rows import Terms, Tokens
+from moesaic.kernels.cpu.rows import GatheredTokens, Terms
 
 pytestmark = pytest.mark.skipif(rows.library() is None, reason="there is no C compiler")
 LANES, CAP = 2, 70
 
 
-def make_tokens(counts: list[int], rank: int, groups: int, slots: int, top_k: int) -> Tokens:
+def make_tokens(
+    counts: list[int], rank: int, groups: int, slots: int, top_k: int
+) -> GatheredTokens:
     """Tokens of one lane of two, behind which lies garbage."""
     generator = torch.Generator().manual_seed(sum(counts) + rank)
     ids = torch.full((len(counts), LANES, CAP, top_k), 10**6, dtype=torch.int32)
@@ -23,7 +25,9 @@ def make_tokens(counts: list[int], rank: int, groups: int, slots: int, top_k: in
         ids[p, 1, :count] = chosen.masked_fill(masked, -1).int()
         weights[p, 1, :count] = torch.rand(count, top_k, generator=generator)
     ranks_a_group = len(counts) // groups
-    return Tokens(ids[:, 1], weights[:, 1], counts, rank, slots, groups, rank // ranks_a_group)
+    return GatheredTokens(
+        ids[:, 1], weights[:, 1], counts, rank, slots, groups, rank // ranks_a_group
+    )
 
 
 CASES = [
@@ -66,12 +70,14 @@ def test_plan_of_pairs(counts: list[int], rank: int, groups: int, slots: int, to
 
 def test_examples_of_the_docstrings() -> None:
     ids = torch.tensor([[[0], [1]], [[0], [1]]], dtype=torch.int32)
-    plan = rows.plan_rows(Tokens(ids, ids.float(), [2, 2], 0, 1, 2, 0), [0, 0], False, False)
+    plan = rows.plan_rows(
+        GatheredTokens(ids, ids.float(), [2, 2], 0, 1, 2, 0), [0, 0], False, False
+    )
     assert plan.rows_R.tolist() == [0, 2]
     assert plan.places_TS.tolist() == [[0, -1], [-1, 0]]
     assert plan.ends == [2, 2]
     ids = torch.tensor([[[0, 2]], [[0, 1]]], dtype=torch.int32)
-    pairs = rows.plan_pairs(Tokens(ids, ids.float(), [1, 1], 0, 2, 2, 0))
+    pairs = rows.plan_pairs(GatheredTokens(ids, ids.float(), [1, 1], 0, 2, 2, 0))
     assert pairs.rows_R.tolist() == [0, 1, 1]
     assert pairs.filled == [2, 1]
     assert pairs.places_TK.tolist() == [[0, 0]]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_window import HostWindow, OutOfStep
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.windows.device_window import HostWindow, OutOfStep
 from moesaic.kernels import a2a as twins
-from moesaic.kernels.a2a import MAX_TAG, Desk, Failure, State, Tokens
+from moesaic.kernels.a2a import MAX_TAG, DeviceStateWord, Failure, FailureWords, LocalTokens
 from moesaic.kernels.triton import a2a as kernels
 from tests.kernels.a2a_cases import (
     RESULTS,
@@ -82,7 +82,7 @@ def test_rows_arrive_as_those_of_the_twins(case: Case) -> None:
             kernels.receive(window.call(ROWS, "dispatch", tag=seed), *place)
             window.check()
     assert_same_memory(case, ours, theirs)
-    assert ours[0].mail.state[State.CHANNELS] == rounds
+    assert ours[0].mail.state[DeviceStateWord.CHANNELS] == rounds
 
 
 def test_the_example_of_send() -> None:
@@ -159,23 +159,23 @@ BEFORE = (2**16 - 2, 2**32 - 2)
 EITHER = [(kernels.signal, kernels.wait)]
 if not GPU:
     EITHER.append((twins.signal.twin, twins.wait.twin))
-Do = Callable[[twins.Call], None]
+Do = Callable[[twins.ChannelCall], None]
 
 
-def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.Call]]:
+def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.ChannelCall]]:
     """Two ranks that have raised their flags so often, in generation 1, and once more."""
     case = Case(counts=(1, 1), rows=1, hidden=16)
     windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
     for window in windows:
         window.timeout = 0.05
         window.restart(1)
-        window.mail.state[State.CHANNELS + 2 * RESULTS] = count
+        window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
     calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
     together(calls, signal, wait)
     return windows, calls
 
 
-def together(calls: list[twins.Call], signal: Do, wait: Do) -> None:
+def together(calls: list[twins.ChannelCall], signal: Do, wait: Do) -> None:
     for call in calls:
         signal(call)
     for call in calls:
@@ -244,16 +244,16 @@ def test_which_of_two_flags_is_older(
     ):
         windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
         for window, (generation, count, tag) in zip(windows, order, strict=True):
-            window.mail.state[State.TIMEOUT_NS] = 1_000_000
-            window.mail.state[State.GENERATION] = generation
-            window.mail.state[State.CHANNELS + 2 * RESULTS] = count - 1
+            window.mail.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
+            window.mail.state[DeviceStateWord.GENERATION] = generation
+            window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count - 1
             signal(window.call(RESULTS, "combine", tag))
         wait(windows[0].call(RESULTS, "combine", order[0][2]))
         if GPU:
             torch.cuda.synchronize()
         desk = windows[0].mail.desk
-        assert (desk[Desk.FAILURE], desk[Desk.PEERS]) == (failure, 0b10), order
-        assert desk[Desk.SEEN] == windows[0].mail.flag(0, RESULTS)[1]
+        assert (desk[FailureWords.FAILURE], desk[FailureWords.PEERS]) == (failure, 0b10), order
+        assert desk[FailureWords.SEEN] == windows[0].mail.flag(0, RESULTS)[1]
 
 
 @pytest.mark.parametrize("signal, wait", EITHER)
@@ -291,7 +291,7 @@ def test_a_peer_that_is_not_there(
     made = both(case)
     for windows, signal in zip(made, (kernels.signal, twins.signal.twin), strict=True):
         for window in windows:
-            window.mail.state[State.TIMEOUT_NS] = int(0.05e9)
+            window.mail.state[DeviceStateWord.TIMEOUT_NS] = int(0.05e9)
         for rank in (0, 1):
             signal(windows[rank].call(RESULTS, "combine", tag=1))
         if failure == Failure.OUT_OF_STEP:
@@ -353,7 +353,7 @@ def collected_among(
     """With the tag that was signalled."""
     name = "collect_pairs" if pairs else "collect_rows"
     collect = getattr(twins, name).twin if twin else getattr(kernels, name)
-    tokens: Tokens = case.tokens(rank) if twin else on_device(case.tokens(rank))
+    tokens: LocalTokens = case.tokens(rank) if twin else on_device(case.tokens(rank))
     place = (case.rows, windows[rank].offset("pairs" if pairs else "results"), case.spread)
     call = windows[rank].call(RESULTS, "combine")
     return collect(torch.empty_like(tokens.x_TH), tokens, *place, call).cpu()

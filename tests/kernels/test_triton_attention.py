@@ -16,17 +16,17 @@ from moesaic.kernels import attention
 from moesaic.kernels.attention import (
     FP8_HEADS,
     LATENTS,
-    Cut,
     DecodeRows,
     LayerPages,
     PrefillRows,
     Queries,
     Softmax,
+    SplitPolicy,
     Splits,
     choose_splits,
 )
 from moesaic.kernels.triton import attention_decode, attention_hopper, attention_prefill
-from moesaic.kernels.triton.attention_blocks import Config, two_parts
+from moesaic.kernels.triton.attention_blocks import AttentionTile, two_parts
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, relative_error
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -210,11 +210,11 @@ def test_decoding_equals_the_oracle(
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several; a GPU is tested with what it will run."""
     if not GPU:
-        tiny = attention_decode.Config(16, 16, 4, 2)
+        tiny = attention_decode.AttentionTile(16, 16, 4, 2)
         monkeypatch.setattr(attention_decode, "CONFIGS", ((1 << 30, tiny),))
         monkeypatch.setattr(attention_decode, "SHORT_CONFIGS", ())
         monkeypatch.setattr(attention_decode, "LONE_CONFIGS", ())
-        tile = attention_prefill.Config(16, 16, 4, 2)
+        tile = attention_prefill.AttentionTile(16, 16, 4, 2)
         monkeypatch.setattr(attention_prefill, "CONFIGS", ((1 << 30, tile),))
 
 
@@ -353,13 +353,15 @@ def test_one_program_for_each_processor_is_enough_if_few_are_idle() -> None:
     assert choose_splits(32, 4, 1088, 132) == Splits(1, 128, lone=True)
     assert choose_splits(29, 4, 1088, 132) == Splits(2, 128)
     assert choose_splits(34, 4, 1088, 132) == Splits(1, 128)
-    assert choose_splits(16, 4, 1088, 132, Cut(3, 64, lone=2)) == Splits(2, 64, lone=True)
+    assert choose_splits(16, 4, 1088, 132, SplitPolicy(3, 64, lone=2)) == Splits(2, 64, lone=True)
     assert choose_splits(132, 1, 1088, 132, LATENTS) == Splits(2, 128)
 
 
 def test_many_splits_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 5 parts of 16 tokens two at a time, in a tile of 5 heads and channels in two pieces."""
-    monkeypatch.setattr(attention_decode, "SHORT_CONFIGS", ((1 << 30, Config(16, 16, 4, 2)),))
+    monkeypatch.setattr(
+        attention_decode, "SHORT_CONFIGS", ((1 << 30, AttentionTile(16, 16, 4, 2)),)
+    )
     monkeypatch.setattr(attention_decode, "MAX_MERGED", 2)
     monkeypatch.setattr(attention_decode, "MERGED_WIDTH", 16)
     case = make_case(Shape(5, 1, 32, 24), [(1, 71), (1, 0), (1, 40), (1, 16)], torch.float32)

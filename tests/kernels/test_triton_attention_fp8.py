@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moesaic.comm.collective import Outline
+from moesaic.comm.collectives.collective import ShapeOnlyCollective
 from moesaic.kernels import attention
 from moesaic.kernels.attention import FP8, Softmax, Splits
 from moesaic.kernels.experts import Rows, dense
@@ -18,7 +18,7 @@ from moesaic.layers.context import AttentionSpec, CacheSpec, HeadParts
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.linear import LinearConfig, RowLinear
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, Span
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests.kernels.test_triton_attention import (
     BOUNDS,
@@ -117,7 +117,7 @@ HEADS, DIM, PAGE = 2, 128, 4
 
 def output_projection(quantised: bool) -> RowLinear:
     config = LinearConfig(HEADS * DIM, 128, torch.float32)
-    layer = RowLinear(config, [range(HEADS * DIM)], Outline(0, 1), "test")
+    layer = RowLinear(config, [range(HEADS * DIM)], ShapeOnlyCollective(0, 1), "test")
     weight = torch.randn(128, HEADS * DIM)
     if quantised:
         layer.keep_as(BLOCK)
@@ -144,11 +144,12 @@ def test_a_step_that_only_decodes_gives_what_the_projection_takes() -> None:
     cache.keys.normal_()
     cache.values.normal_()
     spans = [
-        Span(n, 1, length, [6 * n + i for i in range(6)]) for n, length in enumerate((1, 9, 5))
+        SequenceSpan(n, 1, length, [6 * n + i for i in range(6)])
+        for n, length in enumerate((1, 9, 5))
     ]
     buffers = DecodeBuffers(cache, 4, 10)
     buffers.fill(spans)
-    chunk = GpuAttention.from_spans(cache, [*spans[:2], Span(2, 2, 5, spans[2].pages)])
+    chunk = GpuAttention.from_spans(cache, [*spans[:2], SequenceSpan(2, 2, 5, spans[2].pages)])
     o_proj, plain = output_projection(True), output_projection(False)
     qkv = torch.randn(4, (HEADS + 2) * DIM, device=DEVICE)
     for step in (buffers.attention, GpuAttention.from_spans(cache, spans)):

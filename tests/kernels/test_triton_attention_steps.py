@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, Cut, choose_splits
+from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, SplitPolicy, choose_splits
 from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
 from moesaic.layers import gpu_attention
 from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -34,7 +34,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if GPU:
         return
     for module in (attention_decode, attention_prefill):
-        config = module.Config(16, 16, 4, 2)
+        config = module.AttentionTile(16, 16, 4, 2)
         monkeypatch.setattr(module, "CONFIGS", ((1 << 30, config),))
     monkeypatch.setattr(attention_prefill, "INVARIANT", attention_prefill.CONFIGS)
     for name, module in (
@@ -48,18 +48,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_attention, name, getattr(module, name))
 
 
-def make_spans(lengths: list[tuple[int, int]]) -> list[Span]:
+def make_spans(lengths: list[tuple[int, int]]) -> list[SequenceSpan]:
     """Pages in any order, some spans with more than they need."""
     counts = [-(-kv // PAGE) + (kv % 2) for _, kv in lengths]
     free = (torch.randperm(sum(counts)) + 1).tolist()
     spans, start = [], 0
     for (new, kv), count in zip(lengths, counts, strict=True):
-        spans.append(Span(start, new, kv, [free.pop() for _ in range(count)]))
+        spans.append(SequenceSpan(start, new, kv, [free.pop() for _ in range(count)]))
         start += new
     return spans
 
 
-def make_caches(spec: CacheSpec, spans: list[Span]) -> tuple[PagedCache, PagedCache]:
+def make_caches(spec: CacheSpec, spans: list[SequenceSpan]) -> tuple[PagedCache, PagedCache]:
     """Two with the same history; what is of nobody is NaN in the second."""
     pages = 1 + max(page for span in spans for page in span.pages)
     cpu, gpu = (PagedCache(spec, pages, PAGE, torch.float32, where) for where in ("cpu", DEVICE))
@@ -76,11 +76,11 @@ def make_caches(spec: CacheSpec, spans: list[Span]) -> tuple[PagedCache, PagedCa
     return cpu, gpu
 
 
-def rows_of(spans: list[Span]) -> int:
+def rows_of(spans: list[SequenceSpan]) -> int:
     return sum(span.length for span in spans)
 
 
-def positions_of(spans: list[Span]) -> Tensor:
+def positions_of(spans: list[SequenceSpan]) -> Tensor:
     return torch.tensor([n for s in spans for n in range(s.kv_len - s.length, s.kv_len)])
 
 
@@ -135,7 +135,7 @@ def latents_of(
     return step.attend_latents(AttentionSpec(LAYER, 0.3), q, latents, parts, maps, angles)
 
 
-def written(cache: PagedCache, spans: list[Span]) -> Tensor:
+def written(cache: PagedCache, spans: list[SequenceSpan]) -> Tensor:
     places = [(span.pages[n // PAGE], n % PAGE) for span in spans for n in range(span.kv_len)]
     both = torch.cat((cache.keys[LAYER], cache.values[LAYER]), dim=-1).cpu()
     return torch.stack([both[place] for place in places])
@@ -208,7 +208,7 @@ def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
 def test_buffers_refuse_what_does_not_fit() -> None:
     cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, DEVICE)
     with pytest.raises(ValueError, match="2 sequences with 2 pages do not fit into buffers for 1"):
-        DecodeBuffers(cache, 1, 5).fill([Span(0, 1, 1, [1]), Span(1, 1, 1, [2])])
+        DecodeBuffers(cache, 1, 5).fill([SequenceSpan(0, 1, 1, [1]), SequenceSpan(1, 1, 1, [2])])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_buffers_refuse_what_does_not_fit() -> None:
         pytest.param(D, FP8, FP8_HEADS, marks=(pytest.mark.gpu, needs_gpu)),
     ],
 )
-def test_how_caches_are_cut(value_dim: int, dtype: torch.dtype, cut: Cut) -> None:
+def test_how_caches_are_cut(value_dim: int, dtype: torch.dtype, cut: SplitPolicy) -> None:
     cache = PagedCache(CacheSpec(1, 1, D, value_dim), 4, PAGE, dtype, DEVICE)
     decode = DecodeBuffers(cache, 9, 1000).attention.decode
     expected = choose_splits(9, 1, 1000 * PAGE, processors(torch.device(DEVICE)), cut)
@@ -228,7 +228,9 @@ def test_how_caches_are_cut(value_dim: int, dtype: torch.dtype, cut: Cut) -> Non
 
 def test_tiles_are_listed_with_the_longest_work_first() -> None:
     """Of 5 tokens after 8 others and 3 at the beginning, in pieces of 2."""
-    sequences = gpu_attention.Sequences.of([Span(0, 5, 13, [1]), Span(5, 3, 3, [2])])
+    sequences = gpu_attention.Sequences.of(
+        [SequenceSpan(0, 5, 13, [1]), SequenceSpan(5, 3, 3, [2])]
+    )
     assert sequences.tiles(2).tolist() == [[0, 4], [0, 2], [0, 0], [1, 2], [1, 0]]
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_collective import DeviceCollective
-from moesaic.comm.device_window import HostWindow
+from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.windows.device_window import HostWindow
 from moesaic.kernels import collectives as reference
-from moesaic.kernels.a2a import Call, Desk, Failure, State
-from moesaic.kernels.collectives import Columns, Cut, Sum, Target
+from moesaic.kernels.a2a import ChannelCall, DeviceStateWord, Failure, FailureWords
+from moesaic.kernels.collectives import Columns, ElementRange, Sum, Target
 from moesaic.kernels.triton import collectives as triton_kernels
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, compile_apart
 
@@ -50,9 +50,9 @@ def make_ranks(
     return [DeviceCollective(window, nbytes, lanes, lane_bytes) for window in windows]
 
 
-def on(comm: DeviceCollective, posts: bool) -> tuple[Call, reference.Board]:
+def on(comm: DeviceCollective, posts: bool) -> tuple[ChannelCall, reference.Board]:
     channel = comm._board.post_channel if posts else 0
-    return Call(comm.window.mail, channel, TAG), comm._board
+    return ChannelCall(comm.window.mail, channel, TAG), comm._board
 
 
 def push_all(
@@ -60,7 +60,7 @@ def push_all(
     ranks: Sequence[DeviceCollective],
     parts: Sequence[Tensor],
     outs: Sequence[Tensor],
-    cut: Cut,
+    cut: ElementRange,
     targets: Sequence[Target],
 ) -> None:
     """All but the last give; the last gives and takes at once, which it need not wait for; then the
@@ -97,7 +97,7 @@ def garbage(count: int, dtype: torch.dtype) -> Tensor:
 def check_fine(ranks: Sequence[DeviceCollective]) -> None:
     for comm in ranks:
         assert comm.window.mail.desk.tolist() == [0] * 8
-        assert comm.window.mail.state[State.BROKEN] == 0
+        assert comm.window.mail.state[DeviceStateWord.BROKEN] == 0
 
 
 @pytest.mark.parametrize("kernels", EITHER)
@@ -109,7 +109,7 @@ def test_the_example_of_the_docstring(kernels: Any) -> None:
         (Columns(3, 1, True, 2), [1, 10, 2, 20, 3, 30]),
     ):
         outs = [garbage(len(expected), torch.float32) for _ in parts]
-        push_all([kernels] * 2, ranks, parts, outs, Cut(0, 3), [target] * 2)
+        push_all([kernels] * 2, ranks, parts, outs, ElementRange(0, 3), [target] * 2)
         assert [out.tolist() for out in outs] == [expected] * 2
     check_fine(ranks)
 
@@ -128,7 +128,9 @@ def test_small_sums(dtype: torch.dtype) -> None:
         outs = [garbage(len(span) + 1, dtype) for span in wanted]
         edges = [out[-1:].clone() for out in outs]
         views = [out[:-1] for out in outs]
-        push_all(kernels, ranks, parts, views, Cut(0, count), [Sum(s.start) for s in wanted])
+        push_all(
+            kernels, ranks, parts, views, ElementRange(0, count), [Sum(s.start) for s in wanted]
+        )
         expected = add(parts)
         for view, span in zip(views, wanted, strict=True):
             assert torch.equal(view, expected[span.start : span.stop]), (count, span)
@@ -136,7 +138,7 @@ def test_small_sums(dtype: torch.dtype) -> None:
             assert out[-1:].view(torch.uint8).tolist() == edge.view(torch.uint8).tolist()
     check_fine(ranks)
     used = [max(1, -(-count * dtype.itemsize // LANE_BYTES)) for count in counts]
-    raised = ranks[0].window.mail.state[State.CHANNELS :: 2].view(-1, 2).tolist()
+    raised = ranks[0].window.mail.state[DeviceStateWord.CHANNELS :: 2].view(-1, 2).tolist()
     rounds = [sum(lanes > lane for lanes in used) for lane in range(LANES)]
     assert raised == [[(count + 1) // 2, count // 2] for count in (*rounds, 0)]
 
@@ -145,7 +147,7 @@ def test_a_negative_zero_stays() -> None:
     ranks = make_ranks(2)
     parts = [torch.tensor([-0.0], device=DEVICE)] * 2
     outs = [garbage(1, torch.float32) for _ in parts]
-    push_all([KERNELS] * 2, ranks, parts, outs, Cut(0, 1), [Sum()] * 2)
+    push_all([KERNELS] * 2, ranks, parts, outs, ElementRange(0, 1), [Sum()] * 2)
     assert [torch.signbit(out).item() for out in outs] == [True, True]
 
 
@@ -172,9 +174,9 @@ def test_columns(rows: int, widths: tuple[int, ...], pushed: bool) -> None:
     kernels = [KERNELS, KERNELS if GPU else TWINS, KERNELS]
     count = rows * max(widths)
     if pushed:
-        push_all(kernels, ranks, parts, outs, Cut(0, count), targets)
+        push_all(kernels, ranks, parts, outs, ElementRange(0, count), targets)
     for begin in () if pushed else range(0, count, 64):
-        cut = Cut(begin, min(count, begin + 64))
+        cut = ElementRange(begin, min(count, begin + 64))
         for kernel, comm, part, target in zip(kernels, ranks, parts, targets, strict=True):
             kernel.post(*on(comm, True), part, cut, target)
         for kernel, comm, out, target in zip(kernels, ranks, outs, targets, strict=True):
@@ -218,7 +220,7 @@ def large_sum(
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, record in recorded.items():
-            patch.setattr(f"moesaic.comm.device_collective.{name}", record)
+            patch.setattr(f"moesaic.comm.collectives.device_collective.{name}", record)
         comm._sum_large(part, out, first, TAG)
     return steps
 
@@ -232,12 +234,12 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
     for comm in ranks:
         comm.window.timeout = 0.001
         comm.restart(1)
-        comm.window.mail.state[State.CHANNELS :: 2] = count
+        comm.window.mail.state[DeviceStateWord.CHANNELS :: 2] = count
 
     def rounds() -> None:
         for _ in range(6):
             outs = [garbage(5, torch.float32) for _ in ranks]
-            push_all([kernels] * 2, ranks, parts, outs, Cut(0, 5), [Sum()] * 2)
+            push_all([kernels] * 2, ranks, parts, outs, ElementRange(0, 5), [Sum()] * 2)
             assert all(torch.equal(one, add(parts)) for one in outs)
         check_fine(ranks)
 
@@ -245,9 +247,9 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
     for comm in ranks:
         comm.restart(2)
     out = garbage(5, torch.float32)
-    kernels.push(*on(ranks[0], False), parts[0], out, Cut(0, 5), Sum())
+    kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    assert ranks[0].window.mail.desk[Desk.FAILURE] == Failure.TIMEOUT
+    assert ranks[0].window.mail.desk[FailureWords.FAILURE] == Failure.TIMEOUT
     for comm in ranks:
         comm.restart(3)
     rounds()
@@ -259,12 +261,12 @@ def test_who_is_missing(kernels: Any) -> None:
     anew."""
     ranks = make_ranks(3)
     for comm in ranks:
-        comm.window.mail.state[State.TIMEOUT_NS] = 1_000_000
+        comm.window.mail.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
     parts = [draw(5, torch.float32, rank) for rank in range(3)]
     for comm, part in zip(ranks[:2], parts, strict=False):
-        kernels.push(*on(comm, False), part, None, Cut(0, 5), Sum())
+        kernels.push(*on(comm, False), part, None, ElementRange(0, 5), Sum())
     out = garbage(5, torch.float32)
-    kernels.push(*on(ranks[0], False), None, out, Cut(0, 5), Sum())
+    kernels.push(*on(ranks[0], False), None, out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
     word = 1 << 16 | TAG
     expected = [0, Failure.TIMEOUT, 0, 0b100, 0, word, 0, 0]
@@ -272,19 +274,19 @@ def test_who_is_missing(kernels: Any) -> None:
     before = [region.clone() for region in ranks[0].window.mail.regions]
     state = ranks[0].window.mail.state.clone()
     out.fill_(torch.nan)
-    kernels.push(*on(ranks[0], False), parts[0], out, Cut(0, 5), Sum())
+    kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    kernels.post(*on(ranks[0], True), parts[0], Cut(0, 5), Sum())
-    kernels.post_sums(*on(ranks[0], True), torch.float32, Cut(0, 5), 4)
+    kernels.post(*on(ranks[0], True), parts[0], ElementRange(0, 5), Sum())
+    kernels.post_sums(*on(ranks[0], True), torch.float32, ElementRange(0, 5), 4)
     out.fill_(torch.nan)
-    kernels.pull(*on(ranks[0], True), out, Cut(0, 5), Sum())
+    kernels.pull(*on(ranks[0], True), out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
     assert torch.equal(ranks[0].window.mail.state, state)
     assert all(map(torch.equal, before, ranks[0].window.mail.regions))
     for comm in ranks:
         comm.restart(1)
     outs = [garbage(5, torch.float32) for _ in ranks]
-    push_all([kernels] * 3, ranks, parts, outs, Cut(0, 5), [Sum()] * 3)
+    push_all([kernels] * 3, ranks, parts, outs, ElementRange(0, 5), [Sum()] * 3)
     assert all(torch.equal(one, add(parts)) for one in outs)
     check_fine(ranks)
 
@@ -293,13 +295,13 @@ def test_who_is_elsewhere() -> None:
     ranks = make_ranks(2)
     part = draw(5, torch.float32, 0)
     call, board = on(ranks[1], False)
-    KERNELS.push(replace(call, tag=TAG + 1), board, part, None, Cut(0, 5), Sum())
+    KERNELS.push(replace(call, tag=TAG + 1), board, part, None, ElementRange(0, 5), Sum())
     out = garbage(5, torch.float32)
-    KERNELS.push(*on(ranks[0], False), part, out, Cut(0, 5), Sum())
+    KERNELS.push(*on(ranks[0], False), part, out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
     desk = ranks[0].window.mail.desk
-    assert desk[Desk.FAILURE] == Failure.OUT_OF_STEP and desk[Desk.PEERS] == 0b10
-    assert desk[Desk.SEEN] == desk[Desk.WANTED] + 1
+    assert desk[FailureWords.FAILURE] == Failure.OUT_OF_STEP and desk[FailureWords.PEERS] == 0b10
+    assert desk[FailureWords.SEEN] == desk[FailureWords.WANTED] + 1
 
 
 def test_compiled_for_a_gpu() -> None:

@@ -13,7 +13,7 @@ from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
 from moesaic.kernels.triton import experts, experts_small, sort
-from moesaic.kernels.tuning import Config, Plan, Shape
+from moesaic.kernels.tuning import ExpertsPlan, ExpertsShape, TileConfig
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests import moe_oracle
@@ -110,7 +110,7 @@ def written(groups: Groups) -> Tensor:
 
 
 def check(layer: Layer, x: Rows, groups: Groups, weights_RK: Tensor | None, h_scales: bool,
-          configs: tuple[Config, Config] | None = None) -> None:  # fmt: skip
+          configs: tuple[TileConfig, TileConfig] | None = None) -> None:  # fmt: skip
     """Both products against their twins, each from the same inputs; nothing else is written."""
     _, hidden, _ = layer.shape
     h, expected_h = (poisoned(layer, groups.num_places, h_scales) for _ in range(2))
@@ -153,7 +153,7 @@ def test_floats(dtype: torch.dtype, bias: bool) -> None:
     ids = draw_ids(12, 3, 2)
     groups = sort.sort_pairs(ids, 3, 16)
     weights = torch.rand(12, 2, device=DEVICE)
-    configs = Config(16, 32, 32), Config(16, 32, 32)
+    configs = TileConfig(16, 32, 32), TileConfig(16, 32, 32)
     check(layer, layer.rows(12), groups, weights, False, configs)
 
 
@@ -165,7 +165,7 @@ def test_fp8(format: str, h_scales: bool) -> None:
     layer = Layer.random(3, 256, 128, format, torch.float16)
     ids = draw_ids(9, 3, 2)
     groups = sort.sort_pairs(ids, 3, 16)
-    configs = Config(16, 64, 128), Config(16, 128, 128)
+    configs = TileConfig(16, 64, 128), TileConfig(16, 128, 128)
     x = layer.rows(9)
     check(layer, x, groups, torch.rand(9, 2, device=DEVICE), h_scales, configs)
 
@@ -173,7 +173,7 @@ def test_fp8(format: str, h_scales: bool) -> None:
 def test_fp8_blocks_that_are_not_whole() -> None:
     layer = Layer.random(2, 200, 72, "fp8_block", torch.float16)
     groups = sort.sort_pairs(draw_ids(5, 2, 1), 2, 16)
-    configs = Config(16, 32, 128), Config(16, 32, 128)
+    configs = TileConfig(16, 32, 128), TileConfig(16, 32, 128)
     check(layer, layer.rows(5), groups, None, False, configs)
 
 
@@ -181,7 +181,7 @@ def test_groups_that_are_not_whole_get_no_scales() -> None:
     layer = Layer.random(2, 128, 72, "fp8_block", torch.float16)
     groups = sort.sort_pairs(draw_ids(5, 2, 1), 2, 16)
     with pytest.raises(ValueError, match="h of 72 channels cannot be quantised by 128"):
-        check(layer, layer.rows(5), groups, None, True, (Config(16, 32, 128),) * 2)
+        check(layer, layer.rows(5), groups, None, True, (TileConfig(16, 32, 128),) * 2)
 
 
 def test_rows_in_a_float_type_are_quantised_first() -> None:
@@ -192,11 +192,11 @@ def test_rows_in_a_float_type_are_quantised_first() -> None:
     outs = []
     for rows in (x, contract.operand(x, layer.w13)):
         h = poisoned(layer, groups.num_places, False)
-        args = (rows, layer.w13, groups, layer.activation, h, Config(16, 32, 128))
+        args = (rows, layer.w13, groups, layer.activation, h, TileConfig(16, 32, 128))
         h = experts_small.gate_up_small(*args)
         y = torch.full((12, 256), torch.nan, device=DEVICE, dtype=torch.float16)
         h = contract.operand(h, layer.w2) if rows is not x else h
-        y = experts_small.down_small(h, layer.w2, groups, None, y, Config(16, 64, 128))
+        y = experts_small.down_small(h, layer.w2, groups, None, y, TileConfig(16, 64, 128))
         outs.append(y.nan_to_num(7.0))
     assert torch.equal(*outs)
 
@@ -205,18 +205,21 @@ def test_a_layer_in_one_kernel_needs_h_finished() -> None:
     """Where h is still to be quantised, the products are kernels of their own."""
     layer = Layer.random(2, 128, 128, "fp8_block", torch.float16)
     groups = sort.sort_pairs(draw_ids(6, 2, 2), 2, 16)
-    configs, shape = (Config(16, 64, 128), Config(16, 64, 128)), Shape("fp8_block", *layer.shape)
+    configs, shape = (
+        (TileConfig(16, 64, 128), TileConfig(16, 64, 128)),
+        ExpertsShape("fp8_block", *layer.shape),
+    )
     x, weights = layer.rows(6), torch.rand(6, 2, device=DEVICE)
     outs = []
     for fused in (False, True):
         h = poisoned(layer, groups.num_places, False)
         y = torch.full((12, 128), torch.nan, device=DEVICE, dtype=torch.float16)
-        with tuning.trying(shape, Plan("small", 16, *configs, fused=fused)):
+        with tuning.trying(shape, ExpertsPlan("small", 16, *configs, fused=fused)):
             experts.gate_up_down(x, layer.feed_forward, groups, weights, h, y)
         outs.append(y)
     assert torch.equal(outs[0].nan_to_num(7.0), outs[1].nan_to_num(7.0))
     with pytest.raises(AssertionError, match="nobody quantises h in between"):
-        plan = Plan("small", 16, *configs, fused=True)
+        plan = ExpertsPlan("small", 16, *configs, fused=True)
         experts_small.gate_up_down_small(x, layer.feed_forward, groups, weights, h, y, plan)
 
 
@@ -227,7 +230,7 @@ def test_blocks_of_rows() -> None:
     groups = sort.blocks(counts, 20, 16)
     x = layer.rows(80)
     x.values[written(groups).new_tensor([0, 19, 37, 45])] = torch.nan
-    check(layer, x, groups, None, False, (Config(16, 32, 32), Config(16, 64, 32)))
+    check(layer, x, groups, None, False, (TileConfig(16, 32, 32), TileConfig(16, 64, 32)))
 
 
 def test_one_expert_takes_all_and_scale() -> None:
@@ -235,7 +238,7 @@ def test_one_expert_takes_all_and_scale() -> None:
     ids = torch.full((35, 1), 2, dtype=torch.int32, device=DEVICE)
     groups = sort.sort_pairs(ids, 3, 32)
     x = replace(layer.rows(35), scale=0.25)
-    check(layer, x, groups, None, False, (Config(32, 16, 32), Config(32, 32, 32)))
+    check(layer, x, groups, None, False, (TileConfig(32, 16, 32), TileConfig(32, 32, 32)))
 
 
 @pytest.mark.parametrize("rows, missing", [(0, 0.0), (3, 1.0)])
@@ -324,7 +327,7 @@ def test_both_products_in_one_kernel(format: str, dtype: torch.dtype) -> None:
     groups = sort.sort_pairs(draw_ids(11, 3, 2), 3, 16)
     weights = torch.rand(11, 2, device=DEVICE)
     x = layer.rows(11)
-    configs = Config(16, 128, block_k), Config(16, 64, 128)
+    configs = TileConfig(16, 128, block_k), TileConfig(16, 64, 128)
     h = poisoned(layer, groups.num_places, quantised)
     y = torch.full((22, 128), torch.nan, device=DEVICE, dtype=dtype)
     experts_small.gate_up_small(x, layer.w13, groups, layer.activation, h, configs[0])
@@ -332,7 +335,9 @@ def test_both_products_in_one_kernel(format: str, dtype: torch.dtype) -> None:
     for _ in range(2):
         h = poisoned(layer, groups.num_places, quantised)
         args = (x, layer.feed_forward, groups, weights, h, y.clone())
-        out = experts_small.gate_up_down_small(*args, Plan("small", 16, *configs, fused=True))
+        out = experts_small.gate_up_down_small(
+            *args, ExpertsPlan("small", 16, *configs, fused=True)
+        )
         assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
         assert groups.counters is not None and not bool(groups.counters.any())
 
@@ -359,7 +364,9 @@ def test_realistic_sizes(
     device = layer.w2.planes["values"].device
     sizes = (format, num_experts, hidden, inner, rows * top_k)
     quantised = tuning.quantises_inner(*sizes, device)
-    plan = tuning.guess(tuning.device_facts(device), Shape(*sizes[:4]), tuning.bucket(sizes[4]))
+    plan = tuning.guess(
+        tuning.device_facts(device), ExpertsShape(*sizes[:4]), tuning.bucket(sizes[4])
+    )
     monkeypatch.setattr(tuning, "plan_for", lambda *_: replace(plan, fused=fused))
     if plan.implementation != "small":
         pytest.skip("many rows")
@@ -422,7 +429,7 @@ def test_a_captured_layer_follows_its_inputs(
     num_experts, top_k, hidden, inner = SHAPES["qwen3_30b"]
     layer = gpu_layer(num_experts, hidden, inner, format)
     device = layer.w2.planes["values"].device
-    shape = Shape(format, num_experts, hidden, inner)
+    shape = ExpertsShape(format, num_experts, hidden, inner)
     plan = tuning.guess(tuning.device_facts(device), shape, tuning.bucket(rows * top_k))
     for module in (tuning, sort):
         monkeypatch.setattr(module, "plan_for", lambda *_: replace(plan, fused=fused))

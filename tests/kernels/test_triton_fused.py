@@ -12,12 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.device_window import layout, new_state
-from moesaic.comm.window import PlaneSpec
+from moesaic.comm.windows.device_window import layout, new_state
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels import a2a as twins
 from moesaic.kernels import experts as contract
-from moesaic.kernels.a2a import DESK_WORDS, Call, Desk, Inbox, Mail, Spread, State, Tokens
-from moesaic.kernels.experts import Far, FeedForward, Matrices, Rows
+from moesaic.kernels.a2a import (
+    DESK_WORDS,
+    ChannelCall,
+    DeviceStateWord,
+    FailureWords,
+    LocalTokens,
+    RowPlanes,
+    SignalPlanes,
+    SlotOwners,
+)
+from moesaic.kernels.experts import FeedForward, Matrices, RemoteRows, Rows
 from moesaic.kernels.triton import a2a, experts, sort
 from tests import moe_oracle
 from tests.kernels.a2a_cases import Case, assert_same_memory
@@ -34,9 +43,9 @@ PAYLOADS = dict.fromkeys(FP8, "fp8")
 class Ranks:
     """`offsets`: of planes by name, the same in all regions."""
 
-    mails: list[Mail]
+    mails: list[SignalPlanes]
     offsets: dict[str, int]
-    inbox: Inbox
+    inbox: RowPlanes
     layer: Layer
 
     @classmethod
@@ -59,22 +68,22 @@ class Ranks:
         for rank in range(RANKS):
             state = new_state(2, range(RANKS), 5.0).to(DEVICE)
             desk = torch.zeros(DESK_WORDS, dtype=torch.int64, device=DEVICE)
-            mails.append(Mail(rank, RANKS, regions.unbind(0), bases, 0, state, desk))
+            mails.append(SignalPlanes(rank, RANKS, regions.unbind(0), bases, 0, state, desk))
         places = {name: offsets[name] for name in ("values", "scales", "ids")}
         sizes = (hidden * kept.values.element_size(), groups * 4)
-        inbox = Inbox(payload, *places.values(), -1, *sizes, at_home=True)
+        inbox = RowPlanes(payload, *places.values(), -1, *sizes, at_home=True)
         return cls(mails, offsets, inbox, layer)
 
     @property
-    def spread(self) -> Spread:
-        return Spread(self.layer.shape[0] // RANKS)
+    def spread(self) -> SlotOwners:
+        return SlotOwners(self.layer.shape[0] // RANKS)
 
     def part(self, matrices: Matrices, rank: int) -> Matrices:
         own = slice(rank * self.spread.slots, (rank + 1) * self.spread.slots)
         planes = {name: plane[own].contiguous() for name, plane in matrices.planes.items()}
         return replace(matrices, planes=planes, shape=(self.spread.slots, *matrices.shape[1:]))
 
-    def rows(self, mail: Mail) -> Rows:
+    def rows(self, mail: SignalPlanes) -> Rows:
         """Of all ranks, as one of them sees them."""
         hidden, inbox = self.layer.shape[1], self.inbox
         dtype = torch.float8_e4m3fn if inbox.payload == "fp8" else self.layer.dtype
@@ -83,9 +92,9 @@ class Ranks:
         if inbox.scale_bytes:
             shape = (ROWS, inbox.scale_bytes // 4)
             scales = mail.plane(mail.rank, inbox.scales, shape, torch.float32)
-        return Rows(values, scales, far=Far(mail, ROWS, inbox.values, inbox.scales))
+        return Rows(values, scales, far=RemoteRows(mail, ROWS, inbox.values, inbox.scales))
 
-    def compute(self, mail: Mail) -> None:
+    def compute(self, mail: SignalPlanes) -> None:
         """The experts of a rank on everybody's rows."""
         shape, (_, hidden, inner) = (RANKS * ROWS, TOP_K), self.layer.shape
         ids_RK = mail.plane(mail.rank, self.inbox.ids, shape, torch.int32)
@@ -97,23 +106,23 @@ class Ranks:
         own = FeedForward(*parts, self.layer.activation)
         experts.gate_up_down(self.rows(mail), own, groups, None, h, y_NH)
 
-    def step(self, tokens: list[Tokens]) -> list[Tensor]:
+    def step(self, tokens: list[LocalTokens]) -> list[Tensor]:
         """All ranks one after the other, so that nobody waits for long."""
         for mail, own in zip(self.mails, tokens, strict=True):
-            a2a.send(own, ROWS, self.inbox, self.spread, Call(mail, ROW_CHANNEL))
+            a2a.send(own, ROWS, self.inbox, self.spread, ChannelCall(mail, ROW_CHANNEL))
         for mail in self.mails:
-            a2a.receive(Call(mail, ROW_CHANNEL), ROWS, TOP_K, self.inbox.ids)
+            a2a.receive(ChannelCall(mail, ROW_CHANNEL), ROWS, TOP_K, self.inbox.ids)
             self.compute(mail)
-            a2a.signal(Call(mail, RESULT_CHANNEL))
+            a2a.signal(ChannelCall(mail, RESULT_CHANNEL))
         outs = []
         for mail, own in zip(self.mails, tokens, strict=True):
-            call, out_TH = Call(mail, RESULT_CHANNEL), torch.empty_like(own.x_TH)
+            call, out_TH = ChannelCall(mail, RESULT_CHANNEL), torch.empty_like(own.x_TH)
             results = self.offsets["results"]
             outs.append(a2a.collect_pairs(out_TH, own, ROWS, results, self.spread, call))
         return outs
 
 
-def draw_tokens(layer: Layer, counts: tuple[int, ...], seed: int = 0) -> list[Tokens]:
+def draw_tokens(layer: Layer, counts: tuple[int, ...], seed: int = 0) -> list[LocalTokens]:
     """Of each rank; some pairs are nobody's."""
     torch.manual_seed(seed)
     found = []
@@ -121,11 +130,13 @@ def draw_tokens(layer: Layer, counts: tuple[int, ...], seed: int = 0) -> list[To
         topk = moe_oracle.random_topk(count, layer.shape[0], TOP_K, 10 * seed + rank)
         ids_TK = topk.ids_TK.masked_fill(torch.rand(count, TOP_K) < 0.2, -1)
         x_TH = torch.randn(count, layer.shape[1]).to(layer.dtype)
-        found.append(Tokens(x_TH.to(DEVICE), ids_TK.int().to(DEVICE), topk.weights_TK.to(DEVICE)))
+        found.append(
+            LocalTokens(x_TH.to(DEVICE), ids_TK.int().to(DEVICE), topk.weights_TK.to(DEVICE))
+        )
     return found
 
 
-def by_one_rank(layer: Layer, own: Tokens) -> Tensor:
+def by_one_rank(layer: Layer, own: LocalTokens) -> Tensor:
     """All experts on tokens that are here, by torch."""
     count, (num_experts, hidden, inner) = len(own.x_TH), layer.shape
     groups = contract.sort_pairs.twin(own.ids_TK, num_experts, 16)
@@ -136,7 +147,7 @@ def by_one_rank(layer: Layer, own: Tokens) -> Tensor:
     return contract.sum_pairs.twin(y_NH, own.ids_TK, torch.empty(count, hidden, device=DEVICE))
 
 
-def check(layer: Layer, ranks: Ranks, tokens: list[Tokens], outs: list[Tensor]) -> None:
+def check(layer: Layer, ranks: Ranks, tokens: list[LocalTokens], outs: list[Tensor]) -> None:
     quantised = ranks.inbox.payload == "fp8"
     bound = FP8_BOUND if quantised else BOUNDS[layer.dtype]
     for own, out_TH in zip(tokens, outs, strict=True):
@@ -145,7 +156,7 @@ def check(layer: Layer, ranks: Ranks, tokens: list[Tokens], outs: list[Tensor]) 
         if len(out_TH):
             assert relative_error(out_TH, expected_TH) < bound
     for mail in ranks.mails:
-        assert mail.state[State.BROKEN] == 0 and mail.desk[Desk.FAILURE] == 0
+        assert mail.state[DeviceStateWord.BROKEN] == 0 and mail.desk[FailureWords.FAILURE] == 0
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,18 @@ from moesaic.kernels import linear as twins
 from moesaic.kernels import tuning
 from moesaic.kernels.experts import Groups, Matrices
 from moesaic.kernels.triton import attention_prefill, experts, linear_heads, pairs, rotary, sort
-from moesaic.kernels.triton.attention_blocks import Config
-from moesaic.kernels.tuning import Plan
+from moesaic.kernels.triton.attention_blocks import AttentionTile
+from moesaic.kernels.tuning import ExpertsPlan
 from moesaic.layers import gpu_attention
 from moesaic.layers.context import AttentionSpec, CacheSpec, HeadParts, LatentParts
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, Span
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 from moesaic.moe.dispatch import local
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.runner import gpu
+from moesaic.moe.runner.device import places as gpu
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 from tests.unit.test_gpu_runner import forward, make_layer, routed, tokens
 
@@ -85,7 +85,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: Triton's, in its interpreter, in place of their twins."""
     if GPU:
         return
-    monkeypatch.setattr(attention_prefill, "INVARIANT", ((1 << 30, Config(16, 8, 4, 2)),))
+    monkeypatch.setattr(attention_prefill, "INVARIANT", ((1 << 30, AttentionTile(16, 8, 4, 2)),))
     for name, module in (
         ("invariant_attention", attention_prefill),
         ("enter_heads", rotary),
@@ -165,7 +165,7 @@ def compute(case: Heads, chunks: Sequence[int], beside: bool, graph: bool = Fals
     for length in (*chunks, *[1] * (case.length - sum(chunks))):
         done += length
         rows = list(range(done - length, done))
-        span = Span(0, length, done, mine)
+        span = SequenceSpan(0, length, done, mine)
         if graph and length == 1:
             buffers.fill([span])
             found.append(attend(case, buffers.attention, [*rows, 9999, 9998], width_of(case))[:1])
@@ -173,7 +173,10 @@ def compute(case: Heads, chunks: Sequence[int], beside: bool, graph: bool = Fals
         spans = [span]
         if beside:
             others = min(3, case.length)
-            spans = [Span(0, others, others, other), Span(others, length, done, mine)]
+            spans = [
+                SequenceSpan(0, others, others, other),
+                SequenceSpan(others, length, done, mine),
+            ]
             rows = [*range(5000, 5000 + others), *rows]
         step = GpuAttention.from_spans(cache, spans, deterministic=True)
         found.append(attend(case, step, rows, width_of(case))[spans[-1].start :])
@@ -191,7 +194,7 @@ def test_a_row_of_attention_depends_on_its_sequence_alone(case: Heads) -> None:
 def test_sequences_without_tokens_become_zeros() -> None:
     cache = PagedCache(SMALL.cache, 4, PAGE, DTYPE, DEVICE)
     buffers = DecodeBuffers(cache, 2, 3, deterministic=True)
-    buffers.fill([Span(0, 1, 1, [2])])
+    buffers.fill([SequenceSpan(0, 1, 1, [2])])
     out_TND = attend(SMALL, buffers.attention, [1, 2], width_of(SMALL))
     assert out_TND[0].abs().sum() > 0 and not out_TND[1].any()
 
@@ -240,7 +243,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         tuning.plan_of_block.cache_clear()
 
     forget()
-    facts = tuning.Device("NVIDIA H200", 132, 224 * tuning.KIB)
+    facts = tuning.DeviceTuning("NVIDIA H200", 132, 224 * tuning.KIB)
     monkeypatch.setattr(tuning, "device_facts", lambda _: facts)
     yield
     forget()
@@ -250,7 +253,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_fixed_plans_follow_from_the_block(h200: None, format: str) -> None:
     device = torch.device(DEVICE)
 
-    def plan(num_experts: int, count: int, fixed: bool) -> Plan:
+    def plan(num_experts: int, count: int, fixed: bool) -> ExpertsPlan:
         ids_RK = torch.zeros(count, 8, dtype=torch.int32, device=device)
         groups = expert_twins.sort_pairs.twin(ids_RK, num_experts, gpu.FIXED_BLOCK)
         matrices = Matrices(format, {}, (num_experts, 2048, 768), 1)

@@ -15,7 +15,7 @@ from moesaic.kernels.linear import Fp8Matrix, quantise_groups
 from moesaic.kernels.norm import add_rms_norm, add_rms_norm_fp8
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_fp8 as fp8_kernels
-from moesaic.kernels.triton.linear import Plan, Tile
+from moesaic.kernels.triton.linear import LinearLaunch, LinearTile
 from moesaic.moe.quant.numerics import encode_fp8
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 
@@ -69,7 +69,12 @@ def test_quantised_as_checkpoints_are(shape: tuple[int, int]) -> None:
 
 
 def check(
-    rows: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool, plan: Plan | None = None
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    gated: bool,
+    plan: LinearLaunch | None = None,
 ) -> Tensor:
     # A slice of wider rows, as projections of latents get.
     x = drawn(rows, inputs + 8, dtype=dtype)[:, :inputs]
@@ -107,8 +112,8 @@ def test_nothing_to_multiply() -> None:
 def test_splits_are_added_in_order(splits: int, turned: bool) -> None:
     """And leave the counters as they were."""
     x, weight = drawn(9, 160, dtype=torch.float16), drawn(40, 160, dtype=torch.float16)
-    tile = Tile(16, 16, 32, 4, 2, turned=turned)
-    plan = Plan(tile, tiles=3, splits=splits, prefetch=True)
+    tile = LinearTile(16, 16, 32, 4, 2, turned=turned)
+    plan = LinearLaunch(tile, tiles=3, splits=splits, prefetch=True)
     runs = [
         kernels.multiply(x, weight, None, poisoned(9, 40, dtype=torch.float16), False, plan)
         for _ in range(2)
@@ -154,7 +159,7 @@ def test_tiles_of_one_row_of_fp8() -> None:
 def test_one_row_in_one_block_or_more() -> None:
     for dtype in SHORT:
         check(1, 6, 2000, dtype, True)
-        check(1, 6, 24, dtype, False, Plan(Tile(1, 4, 16, 1), 2, 1, prefetch=True))
+        check(1, 6, 24, dtype, False, LinearLaunch(LinearTile(1, 4, 16, 1), 2, 1, prefetch=True))
         check(1, 5, 4096, dtype, False)
 
 

@@ -12,7 +12,7 @@ from moesaic.kernels import linear as twins
 from moesaic.kernels.linear import Fp8Matrix, quantise_groups
 from moesaic.kernels.triton import linear as kernels
 from moesaic.kernels.triton import linear_hopper as hopper
-from moesaic.kernels.triton.linear_hopper import Plan, plan_for
+from moesaic.kernels.triton.linear_hopper import LinearConstants, plan_for
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 
 ABLE = GPU and torch.cuda.get_device_capability()[0] == 9
@@ -30,7 +30,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
-def planned(x: Tensor, weight: Tensor, blocked: bool = True) -> Plan:
+def planned(x: Tensor, weight: Tensor, blocked: bool = True) -> LinearConstants:
     """Also for numbers of rows that other kernels get: any plan does for any rows."""
     plan = hopper.choose(x[:1].expand(8, -1).contiguous(), weight, blocked)
     assert plan is not None, f"no plan for {tuple(weight.shape)}"
@@ -40,13 +40,17 @@ def planned(x: Tensor, weight: Tensor, blocked: bool = True) -> Plan:
 def test_shares_of_lines() -> None:
     """Of qkv and o of Qwen3 on 132 processors: 40 and 16 lines, of 128 programs each."""
     qkv, o = plan_for(8, 5120, 2048, 2, 132), plan_for(8, 2048, 4096, 2, 132)
-    assert qkv is not None and qkv == Plan(2048, UNITS=5, ROWS=16, WARPS=8, PART=4)
-    assert o == Plan(4096, UNITS=2, ROWS=16, WARPS=8, PART=8)
+    assert qkv is not None and qkv == LinearConstants(2048, UNITS=5, ROWS=16, WARPS=8, PART=4)
+    assert o == LinearConstants(4096, UNITS=2, ROWS=16, WARPS=8, PART=8)
     assert (qkv.steps, qkv.slab, qkv.shared) == (4, 512, 40 * 4096 + 5 * 8 * 16 * 8 * 4)
     fp8 = plan_for(32, 5120, 2048, 1, 132)
-    assert fp8 is not None and fp8 == Plan(2048, UNITS=5, ROWS=16, WARPS=8, PART=1, SIZE=1)
+    assert fp8 is not None and fp8 == LinearConstants(
+        2048, UNITS=5, ROWS=16, WARPS=8, PART=1, SIZE=1
+    )
     assert (fp8.steps, fp8.chunk, fp8.groups) == (2, 128, 16)
-    assert plan_for(2, 2048, 1280, 2, 132) == Plan(1280, UNITS=2, ROWS=16, WARPS=4, PART=5)
+    assert plan_for(2, 2048, 1280, 2, 132) == LinearConstants(
+        1280, UNITS=2, ROWS=16, WARPS=4, PART=5
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_plans_and_types(change: dict[str, int]) -> None:
     """Any plan gives the same product."""
     for dtype in (torch.bfloat16, torch.float16):
         x, weight = drawn(21, 1024, dtype=dtype), drawn(1061, 1024, dtype=dtype) / 8
-        plan = replace(Plan(1024, UNITS=2, ROWS=16, WARPS=8, PART=1), **change)
+        plan = replace(LinearConstants(1024, UNITS=2, ROWS=16, WARPS=8, PART=1), **change)
         y = poisoned(21, 1061, dtype=torch.float32)
         hopper.multiply(x, None, weight, None, None, y, plan)
         assert relative_error(y, x.double() @ weight.double().T) < ERROR[torch.float32]

@@ -11,7 +11,7 @@ from moesaic.kernels.experts import PairSum
 from moesaic.kernels.norm import SumToNorm
 from moesaic.kernels.triton import linear, norm
 from moesaic.kernels.triton import norm_linear as kernels
-from moesaic.kernels.triton.linear import Plan, Tile
+from moesaic.kernels.triton.linear import LinearLaunch, LinearTile
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
 DTYPE = torch.bfloat16 if GPU else torch.float16
@@ -50,7 +50,7 @@ CASES = [(20, 256, True), (9, 200, False), (5, 511, True), (16, 1024, False)]
 def test_equals_the_twin(outputs: int, inputs: int, biased: bool) -> None:
     rows, weight = row_of(inputs), drawn(outputs, inputs) / 8
     bias = drawn(outputs) if biased else None
-    tile = Tile(1, 8, norm.tiling(inputs)["BLOCK_H"], 1)
+    tile = LinearTile(1, 8, norm.tiling(inputs)["BLOCK_H"], 1)
     before = rows.residual_TH.clone()
     y, total = kernels.multiply(rows, weight, bias, tile)
     wanted, wanted_total = twins.norm_linear.twin(rows, weight, bias)
@@ -84,17 +84,17 @@ def test_several_rows_take_two_kernels() -> None:
 # Outputs, inputs, tile.
 REAL = [
     (5120, 2048, kernels.TILES[2048]),
-    (6144, 4096, Tile(1, 4, 4096, 8)),
-    (767, 2001, Tile(1, 8, 2048, 4)),
+    (6144, 4096, LinearTile(1, 4, 4096, 8)),
+    (767, 2001, LinearTile(1, 8, 2048, 4)),
 ]
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(("outputs", "inputs", "tile"), REAL)
-def test_bits_are_those_of_two_kernels(outputs: int, inputs: int, tile: Tile) -> None:
+def test_bits_are_those_of_two_kernels(outputs: int, inputs: int, tile: LinearTile) -> None:
     rows, bias = row_of(inputs), drawn(outputs)
-    plan = Plan(tile, -(-outputs // tile.outputs), 1, prefetch=False)
+    plan = LinearLaunch(tile, -(-outputs // tile.outputs), 1, prefetch=False)
     normed, total = norm.add_rms_norm(rows.values, *_rest(rows))
     for weight in (drawn(outputs, inputs) / 32, picks(outputs, inputs)):
         y, mine = kernels.multiply(rows, weight, bias, tile)

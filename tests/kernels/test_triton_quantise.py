@@ -7,7 +7,7 @@ import torch
 
 from moesaic.kernels import quantise as twins
 from moesaic.kernels.triton import quantise as kernels
-from moesaic.kernels.triton.quantise import Tile
+from moesaic.kernels.triton.quantise import QuantiseTile
 from moesaic.moe.quant.numerics import encode_fp8, encode_int8
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU
 
@@ -75,9 +75,14 @@ def test_tiles_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_come_out_even() -> None:
     """As (rows, groups of 128 channels, warps)."""
     few = [kernels.fp8_tile(1, groups) for groups in (1, 6, 16, 56)]
-    assert few == [Tile(1, 1, 1), Tile(1, 8, 4), Tile(1, 16, 8), Tile(1, 8, 4)]
+    assert few == [
+        QuantiseTile(1, 1, 1),
+        QuantiseTile(1, 8, 4),
+        QuantiseTile(1, 16, 8),
+        QuantiseTile(1, 8, 4),
+    ]
     many = [kernels.fp8_tile(8192, groups) for groups in (1, 16, 56)]
-    assert many == [Tile(32, 1, 4), Tile(2, 16, 4), Tile(4, 8, 4)]
+    assert many == [QuantiseTile(32, 1, 4), QuantiseTile(2, 16, 4), QuantiseTile(4, 8, 4)]
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8"])

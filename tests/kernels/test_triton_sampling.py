@@ -1,4 +1,4 @@
-"""Sampling on the device: the same tokens as engine/sampler.py draws, without a wait."""
+"""Sampling on the device: the same tokens as engine/sampling/sampler.py draws, without a wait."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from msgspec.structs import replace
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.gpu_sampler import DeviceSampler
-from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
 from moesaic.kernels import sampling as twins
-from moesaic.kernels.sampling import Draw, SampleParams
+from moesaic.kernels.sampling import RowSampling, SampleParams
 from moesaic.kernels.triton import sampling as kernels
 from moesaic.kernels.triton.sampling_narrow import HELD
 from tests.kernels.triton_cases import DEVICE, GPU
@@ -47,7 +47,7 @@ def rows_of(asked: list[dict[str, Any]], seed: int) -> list[SampleRow]:
 
 def packed(rows: list[SampleRow]) -> SampleParams:
     draws = [
-        Draw(
+        RowSampling(
             min(row.params.temperature, twins.MAX_TEMPERATURE),
             row.params.top_k,
             row.params.top_p,
@@ -79,7 +79,11 @@ def test_the_examples() -> None:
     logits = torch.tensor([[1.0, 3, 3], [0, math.nan, 0]])
     assert twins.greedy_rows(logits).tolist() == [[1, 1], [0, 1]]
     logits = torch.tensor([[0.0, math.log(3), 0.0]] * 3)
-    draws = [Draw(1.0, seed=4), Draw(1.0, top_k=1, seed=4), Draw(1.0, top_p=0.5, seed=4)]
+    draws = [
+        RowSampling(1.0, seed=4),
+        RowSampling(1.0, top_k=1, seed=4),
+        RowSampling(1.0, top_p=0.5, seed=4),
+    ]
     assert twins.uniform(4, 0) == pytest.approx(0.0686, abs=1e-4)
     params = SampleParams.pack(draws)
     assert params.any_top_p and not SampleParams.pack(draws[:2]).any_top_p

@@ -13,7 +13,7 @@ from moesaic.kernels import tuning
 from moesaic.kernels.tune import (
     FINALISTS,
     FORMATS,
-    Case,
+    TuneCase,
     candidates,
     compile_all,
     grouped,
@@ -25,19 +25,26 @@ from moesaic.kernels.tune import (
 from tests.kernels.triton_cases import DEVICE
 
 Work = Callable[[], object]
-H200 = tuning.Device("NVIDIA H200", 132, 224 * tuning.KIB)
+H200 = tuning.DeviceTuning("NVIDIA H200", 132, 224 * tuning.KIB)
 HERE = torch.device(DEVICE)
-CASE = Case(tuning.Shape("fp16", 4, 64, 32), top_k=2, tokens=3)
+CASE = TuneCase(tuning.ExpertsShape("fp16", 4, 64, 32), top_k=2, tokens=3)
 
 
 def test_candidates_fit_the_number_of_rows():
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 1).blocks("small") == [16]
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 1).blocks("large") == []
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 512).blocks("small") == [16, 32, 64]
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 512).blocks("large") == [64, 128]
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 2048).blocks("small") == [64]
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 8192).blocks("small") == []
-    assert Case(tuning.Shape("bf16", 128, 2048, 768), 8, 8192).blocks("large") == [128]
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 1).blocks("small") == [16]
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 1).blocks("large") == []
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 512).blocks("small") == [
+        16,
+        32,
+        64,
+    ]
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 512).blocks("large") == [
+        64,
+        128,
+    ]
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 2048).blocks("small") == [64]
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 8192).blocks("small") == []
+    assert TuneCase(tuning.ExpertsShape("bf16", 128, 2048, 768), 8, 8192).blocks("large") == [128]
     many = list(candidates(CASE, tuning.device_facts(HERE)))
     assert {(one.implementation, one.product) for one in many} == {
         ("small", "gate_up"),
@@ -51,8 +58,8 @@ def test_candidates_fit_the_number_of_rows():
 def test_kernels_of_real_shapes(format: str, sizes: tuple[int, int, int, int]):
     """Each is compiled once for all sizes, and there are not too many to compile."""
     experts, top_k, hidden, inner = sizes
-    shape = tuning.Shape(format, experts, hidden, inner)
-    cases = [Case(shape, top_k, tokens) for tokens in (1, 8, 32, 128, 512, 2048, 8192)]
+    shape = tuning.ExpertsShape(format, experts, hidden, inner)
+    cases = [TuneCase(shape, top_k, tokens) for tokens in (1, 8, 32, 128, 512, 2048, 8192)]
     wanted = kernels(cases, H200)
     products = {(one.implementation, one.product, one.config.block_m) for _, one in wanted}
     assert {("large", "gate_up", 128), ("large", "down", 128), ("small", "down", 16)} <= products
@@ -65,13 +72,13 @@ def test_kernels_of_real_shapes(format: str, sizes: tuple[int, int, int, int]):
 @pytest.mark.parametrize("format", ["fp16", "fp8_block"])
 def test_candidates_run(format: str):
     """Of many experts only some have weights, where kernels are compiled."""
-    cases = [Case(tuning.Shape(format, 20, 128, 128), 2, tokens) for tokens in (1, 3)]
+    cases = [TuneCase(tuning.ExpertsShape(format, 20, 128, 128), 2, tokens) for tokens in (1, 3)]
     some = len(kernels(cases, tuning.device_facts(HERE))[::24])
     assert compile_all(cases, HERE, (0, 24)) == some > 1
 
 
 def test_products_of_many_rows_run():
-    case = Case(tuning.Shape("fp16", 2, 128, 128), 1, 20)
+    case = TuneCase(tuning.ExpertsShape("fp16", 2, 128, 128), 1, 20)
     many = [one for _, one in kernels([case], tuning.device_facts(HERE))]
     tensors = make_tensors(case, HERE)
     gate_up, down = (
@@ -127,4 +134,6 @@ def test_tensors_have_the_sizes_of_the_case():
     assert tensors.ids.shape == (3, 2) and tensors.out.shape == (3, 64)
     assert tensors.experts.w13.shape == (4, 64, 64) and tensors.experts.w2.shape == (4, 64, 32)
     assert tensors.quantised is None
-    assert make_tensors(Case(tuning.Shape("fp8_block", 4, 128, 128), 2, 3), HERE).quantised
+    assert make_tensors(
+        TuneCase(tuning.ExpertsShape("fp8_block", 4, 128, 128), 2, 3), HERE
+    ).quantised

@@ -10,10 +10,10 @@ import torch
 from moesaic.cli import tune as command
 from moesaic.cli.main import main
 from moesaic.kernels import tune, tuning
-from moesaic.kernels.tuning import Config, Plan
+from moesaic.kernels.tuning import ExpertsPlan, TileConfig
 
-H200 = tuning.Device("NVIDIA H200", 132, 224 * tuning.KIB)
-PLAN = Plan("small", 16, Config(16, 32, 64), Config(16, 64, 64))
+H200 = tuning.DeviceTuning("NVIDIA H200", 132, 224 * tuning.KIB)
+PLAN = ExpertsPlan("small", 16, TileConfig(16, 32, 64), TileConfig(16, 64, 64))
 SHAPE = "4,2,64,32"
 
 
@@ -22,7 +22,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A GPU is there; a search only notes its tokens, and at 4 the user presses Ctrl-C once."""
     seen: list[int] = []
 
-    def search(case: tune.Case, device: object, tick: object) -> tuple[Plan, float]:
+    def search(case: tune.TuneCase, device: object, tick: object) -> tuple[ExpertsPlan, float]:
         seen.append(case.tokens)
         if case.tokens == 4 and seen.count(4) == 1:
             raise KeyboardInterrupt

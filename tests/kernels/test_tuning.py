@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from moesaic.kernels import tuning
-from moesaic.kernels.tuning import KIB, Config, Device, Plan, Shape
+from moesaic.kernels.tuning import KIB, DeviceTuning, ExpertsPlan, ExpertsShape, TileConfig
 from tests.kernels.triton_cases import compile_apart
 
-H200 = Device("NVIDIA H200", 132, 224 * KIB)
-A100 = Device("NVIDIA A100-SXM4-80GB", 108, 160 * KIB)
-QWEN = Shape("bf16", 128, 2048, 768)
-PLAN = Plan("small", 16, Config(16, 32, 64, 4, 6), Config(16, 64, 64, prefetch=4), fused=True)
+H200 = DeviceTuning("NVIDIA H200", 132, 224 * KIB)
+A100 = DeviceTuning("NVIDIA A100-SXM4-80GB", 108, 160 * KIB)
+QWEN = ExpertsShape("bf16", 128, 2048, 768)
+PLAN = ExpertsPlan(
+    "small", 16, TileConfig(16, 32, 64, 4, 6), TileConfig(16, 64, 64, prefetch=4), fused=True
+)
 
 
 def test_buckets() -> None:
@@ -28,7 +30,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     tuning.save(H200.name, QWEN, 200, PLAN, 251.279, tmp_path)
     wider = replace(PLAN, fused=False, down=replace(PLAN.down, block_n=128))
     tuning.save(H200.name, QWEN, 8, wider, 20.0, tmp_path)
-    other = Shape("bf16", 8, 4096, 14336)
+    other = ExpertsShape("bf16", 8, 4096, 14336)
     tuning.save(H200.name, other, 2, PLAN, 170.0, tmp_path)
     assert tuning.load(H200.name, "bf16", tmp_path) == {
         ("E=128 H=2048 I=768", 256): PLAN,
@@ -83,7 +85,7 @@ def refuses(path: Path, good: str, field: str, wrong: str) -> None:
 def test_an_entry_of_many_rows_that_cannot_be_right(tmp_path: Path) -> None:
     path = tmp_path / tuning.file_name(H200.name, "bf16")
     large = tuning.config_class("large")()
-    tuning.save(H200.name, QWEN, 8, Plan("large", 128, large, large), 1.0, tmp_path)
+    tuning.save(H200.name, QWEN, 8, ExpertsPlan("large", 128, large, large), 1.0, tmp_path)
     good = path.read_text()
     assert tuning.load(H200.name, "bf16", tmp_path)[str(QWEN), 8].gate_up == large
     for field, wrong in (
@@ -155,7 +157,7 @@ def test_guesses_for_the_sizes_of_a_layer() -> None:
     plans = [tuning.guess(H200, QWEN, count) for count in pairs]
     assert [plan.block for plan in plans] == [16, 16, 16, 16, 64, 128, 128]
     assert [plan.implementation for plan in plans] == ["small"] * 5 + ["large"] * 2
-    assert tuning.guess(H200, replace(QWEN, format="int4_w4a16"), 8) == Plan("formats", 16)
+    assert tuning.guess(H200, replace(QWEN, format="int4_w4a16"), 8) == ExpertsPlan("formats", 16)
     # One row: 8 tiles of 768 columns on 132 processors.
     assert plans[0].gate_up.block_n == 32
     assert plans[2].gate_up.block_n == 64
@@ -167,7 +169,7 @@ def test_guesses_for_the_sizes_of_a_layer() -> None:
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("format", ["bf16", "fp32", "fp8_block"])
 @pytest.mark.parametrize("pairs", [1, 8, 64, 300, 2900])
-def test_stages_fit_into_shared_memory(device: Device, format: str, pairs: int) -> None:
+def test_stages_fit_into_shared_memory(device: DeviceTuning, format: str, pairs: int) -> None:
     plan = tuning.guess(device, replace(QWEN, format=format), pairs)
     item = tuning.ITEM_BYTES[format]
     for config, lines in (

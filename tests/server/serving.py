@@ -20,7 +20,7 @@ from moesaic.engine.engine import Engine
 from moesaic.server.app import make_app
 from moesaic.server.connections import Shares
 from moesaic.server.context import Context
-from moesaic.server.guard import Limits
+from moesaic.server.http_protocol import ConnectionLimits
 from moesaic.server.listen import bind
 from moesaic.server.run import PROBES, config_of
 
@@ -67,7 +67,7 @@ class Listening:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = int(listener.getsockname()[1])
         shares = Shares.of(connections) if isinstance(connections, int) else connections
-        config = config_of(self.app, Limits(shares, PROBES, seconds, write_seconds))
+        config = config_of(self.app, ConnectionLimits(shares, PROBES, seconds, write_seconds))
         self.server = uvicorn.Server(config)
 
         async def main() -> None:

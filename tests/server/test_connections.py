@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from moesaic.server import guard, run
-from moesaic.server.connections import Connections, Holders, Shares, State, network_of
-from moesaic.server.guard import MAX_HEAD
+from moesaic.server import http_protocol as guard
+from moesaic.server import run
+from moesaic.server.connections import Connections, ConnectionState, Holders, Shares, network_of
+from moesaic.server.http_protocol import MAX_HEAD
 from tests.server.serving import Listening, hear, status_of, talk, wait_until
 
 GET = b"GET /echo HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -392,7 +393,7 @@ def test_requests_with_half_a_body_give_way_to_whole_ones(make: Callable[..., Ec
 def test_requests_whose_answer_is_not_read_give_way(make: Callable[..., Echo]) -> None:
     """The oldest of the client with most of them."""
     echo = make(5, for_probes=2)
-    endless, states = GET.replace(b"/echo", b"/endless"), (State.UNREAD,) * 3
+    endless, states = GET.replace(b"/echo", b"/endless"), (ConnectionState.UNREAD,) * 3
     with ExitStack() as stack:
         links = []
         for number, host in enumerate(("127.0.0.2", "127.0.0.1", "127.0.0.1"), start=1):
@@ -406,7 +407,7 @@ def test_requests_whose_answer_is_not_read_give_way(make: Callable[..., Echo]) -
         assert links[2].getsockname() in clients
 
 
-def states_of(echo: Echo) -> tuple[State, ...]:
+def states_of(echo: Echo) -> tuple[ConnectionState, ...]:
     return tuple(link._state for link in list(echo.server.server_state.connections))
 
 
@@ -478,7 +479,7 @@ def test_nothing_is_kept_of_connections_that_are_gone() -> None:
     for number, link in enumerate(links):
         held.arrive(link, min(5, number + 1))
         if not link.closed and held.begin_request(link):
-            held.place(link, State.BODY, 10)
+            held.place(link, ConnectionState.BODY, 10)
     for link in links:
         held.leave(link)
     assert sum(link.closed for link in links) == 27  # one of four is for probes

@@ -20,7 +20,7 @@ from moesaic.evals import http
 from moesaic.evals.ask import Options
 from moesaic.evals.data import write_problems
 from moesaic.evals.run import evaluate
-from moesaic.tasks.problem import Message, Problem
+from moesaic.evals.tasks.problem import ChatTurn, Problem
 from tests.server.serving import served
 
 PROMPTS = ["What is 2 + 2?", "Name a colour.", "äöü €", "Why?\nBecause.", "One", "Two words"]
@@ -115,7 +115,7 @@ def test_engine_and_server_give_what_the_client_gets(
 
 
 def test_a_system_message_is_asked(engine: Engine, url: str) -> None:
-    messages = (Message("system", "Be short."), Message("user", "Name a colour."))
+    messages = (ChatTurn("system", "Be short."), ChatTurn("user", "Name a colour."))
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     reply = client.chat.completions.create(
         model=MODEL,
@@ -130,10 +130,10 @@ def test_a_system_message_is_asked(engine: Engine, url: str) -> None:
 
 def test_a_system_message_for_all_that_have_none(engine: Engine, url: str, tmp_path: Path) -> None:
     """Offline and over HTTP as the client with that message; --out says what it was."""
-    own = (Message("developer", "Be long."), Message("user", "Two words"))
+    own = (ChatTurn("developer", "Be long."), ChatTurn("user", "Two words"))
     problems = [Problem("t", "Name a colour.", "x"), Problem("t", "", "x", messages=own)]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    turns = [(Message("system", "Be short."), *problems[0].conversation), own]
+    turns = [(ChatTurn("system", "Be short."), *problems[0].conversation), own]
     wanted = [
         client.chat.completions.create(
             model=MODEL,

@@ -13,14 +13,14 @@ import pytest
 
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import answers
-from moesaic.engine.answers import Form
 from moesaic.engine.engine import Engine
-from moesaic.engine.jobs import Progress
-from moesaic.server import replies
+from moesaic.engine.frontend import outputs as answers
+from moesaic.engine.frontend.outputs import OutputFormat
+from moesaic.engine.frontend.request_state import Progress
+from moesaic.server import responses as replies
 from moesaic.server.app import make_app
-from moesaic.server.figures import LagWatch
-from moesaic.server.replies import prepared
+from moesaic.server.live_stats import LagWatch
+from moesaic.server.responses import prepared
 from tests.server.serving import served
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def scored(prompt: int, output: int, top: int) -> Request:
     return request
 
 
-def grown(form: Form, request: Request, output: int) -> Iterator[dict[str, Any]]:
+def grown(form: OutputFormat, request: Request, output: int) -> Iterator[dict[str, Any]]:
     for number in range(1, output + 1):
         yield form.answer(request, Progress("r", number, "x" * number, number == output))
 
@@ -75,7 +75,7 @@ def test_a_stream_repeats_few_logprobs() -> None:
     """1000 tokens after 1000, with 250 alternatives each, came to 128 MiB of which 22 are new."""
     request = scored(1000, 1000, 250)
     sizes, last = [], {}
-    for last in grown(Form(None), request, 1000):
+    for last in grown(OutputFormat(None), request, 1000):
         logprobs = {name: last["meta_info"][name] for name in LISTS if name in last["meta_info"]}
         sizes.append(len(msgspec.json.encode(logprobs)))
     assert sum(sizes[:-1]) < 16 * MIB
@@ -85,14 +85,14 @@ def test_a_stream_repeats_few_logprobs() -> None:
 
 def test_small_streams_have_all_logprobs_in_every_event() -> None:
     request = scored(9, 100, 5)
-    for number, answer in enumerate(grown(Form(None), request, 100), 1):
+    for number, answer in enumerate(grown(OutputFormat(None), request, 100), 1):
         meta = answer["meta_info"]
         assert [len(meta[name]) for name in LISTS] == [9, number, 9, number]
 
 
 def test_the_limit_is_one_of_the_call() -> None:
     """Not of each of its answers."""
-    form, told = Form(None), 0
+    form, told = OutputFormat(None), 0
     for _ in range(20):
         for answer in grown(form, scored(1, 300, 0), 300):
             meta = answer["meta_info"]
@@ -161,7 +161,7 @@ def test_encoding_in_runs_gives_the_same_bytes(name: str) -> None:
 def test_runs_are_short() -> None:
     """The encoder lets no other thread run: no call of it may give megabytes."""
     request = scored(2000, 2000, 100)
-    [answer] = [*grown(Form(None), request, 2000)][-1:]
+    [answer] = [*grown(OutputFormat(None), request, 2000)][-1:]
     pieces = [len(piece) for piece in replies._pieces(answer, replies.DEPTH)]
     assert sum(pieces) == len(msgspec.json.encode(answer)) > 8 * MIB
     assert max(pieces) < 2 * replies.RUN_BYTES

@@ -20,7 +20,7 @@ import uvicorn
 
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, SamplingParams
 from moesaic.engine.engine import LONG_PROMPT, Engine
-from moesaic.engine.inputs import MAX_SAMPLES, GenerateInput, PromptTooLong
+from moesaic.engine.frontend.inputs import MAX_SAMPLES, GenerateInput, PromptTooLong
 from moesaic.server.app import make_app
 from moesaic.server.bodies import (
     MAX_BODY,
@@ -29,7 +29,7 @@ from moesaic.server.bodies import (
     MAX_STRINGS,
     MAX_VALUES,
     PIECE,
-    Outline,
+    JsonExtent,
     is_moderate,
     outline_of,
 )
@@ -265,16 +265,16 @@ def test_what_is_large_and_fits_is_served(probe: Probe, engine: Engine) -> None:
         assert answer.status_code == 200, answer.text[:300]
 
 
-def outline(value: Any) -> Outline:
+def outline(value: Any) -> JsonExtent:
     """By Python's own reader."""
     if isinstance(value, dict):
-        parts = [Outline(0, 0, 1, 0)] * len(value) + [outline(entry) for entry in value.values()]
+        parts = [JsonExtent(0, 0, 1, 0)] * len(value) + [outline(entry) for entry in value.values()]
         number = len(value)
     elif isinstance(value, list):
         parts, number = [outline(entry) for entry in value], len(value)
     else:
-        return Outline(0, 0, int(isinstance(value, str)), 0)
-    return Outline(
+        return JsonExtent(0, 0, int(isinstance(value, str)), 0)
+    return JsonExtent(
         1 + max((part.depth for part in parts), default=0),
         1 + sum(part.containers for part in parts),
         sum(part.strings for part in parts),

@@ -29,10 +29,10 @@ from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
 from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, outline_of
 from moesaic.server.context import Context
-from moesaic.server.guard import MAX_HEAD
+from moesaic.server.http_protocol import MAX_HEAD
 from moesaic.server.listen import bind
 from moesaic.server.profile import FOLDER_VARIABLE
-from moesaic.server.routes import Access, Route
+from moesaic.server.routes import Route, RouteAccess
 from tests.server.serving import Running, hear, post_head, status_of, talk, wait_until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
@@ -329,7 +329,7 @@ def test_an_error_in_a_handler_is_that_requests_alone(
     async def broken(context: Context, request: Any) -> Any:
         raise KeyError("private")
 
-    route = Route("GET", "/broken", broken, Access.USER, "Fails")
+    route = Route("GET", "/broken", broken, RouteAccess.USER, "Fails")
     monkeypatch.setattr(server_app, "ROUTES", (*ROUTES, route))
     with Running(engine).serve() as running, running.client() as client:
         answer = client.get("/broken")

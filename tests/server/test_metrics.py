@@ -23,12 +23,12 @@ from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.core.stats import EngineStats, GroupStats, RankStats, TrafficStats
 from moesaic.engine.engine import Engine
-from moesaic.observe.docs import grafana_json, markdown
-from moesaic.observe.experts import expert_loads
+from moesaic.observe.expert_load import expert_loads
 from moesaic.observe.exposition import exposition
-from moesaic.observe.metrics import METRICS, Kind, Metric, ServerStats, Snapshot
+from moesaic.observe.metrics import METRICS, Metric, MetricKind, ServerStats, Snapshot
+from moesaic.observe.metrics_docs import grafana_json, markdown
 from moesaic.observe.requests import Distribution, Histogram, RequestWatch
-from moesaic.server import figures
+from moesaic.server import live_stats as figures
 from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -347,8 +347,8 @@ def test_names_are_as_prometheus_wants_them() -> None:
     assert len(set(names)) == len(names)
     for metric in METRICS:
         assert re.fullmatch(r"moesaic_[a-z0-9_]+", metric.full_name)
-        assert metric.full_name.endswith("_total") == (metric.kind is Kind.COUNTER)
-        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert metric.full_name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert set(metric.by) <= set(metric.labels)
         assert metric.help.endswith(".") and metric.source
@@ -363,7 +363,7 @@ def test_docs_and_dashboard_are_up_to_date() -> None:
 
 
 def exported(metric: Metric) -> set[str]:
-    ends = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+    ends = ("_bucket", "_sum", "_count") if metric.kind is MetricKind.HISTOGRAM else ("",)
     return {metric.full_name + end for end in ends}
 
 

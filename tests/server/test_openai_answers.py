@@ -16,22 +16,22 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
-from openai.types.chat.chat_completion import Choice as ChoiceType
+from openai.types.chat.chat_completion import ChatAnswer as ChoiceType
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.answers import Piece
 from moesaic.engine.engine import Engine
-from moesaic.engine.jobs import Progress
-from moesaic.engine.limited_child import Allowance, LimitedChild
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.engine.frontend.request_state import Progress
+from moesaic.engine.text.limited_child import Allowance, LimitedChild
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.tiny import make_tiny_checkpoint
-from moesaic.server.openai.bodies import ChatBody
-from moesaic.server.openai.choices import Choice, Reading
+from moesaic.server.openai.choices import ChatAnswer, Reading
 from moesaic.server.openai.prompts import make_chat, render
+from moesaic.server.openai.request_types import ChatBody
 from moesaic.server.parsers import Tool, choose_format
 from tests.server.test_server import held, served, wait_until, wait_until_idle
 
@@ -211,7 +211,7 @@ def test_a_template_that_hangs_is_ended_and_nobody_else_is(
     assert engine.tokenizer is not None
     chat, crafted = engine.tokenizer.chat, [{"role": "user", "content": "hang"}]
     setup, allowed = json.dumps(chat.texts).encode(), Allowance(0.3, 64 << 20)
-    child = LimitedChild("moesaic.engine.template_child", setup, allowed)
+    child = LimitedChild("moesaic.engine.text.template_child", setup, allowed)
     monkeypatch.setattr(chat, "_child", child)
     with ThreadPoolExecutor(2) as pool:
         paths = (CHAT, "/tokenize")
@@ -266,16 +266,16 @@ def reading(**changes: Any) -> Reading:
     return Reading(**fields | changes)
 
 
-def pieces_of(text: str, step: int, reason: str = "stop") -> Iterator[Piece]:
+def pieces_of(text: str, step: int, reason: str = "stop") -> Iterator[RequestUpdate]:
     request = Request("r", [1], SamplingParams(), 0, 9999, 0)
     request.finish_reason = FinishReason(reason)
     for end in range(step, len(text), step):
-        yield Piece(0, Progress("r", end, text[:end], False), request)
-    yield Piece(0, Progress("r", len(text), text, True), request)
+        yield RequestUpdate(0, Progress("r", end, text[:end], False), request)
+    yield RequestUpdate(0, Progress("r", len(text), text, True), request)
 
 
 def streamed(how: Reading, text: str, step: int = 1, reason: str = "stop") -> list[Any]:
-    choice = Choice(0, how)
+    choice = ChatAnswer(0, how)
     found = [chunk for piece in pieces_of(text, step, reason) for chunk in choice.chunks(piece)]
     return [msgspec.to_builtins(chunk) for chunk in found]
 
@@ -295,7 +295,7 @@ def gathered(chunks: list[Any]) -> Any:
 
 def whole(how: Reading, text: str, reason: str = "stop") -> Any:
     piece = list(pieces_of(text, len(text), reason))[-1]
-    raw = msgspec.json.encode(Choice(0, how).whole(piece))
+    raw = msgspec.json.encode(ChatAnswer(0, how).whole(piece))
     return ChoiceType.model_validate_json(raw, strict=True)
 
 

@@ -15,7 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from moesaic.engine.engine import Engine
-from moesaic.server.openai.choices import Choice
+from moesaic.server.openai.choices import ChatAnswer
 from tests.server.test_server import held, pieces_of, served, wait_until, wait_until_idle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -209,7 +209,7 @@ def test_a_stream_is_never_cut(http: httpx.Client, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> Any:
         raise KeyError("sec-ret")
 
-    monkeypatch.setattr(Choice, "chunks", fail)
+    monkeypatch.setattr(ChatAnswer, "chunks", fail)
     monkeypatch.setattr("moesaic.server.native._Shape.part", fail)
     for path, body in ((CHAT, {"messages": USER}), ("/generate", {"text": "x"})):
         response = http.post(path, json={**body, "stream": True})

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from moesaic.engine.engine import Engine
-from moesaic.observe.experts import expert_loads
+from moesaic.observe.expert_load import expert_loads
 from tests.server.serving import served, wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")

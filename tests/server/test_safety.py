@@ -17,10 +17,10 @@ from starlette.requests import Request
 from moesaic.core.sampling import Grammar
 from moesaic.engine.engine import Engine
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.grammar_check import MAX_OPEN, GrammarChecker
-from moesaic.engine.grammar_child import Setup
-from moesaic.engine.profiler import FOLDER_VARIABLE
-from moesaic.server import work
+from moesaic.engine.frontend.profiler import FOLDER_VARIABLE
+from moesaic.engine.text.grammar_check import MAX_OPEN, GrammarChecker
+from moesaic.engine.text.grammar_child import GrammarSetup
+from moesaic.server import generation as work
 from moesaic.server.admission import Admission
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
@@ -98,7 +98,7 @@ def test_addresses_of_one_network_do_not_fill_the_queue_of_requests() -> None:
 def test_addresses_of_one_network_do_not_fill_the_queue_of_grammars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checker, release = GrammarChecker(Setup("unused", 1, [0]), None), threading.Event()
+    checker, release = GrammarChecker(GrammarSetup("unused", 1, [0]), None), threading.Event()
     monkeypatch.setattr(checker._child, "ask", lambda question: b"" if release.wait(60) else b"no")
 
     async def main() -> list[BaseException | None]:

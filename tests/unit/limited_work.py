@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-from moesaic.engine.limited_child import Answer, serve
+from moesaic.engine.text.limited_child import Answer, serve
 
 KEPT: list[bytearray] = []
 

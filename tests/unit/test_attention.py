@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, CacheSpec
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 
 N, M, D = 6, 2, 8
 LENGTHS = [(1, 1), (1, 37), (1, 16), (5, 5), (17, 40), (1, 3), (33, 33), (1, 200), (1, 17)]
@@ -75,7 +75,7 @@ def test_attention_equals_the_oracle(
     spec = AttentionSpec(1, 0.3, window, torch.randn(N).to(dtype) if sinks else None)
     spans, start = [], 0
     for (length, kv_len), pages in zip(LENGTHS, pages_of, strict=True):
-        spans.append(Span(start, length, kv_len, [free.pop() for _ in range(pages)]))
+        spans.append(SequenceSpan(start, length, kv_len, [free.pop() for _ in range(pages)]))
         start += length
     cache.clear([0] + [page for span in spans for page in span.pages])
 

@@ -46,7 +46,7 @@ KEYWORDS = {("shell", True), ("allow_pickle", True), ("trust_remote_code", True)
 KEYWORDS |= {("weights_only", False)}
 ALLOWED = {
     (
-        "moesaic/comm/local.py",
+        "moesaic/comm/launch/local_ranks.py",
         "pickle",
     ): "functions of the caller's own program, over pipes to its own children",
 }

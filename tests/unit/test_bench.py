@@ -23,10 +23,10 @@ from moesaic.cli.main import main
 from moesaic.config.flags import from_kwargs
 from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import DatasetArgs, Load, ServeBenchArgs
-from moesaic.loadgen.datasets import Draw, draw_prompts
+from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
 from moesaic.loadgen.endpoints import ENDPOINTS, Asked, merged, read_native, read_openai
-from moesaic.loadgen.figures import Spread, as_json, measure, parse_goodput
-from moesaic.loadgen.outcome import Outcome, Prompt
+from moesaic.loadgen.metrics import LatencySummary, as_json, measure, parse_goodput
+from moesaic.loadgen.outcome import BenchPrompt, Outcome
 from moesaic.loadgen.texts import TokenTexts, WordTexts, load_tokenizer
 from moesaic.loadgen.traffic import Run, arrival_times
 
@@ -62,7 +62,7 @@ def outcome(
 ) -> Outcome:
     """Of a request that was sent at `started` and ended with its last arrival."""
     return Outcome(
-        Prompt("p", 10, tokens),
+        BenchPrompt("p", 10, tokens),
         started=started,
         ended=times[-1],
         arrivals=array("d", times),
@@ -96,7 +96,7 @@ def test_whole_answers_have_no_time_to_first_token():
 def test_spread_is_what_statistics_says():
     rng = random.Random(0)
     seconds = [rng.expovariate(3) for _ in range(500)]
-    spread = Spread.of(seconds)
+    spread = LatencySummary.of(seconds)
     cuts = statistics.quantiles([s * 1000 for s in seconds], n=100, method="inclusive")
     assert (spread.p90, spread.p95, spread.p99) == pytest.approx((cuts[89], cuts[94], cuts[98]))
     assert spread.median == pytest.approx(1000 * statistics.median(seconds))
@@ -185,7 +185,7 @@ def test_notes_say_what_is_wrong():
     args = from_kwargs(ServeBenchArgs, {})
     odd = outcome([0.2], 2)
     odd.prompt_tokens = 11
-    short = Outcome(Prompt("p", 10, 100), ended=1.0, prompt_tokens=10, output_tokens=50)
+    short = Outcome(BenchPrompt("p", 10, 100), ended=1.0, prompt_tokens=10, output_tokens=50)
     short.arrivals.append(0.5)
     run = Run([odd, short], 0.0, 1.0, 0.9, cut=True, open=7)
     text = "\n".join(report.notes(args, measure(run, {}, None), run))
@@ -228,7 +228,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_prompts_are_as_long_as_asked(merging: Path, chat: bool):
     args = DatasetArgs(num_prompts=40, random_input_len=120, random_range_ratio=0.5)
     texts = TokenTexts(load_tokenizer(str(merging)), chat)
-    prompts = draw_prompts(Draw(args, texts, seed=5, number=40))
+    prompts = draw_prompts(DatasetSpec(args, texts, seed=5, number=40))
     outside = tokenizers.Tokenizer.from_file(str(merging / "tokenizer.json"))
 
     def count(text: str) -> int:
@@ -242,24 +242,24 @@ def test_random_prompts_are_as_long_as_asked(merging: Path, chat: bool):
     assert sum(a == b for a, b in zip(asked, lengths, strict=True)) >= 36
     assert max(abs(a - b) for a, b in zip(asked, lengths, strict=True)) <= 2
     assert len({prompt.text for prompt in prompts}) == 40
-    assert prompts == draw_prompts(Draw(args, texts, seed=5, number=40))
-    assert prompts != draw_prompts(Draw(args, texts, seed=6, number=40))
+    assert prompts == draw_prompts(DatasetSpec(args, texts, seed=5, number=40))
+    assert prompts != draw_prompts(DatasetSpec(args, texts, seed=6, number=40))
 
 
 def test_random_ids_are_plain_tokens(merging: Path):
     args = DatasetArgs(num_prompts=3, random_input_len=500, random_range_ratio=1.0)
     texts = TokenTexts(load_tokenizer(str(merging)), chat=False)
-    prompts = draw_prompts(Draw(args, texts, seed=5, number=3, ids=True))
+    prompts = draw_prompts(DatasetSpec(args, texts, seed=5, number=3, ids=True))
     assert [len(prompt.ids or []) for prompt in prompts] == [500] * 3
     assert min(min(prompt.ids or []) for prompt in prompts) > 1
 
 
 def test_words_without_a_tokenizer():
     args = DatasetArgs(num_prompts=2, random_input_len=9, random_range_ratio=1.0)
-    prompts = draw_prompts(Draw(args, WordTexts(), seed=1, number=2))
+    prompts = draw_prompts(DatasetSpec(args, WordTexts(), seed=1, number=2))
     assert [len(prompt.text.split()) for prompt in prompts] == [9, 9]
     with pytest.raises(ValueError, match="give --tokenizer DIR"):
-        draw_prompts(Draw(args, WordTexts(), seed=1, number=2, ids=True))
+        draw_prompts(DatasetSpec(args, WordTexts(), seed=1, number=2, ids=True))
 
 
 def test_shared_prefixes(merging: Path):
@@ -272,7 +272,7 @@ def test_shared_prefixes(merging: Path):
         gsp_output_len=7,
     )
     texts = TokenTexts(load_tokenizer(str(merging)), chat=False)
-    prompts = draw_prompts(Draw(args, texts, seed=1, number=99))
+    prompts = draw_prompts(DatasetSpec(args, texts, seed=1, number=99))
     prefixes = [prompt.text.split("\n\n")[0] for prompt in prompts]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [4, 4, 4]
     assert {prompt.output_len for prompt in prompts} == {7}
@@ -288,17 +288,17 @@ def test_sharegpt(tmp_path: Path, merging: Path):
     args = DatasetArgs(dataset_name="sharegpt", dataset_path=str(path), num_prompts=2)
     texts = TokenTexts(load_tokenizer(str(merging)), chat=False)
     outside = tokenizers.Tokenizer.from_file(str(merging / "tokenizer.json"))
-    found = {p.text: p for p in draw_prompts(Draw(args, texts, seed=1, number=2))}
+    found = {p.text: p for p in draw_prompts(DatasetSpec(args, texts, seed=1, number=2))}
     assert found.keys() == {"a question of some length", "ab cd"}
     first = found["a question of some length"]
     assert first.output_len == len(outside.encode("an answer, too").ids)
     assert first.tokens == len(outside.encode("a question of some length").ids)
     with pytest.raises(ValueError, match="has 2 usable prompts in 2 entries"):
-        draw_prompts(Draw(DatasetArgs("sharegpt", str(path), 3), texts, seed=1, number=3))
+        draw_prompts(DatasetSpec(DatasetArgs("sharegpt", str(path), 3), texts, seed=1, number=3))
     with pytest.raises(ValueError, match="--sharegpt-output-len N"):
-        draw_prompts(Draw(args, WordTexts(), seed=1, number=2))
+        draw_prompts(DatasetSpec(args, WordTexts(), seed=1, number=2))
     fixed = DatasetArgs("sharegpt", str(path), 2, sharegpt_output_len=5)
-    assert [p.output_len for p in draw_prompts(Draw(fixed, WordTexts(), 1, 2))] == [5, 5]
+    assert [p.output_len for p in draw_prompts(DatasetSpec(fixed, WordTexts(), 1, 2))] == [5, 5]
 
 
 def test_custom(tmp_path: Path):
@@ -310,15 +310,17 @@ def test_custom(tmp_path: Path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     args = DatasetArgs("custom", str(path), 3, custom_output_len=9)
-    prompts = draw_prompts(Draw(args, WordTexts(), seed=1, number=4))
+    prompts = draw_prompts(DatasetSpec(args, WordTexts(), seed=1, number=4))
     assert [(p.text, p.output_len) for p in prompts] == [("one", 3), ("two", 4), ("three", 9)]
     path.write_text('{"prompt": "one"}\n{"prompt": 5}\n')
     with pytest.raises(ValueError, match="line 2: expected"):
-        draw_prompts(Draw(DatasetArgs("custom", str(path), 2), WordTexts(), seed=1, number=2))
+        draw_prompts(
+            DatasetSpec(DatasetArgs("custom", str(path), 2), WordTexts(), seed=1, number=2)
+        )
 
 
 def test_bodies():
-    prompt, asked = Prompt("hello", 1, 7), Asked("m", True, True, {"top_p": 0.5})
+    prompt, asked = BenchPrompt("hello", 1, 7), Asked("m", True, True, {"top_p": 0.5})
     native = json.loads(ENDPOINTS["sglang"].request(prompt, asked))
     assert native["sampling_params"]["max_new_tokens"] == 7 and native["top_p"] == 0.5
     text = json.loads(ENDPOINTS["vllm"].request(prompt, asked))
@@ -328,14 +330,14 @@ def test_bodies():
     assert chat["messages"] == [{"role": "user", "content": "hello"}]
     assert chat["max_completion_tokens"] == 7
     assert not {"max_tokens", "ignore_eos", "stream_options"} & chat.keys()
-    ids = json.loads(ENDPOINTS["vllm"].request(Prompt("", 2, 7, [4, 5]), asked))
+    ids = json.loads(ENDPOINTS["vllm"].request(BenchPrompt("", 2, 7, [4, 5]), asked))
     assert ids["prompt"] == [4, 5]
     nested = merged({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 1}})
     assert nested == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
 
 
 def test_events_that_bring_no_tokens():
-    found = Outcome(Prompt("p", 1, 1))
+    found = Outcome(BenchPrompt("p", 1, 1))
     role = b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}'
     assert not read_openai(role, found)
     assert read_openai(b'{"choices": [{"delta": {"reasoning_content": "hm"}}]}', found)
@@ -348,7 +350,7 @@ def test_events_that_bring_no_tokens():
 
 
 def test_an_aborted_answer_is_a_failure():
-    found = Outcome(Prompt("p", 1, 1))
+    found = Outcome(BenchPrompt("p", 1, 1))
     reason = {"type": "abort", "message": "out of luck"}
     meta = {"completion_tokens": 3, "prompt_tokens": 2, "finish_reason": reason}
     assert read_native(json.dumps({"text": "x", "meta_info": meta}).encode(), found)

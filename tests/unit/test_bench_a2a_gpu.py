@@ -11,7 +11,7 @@ from bench import a2a, a2a_gpu
 from bench.a2a_gpu import Row, jobs_of, parse, summarise, write
 from bench.a2a_peers import Key, Peer, peers_of
 from bench.a2a_rank import Found, Job, dispatcher_of, error_of
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 
 JOB = Job("deepep", "normal", 32, 16, 4, "bf16", (3,), (False,), 2)
 

@@ -29,8 +29,8 @@ from bench.one_batch import timing
 from bench.stages import KERNELS, STAGE_OF, StepKernels, stage_of, stages_of
 from moesaic.comm.arrange import mesh_of
 from moesaic.config import ServerArgs, resolve
-from moesaic.engine import remote
-from moesaic.observe.spans import Kind, Span
+from moesaic.engine.frontend import core_client as remote
+from moesaic.observe.spans import Span, SpanKind
 from moesaic.observe.trace import Track, write_trace
 
 MS = 1_000_000
@@ -38,17 +38,17 @@ TRITON = Path(__file__).parents[2] / "moesaic" / "kernels" / "triton"
 ROW = Row("m", 2, "bf16", 1, 32, 64, 8, 10.0, 3200.0, 7, 1e4, 5.0, "NVIDIA H200")
 
 
-def span(kind: Kind, step: int, tokens: int, begin: float, end: float) -> Span:
+def span(kind: SpanKind, step: int, tokens: int, begin: float, end: float) -> Span:
     return Span(kind, -1, step, tokens, int(begin * MS), int(end * MS), 0, 1)
 
 
 def two_ranks() -> list[Recorded]:
     """Prompts of 8 tokens on either rank, then two requests each; rank 1 ends last."""
-    first = [span(Kind.STEP, 1, 8, 0, 10)]
-    first += [span(Kind.STEP, n, 2, 8 + n, 9 + n) for n in (2, 3, 4)]
-    second = [span(Kind.STEP, 1, 8, 1, 12)]
-    second += [span(Kind.STEP, n, 2, 10 * n, 10 * n + 5) for n in (2, 3, 4)]
-    second += [span(Kind.WAIT, n, 0, 10 * n, 10 * n + 3) for n in (1, 2, 3, 4)]
+    first = [span(SpanKind.STEP, 1, 8, 0, 10)]
+    first += [span(SpanKind.STEP, n, 2, 8 + n, 9 + n) for n in (2, 3, 4)]
+    second = [span(SpanKind.STEP, 1, 8, 1, 12)]
+    second += [span(SpanKind.STEP, n, 2, 10 * n, 10 * n + 5) for n in (2, 3, 4)]
+    second += [span(SpanKind.WAIT, n, 0, 10 * n, 10 * n + 3) for n in (1, 2, 3, 4)]
     return [Recorded(0, first), Recorded(1, second)]
 
 
@@ -64,7 +64,7 @@ def test_a_step_has_the_tokens_of_all_ranks_and_ends_with_the_last():
 
 def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path):
     path, ranks = tmp_path / "a.trace.json.gz", two_ranks()
-    tracks = [Track(0, "engine", [span(Kind.TOKENISE, 0, 0, 0, 1)])]
+    tracks = [Track(0, "engine", [span(SpanKind.TOKENISE, 0, 0, 0, 1)])]
     tracks += [Track(one.rank + 1, "rank", one.spans) for one in ranks]
     write_trace(path, tracks, {})
     read = read_trace(path)

@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moesaic.engine import chat_template
-from moesaic.engine.limited_child import Allowance, NoAnswer
-from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
+from moesaic.engine.text import chat_template
+from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive
+from moesaic.engine.text.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
 from moesaic.models.tiny import materialise
 from moesaic.models.tiny_chat import CHAT_TEMPLATE
 from moesaic.server.parsers import Tool, choose_format
@@ -370,7 +370,7 @@ def test_a_machine_that_is_too_busy_is_named_at_the_start(folder, monkeypatch):
     chat = Tokenizer.from_folder(folder, chat_template=QWEN3).chat
 
     def ask(question):
-        raise NoAnswer
+        raise ChildUnresponsive
 
     monkeypatch.setattr(chat._child, "ask", ask)
     words = "chat template 'default' of .* could not be tried: .* start again when this machine"

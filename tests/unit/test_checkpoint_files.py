@@ -14,9 +14,9 @@ import pytest
 
 from moesaic import Engine
 from moesaic.config import ServerArgs
-from moesaic.engine.layout import context_length, whole_outline
-from moesaic.engine.model_runner import _eos_ids
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.runner.model_runner import _eos_ids
+from moesaic.engine.setup.memory_plan import context_length, whole_outline
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.checkpoint import INDEX, Checkpoint, check_folder
 from moesaic.models.config import MOST, RawConfig, checkpoint_dtype
 from moesaic.models.schemes import detect_scheme

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesaic.comm.group import RankGroup
+from moesaic.comm.collectives.group import RankGroup
 from moesaic.config import devices
 from moesaic.config.deepep import DeepEPConfig, read_deepep_config
 from moesaic.config.resolve import resolve
-from moesaic.engine.moe_setup import _programs
+from moesaic.engine.setup.moe_setup import _programs
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
 from moesaic.moe.dispatch.deepep import DeviceNormal
-from moesaic.moe.dispatch.low_latency import DeviceLowLatency
+from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.unit.test_config import parse

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm.collective import Outline
-from moesaic.engine.dense_setup import dense_weights, stored_weights
-from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, Part, linears
+from moesaic.comm.collectives.collective import ShapeOnlyCollective
+from moesaic.engine.setup.dense_setup import dense_weights, stored_weights
+from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, OutputPart, linears
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.dense import DenseWeights
-from moesaic.models.quantize import Job, quantize
+from moesaic.models.quantize import QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.tiny import make_tiny_checkpoint
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("stored")
     for form in ("fp8", "fp8_channel", "int8_w8a16"):
-        quantize(plain, root / form, Job(form))
+        quantize(plain, root / form, QuantizeJob(form))
     return {form.name: form for form in root.iterdir()}
 
 
@@ -130,7 +130,7 @@ def test_a_rank_reads_its_part(stored: dict[str, Path]) -> None:
     folder = stored["fp8"]
     whole = dict(linears(loaded(folder, kept(folder))))["model.layers.0.self_attn.o_proj."]
     for rank in range(2):
-        group = Outline(rank, 2)
+        group = ShapeOnlyCollective(rank, 2)
         parallel = Parallel(attention=group, stage=group, dense_tp=1, vocab_tp=1)
         part = dict(linears(loaded(folder, kept(folder), parallel)))
         assert part["model.layers.0.self_attn.qkv_proj."].format is None
@@ -143,7 +143,7 @@ def test_a_rank_reads_its_part(stored: dict[str, Path]) -> None:
 
 def merged(*sizes: int) -> MergedLinear:
     config = LinearConfig(128, sum(sizes), torch.float32)
-    parts = {f"part{n}": Part(size, range(size)) for n, size in enumerate(sizes)}
+    parts = {f"part{n}": OutputPart(size, range(size)) for n, size in enumerate(sizes)}
     return MergedLinear(config, parts)
 
 

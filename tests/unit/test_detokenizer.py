@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.detokenizer import IncrementalDetokenizer
+from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from tests.unit.token_texts import KINDS, random_cases
 
 BYTES, FALLBACK = KINDS["byte_level"].tokenizer, KINDS["byte_fallback"].tokenizer

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moesaic.comm.collective import Outline
+from moesaic.comm.collectives.collective import ShapeOnlyCollective
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
-from moesaic.engine.devices import (
+from moesaic.engine.setup.device_memory import (
     RESERVE_BYTES,
     SAFETY,
-    Room,
+    DeviceRoom,
     StepBytes,
     cache_dtype,
     check_weights_fit,
@@ -23,27 +23,29 @@ from moesaic.engine.devices import (
     gpu_sharers,
     smaller_weights,
 )
-from moesaic.engine.layout import chunk_tokens, max_running
-from moesaic.engine.memory import GIB
-from moesaic.engine.moe_setup import StepLimits
+from moesaic.engine.setup.kv_memory import GIB
+from moesaic.engine.setup.memory_plan import chunk_tokens, max_running
+from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.parallel import Parallel
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_config
 from moesaic.moe.context import MoeContext
-from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
+from moesaic.moe.shape_only import ShapeOnlyGroup
 
-H200 = Room(total=140 * GIB, free=82 * GIB, held=57 * GIB)
+H200 = DeviceRoom(total=140 * GIB, free=82 * GIB, held=57 * GIB)
 SPEC = CacheSpec(num_layers=48, num_heads=4, key_dim=128, value_dim=128)
 STEP = StepBytes(logits=GIB, experts=GIB // 2, dense=GIB // 4, attention=GIB // 4)
 PER_TOKEN = 48 * 4 * 256 * 2
 MANY = 10**9
 
 
-def tokens(args: ServerArgs, room: Room = H200, wanted: int = MANY, step: StepBytes = STEP) -> int:
+def tokens(
+    args: ServerArgs, room: DeviceRoom = H200, wanted: int = MANY, step: StepBytes = STEP
+) -> int:
     return device_cache_tokens(args, SPEC, 2, wanted, room, step)
 
 
@@ -63,11 +65,11 @@ def test_the_default_share_leaves_room_for_a_step():
 
 
 def test_other_processes_are_respected():
-    crowded = Room(total=140 * GIB, free=10 * GIB, held=57 * GIB)
+    crowded = DeviceRoom(total=140 * GIB, free=10 * GIB, held=57 * GIB)
     assert crowded.others == 73 * GIB
     assert tokens(ServerArgs(), crowded) == 8 * GIB // PER_TOKEN // 16 * 16
     with pytest.raises(ValueError) as caught:
-        tokens(ServerArgs(), Room(total=140 * GIB, free=GIB, held=57 * GIB))
+        tokens(ServerArgs(), DeviceRoom(total=140 * GIB, free=GIB, held=57 * GIB))
     assert "the GPU has 140.0 GiB, of which 57.0 GiB are held here, 82.0 GiB by others" in str(
         caught.value
     )
@@ -86,12 +88,12 @@ def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ValueError, match=r"the weights of m take 83.0 GiB; the GPU has 140.0 GiB"):
         check_weights_fit("m", 83 * GIB, H200, "a smaller model")
     check_weights_fit("m", 82 * GIB, H200, "a smaller model")
-    assert H200.after(2 * GIB) == Room(140 * GIB, 80 * GIB, 59 * GIB)
+    assert H200.after(2 * GIB) == DeviceRoom(140 * GIB, 80 * GIB, 59 * GIB)
 
 
 def test_ranks_on_one_gpu_have_equal_parts():
     """4 ranks that have loaded 10 GiB each; CUDA has 4 GiB more."""
-    room = Room(total=140 * GIB, free=96 * GIB, held=10 * GIB).part(4)
+    room = DeviceRoom(total=140 * GIB, free=96 * GIB, held=10 * GIB).part(4)
     assert (room.total, room.free, room.held, room.others) == (
         35 * GIB,
         24 * GIB,
@@ -141,12 +143,12 @@ def test_a_step_is_estimated_from_its_shapes(name: str, experts: int):
 def test_experts_are_estimated_for_the_parts_that_ranks_bring(a2a: str, dp: int, rows: int):
     """Without attention groups those of all ranks are the step's tokens, rounded up."""
     raw = RawConfig(shape_config("qwen3-30b-a3b"), "q")
-    problem = Problem(
+    problem = MoeProblem(
         a2a=a2a, weights=WEIGHT_FORMATS["bf16"], dtype="bf16", ep=4, tp=4, device="cuda"
     )
     replicated = a2a == "none"
-    moe = MoeContext.make(problem, torch.bfloat16, OutlineGroup(0, 4), replicated=replicated)
-    parallel = Parallel(Outline(0, 4 // dp), Outline(0, 4), dp)
+    moe = MoeContext.make(problem, torch.bfloat16, ShapeOnlyGroup(0, 4), replicated=replicated)
+    parallel = Parallel(ShapeOnlyCollective(0, 4 // dp), ShapeOnlyCollective(0, 4), dp)
     with torch.device("meta"):
         model = build_model(raw, BuildContext(1, moe, parallel))
     step = StepBytes.of(model, StepLimits(8447, 256), 32768)

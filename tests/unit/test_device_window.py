@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.comm import device_window
-from moesaic.comm.device_window import (
+from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
+from moesaic.comm.windows import device_window
+from moesaic.comm.windows.device_window import (
     ALIGN,
     MAX_GENERATION,
     UNREADABLE,
@@ -21,10 +23,8 @@ from moesaic.comm.device_window import (
     layout,
     window_bytes,
 )
-from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
-from moesaic.comm.group import RankGroup
-from moesaic.comm.window import PlaneSpec
-from moesaic.kernels.a2a import Mail, State, signal, wait
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.kernels.a2a import DeviceStateWord, SignalPlanes, signal, wait
 
 SPECS = (PlaneSpec("x", (3, 5), torch.float32), PlaneSpec("ids", (7,), torch.int32))
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_missing_ranks_are_named():
     )
 
 
-def lost(mail: Mail, rank: int, channel: int) -> Tensor:
+def lost(mail: SignalPlanes, rank: int, channel: int) -> Tensor:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -136,7 +136,7 @@ def test_missing_ranks_are_named_though_the_gpu_is_lost(monkeypatch: pytest.Monk
     for rank in (0, 2):
         signal(ranks[rank].call(0, "dispatch, layer 2", 2))
     wait(ranks[0].call(0, "dispatch, layer 2", 2))
-    monkeypatch.setattr(Mail, "flag", lost)
+    monkeypatch.setattr(SignalPlanes, "flag", lost)
     with pytest.raises(PeerTimeout) as caught:
         ranks[0].check()
     assert caught.value.missing == (1, 3)
@@ -229,7 +229,7 @@ def test_a_rank_that_is_late_after_a_restart(count: int):
     """However often it has raised its flag before."""
     ranks = windows(2, timeout=10.0)
     for window in ranks:
-        window.mail.state[State.CHANNELS] = count
+        window.mail.state[DeviceStateWord.CHANNELS] = count
     step(ranks, layer=3)
     step(ranks, layer=4)
     for window in ranks:

@@ -14,9 +14,9 @@ import torch
 
 from moesaic.cli.doctor_text import size, spans, table
 from moesaic.cli.main import main
-from moesaic.comm.mps import PROGRAM
-from moesaic.engine.devices import Room
-from moesaic.engine.memory import total_memory
+from moesaic.comm.launch.mps import PROGRAM
+from moesaic.engine.setup.device_memory import DeviceRoom
+from moesaic.engine.setup.kv_memory import total_memory
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int]
 
     def have(count: int, nbytes: int) -> list[Any]:
         chosen: list[torch.device] = []
-        room, facts = Room(nbytes, nbytes, 0), {"name": "H200", "memory_bytes": nbytes}
+        room, facts = DeviceRoom(nbytes, nbytes, 0), {"name": "H200", "memory_bytes": nbytes}
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr("moesaic.config.devices.cuda_missing", lambda: "")
         monkeypatch.setattr(sys.modules["moesaic.config.resolve"], "cuda_missing", lambda: "")
@@ -52,8 +52,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        monkeypatch.setattr("moesaic.engine.layout.gpu_room", lambda: room)
-        monkeypatch.setattr("moesaic.comm.mps_watch.mps_processes", lambda: iter(()))
+        monkeypatch.setattr("moesaic.engine.setup.memory_plan.gpu_room", lambda: room)
+        monkeypatch.setattr("moesaic.comm.launch.mps_owner.mps_processes", lambda: iter(()))
         monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
         (tmp_path / PROGRAM).write_text("")
         (tmp_path / PROGRAM).chmod(0o755)
@@ -273,14 +273,14 @@ def test_all_wrong_flags_are_listed_without_a_model(capsys: pytest.CaptureFixtur
 def test_weights_that_do_not_fit(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("moesaic.engine.layout.total_memory", lambda: 2**20)
+    monkeypatch.setattr("moesaic.engine.setup.memory_plan.total_memory", lambda: 2**20)
     report = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)
     (problem,) = report["problems"]
     assert problem.startswith("weights and buffers of the 2 ranks of a node take")
     assert report["layout"]["cache_tokens"] is None
     assert len(ranks(report)) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("moesaic.engine.layout.free_memory", lambda: 2**20)
+    monkeypatch.setattr("moesaic.engine.setup.memory_plan.free_memory", lambda: 2**20)
     (problem,) = ask(capsys, f"{folders['qwen3_moe']} --tp 2", 1)["problems"]
     assert problem.startswith("nothing is left for a KV cache")
 
@@ -313,7 +313,9 @@ def test_the_default_cache_is_half_of_what_is_free(
         rank["total_bytes"] - rank["cache_bytes"]
         for rank in ranks(ask(capsys, f"{folders['qwen3_moe']} --tp 2"))
     )
-    monkeypatch.setattr("moesaic.engine.layout.free_memory", lambda: fixed + 4 * 100 * 16 * 256)
+    monkeypatch.setattr(
+        "moesaic.engine.setup.memory_plan.free_memory", lambda: fixed + 4 * 100 * 16 * 256
+    )
     report = ask(capsys, f"{folders['qwen3_moe']} --tp 2")
     assert report["layout"]["cache_tokens"] == 100 * 16
 
@@ -470,7 +472,7 @@ def test_what_a_gpu_takes(
     assert f"  {shares}\n" in text
     assert f"  the fullest GPU takes {size(found[0]['total_bytes'])}, about " in text
     assert "  mps daemon    none runs; a server starts its own\n" in text
-    monkeypatch.setattr("moesaic.comm.mps_watch.mps_processes", lambda: iter((7,)))
+    monkeypatch.setattr("moesaic.comm.launch.mps_owner.mps_processes", lambda: iter((7,)))
     assert main(["doctor", *line.split()]) == 0
     told = "one runs; a server starts its own unless CUDA_MPS_PIPE_DIRECTORY names it"
     assert f"  mps daemon    {told}\n" in capsys.readouterr().out

@@ -19,16 +19,16 @@ import msgspec
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.evals.ask import Asker, Options, Reply
+from moesaic.evals.ask import Asker, ModelReply, Options
 from moesaic.evals.compare import block, compare
 from moesaic.evals.data import check_target, read_problems, write_problems, write_whole
 from moesaic.evals.figures import Z95, mcnemar, wilson
-from moesaic.evals.place import Place
 from moesaic.evals.report import errors, failures, table
 from moesaic.evals.result import Result, digest
 from moesaic.evals.run import evaluate
-from moesaic.tasks import draw
-from moesaic.tasks.problem import Message, Problem, grade, is_kept
+from moesaic.evals.server_url import ServerUrl
+from moesaic.evals.tasks import draw
+from moesaic.evals.tasks.problem import ChatTurn, Problem, grade, is_kept
 
 # As `eval --out` promises it.
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
@@ -100,7 +100,7 @@ class Known(Asker):
         self.opens += 1
         yield
 
-    async def ask(self, problem: Problem, options: Options) -> Reply:
+    async def ask(self, problem: Problem, options: Options) -> ModelReply:
         self.options.append(options)
         text = self.replies[problem.conversation[-1].content]
         if text is None:
@@ -108,8 +108,8 @@ class Known(Asker):
             await asyncio.Event().wait()
         assert text is not None
         if text.startswith("!"):
-            return Reply(error=text[1:])
-        return Reply(text, "stop", 5, len(text), 0.25)
+            return ModelReply(error=text[1:])
+        return ModelReply(text, "stop", 5, len(text), 0.25)
 
 
 QUIET = Options(progress=False)
@@ -176,7 +176,7 @@ def test_files_of_problems(tmp_path: Path) -> None:
     )
     first, second, third = read_problems(path)
     assert first == Problem("mine", "two\u2028lines", "4", match="number", id="1")
-    assert second.messages == (Message("system", "s"), Message("user", "u"))
+    assert second.messages == (ChatTurn("system", "s"), ChatTurn("user", "u"))
     assert (second.task, second.id, second.prompt) == ("talk", "7", "")
     assert (third.answer, third.match, third.task) == ("1018", "number", "mine")
     assert third.solution.endswith("#### 1,018") and grade(third, third.solution).right
@@ -273,7 +273,7 @@ def test_figures_of_a_run() -> None:
         problem("b", "1"),
         problem("c", "1"),
         problem("d", "1"),
-        Problem("u", "", "5", messages=(Message("system", "s"), Message("user", "e")), id="z"),
+        Problem("u", "", "5", messages=(ChatTurn("system", "s"), ChatTurn("user", "e")), id="z"),
     ]
     result = evaluate(asker, problems, Options(progress=False, seed=3, num=4))
     assert (asker.opens, len(asker.options)) == (1, 5)
@@ -402,10 +402,10 @@ def test_wrong_flags(
     ],
 )
 def test_addresses_of_one_server(text: str) -> None:
-    place = Place.of(text)
+    place = ServerUrl.of(text)
     assert place.url == "http://h:1" and "p@" not in repr(place)
     assert place.login == ("u:p@" if "@" in text else "")
-    assert Place.of(text.replace("h:1", "h:1/proxy")).url == "http://h:1/proxy"
+    assert ServerUrl.of(text.replace("h:1", "h:1/proxy")).url == "http://h:1/proxy"
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix, WeightFormat
 from moesaic.moe.registry import (
     A2A_REGISTRY,
     RUNNER_REGISTRY,
-    Problem,
+    MoeProblem,
     provider_name,
     resolve,
     supports,
@@ -43,13 +43,13 @@ from moesaic.moe.runner.base import (
     RunContext,
     Workspace,
 )
-from moesaic.moe.runner.gpu import (
+from moesaic.moe.runner.device.places import (
     PlacesCore,
     kernel_format,
     post_permute_pairs,
     pre_permute_pairs,
 )
-from moesaic.moe.runner.torch_grouped import TorchGroupedCore, fits
+from moesaic.moe.runner.device.torch_grouped import TorchGroupedCore, fits
 from moesaic.observe.spans import Spans
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 from tests.moe_bounds import Numerics, expected, held
@@ -81,7 +81,7 @@ def make_layer(
     weights: WeightFormat, runner: str = "auto", payload: str = "auto", **options: bool | int
 ) -> FusedMoE:
     name = DTYPE_NAMES[DTYPE]
-    problem = Problem(runner=runner, payload=payload, weights=weights, dtype=name, device="cuda")
+    problem = MoeProblem(runner=runner, payload=payload, weights=weights, dtype=name, device="cuda")
     context = MoeContext.make(problem, DTYPE, **options)
     context = replace(context, workspace=Workspace(DEVICE))
     with torch.device(DEVICE):
@@ -390,13 +390,13 @@ def test_all_runners_take_what_comes_on_a_gpu() -> None:
         assert set(POOL.formats_of(runner.name, "cuda")) == {*runner.layouts} - {"fused"}
         for weights in runner.weights:
             dtype = weights if weights in ("fp16", "fp32") else "bf16"
-            problem = Problem(
+            problem = MoeProblem(
                 runner=runner.name, weights=WEIGHT_FORMATS[weights], dtype=dtype, device="cuda"
             )
             assert supports(problem).ok
     for name, backend in A2A_REGISTRY.items():
         assert "cuda" in backend.providers
-        assert all(supports(Problem(a2a=name, device="cuda", ep=n, tp=n)).ok for n in (1, 4))
+        assert all(supports(MoeProblem(a2a=name, device="cuda", ep=n, tp=n)).ok for n in (1, 4))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -430,10 +430,10 @@ def test_pairs_that_others_will_sum(deterministic: bool) -> None:
 
 
 def test_nothing_is_encoded_to_travel_nowhere() -> None:
-    choice = resolve(Problem(weights=WEIGHT_FORMATS["fp8_block"], device="cuda"))
+    choice = resolve(MoeProblem(weights=WEIGHT_FORMATS["fp8_block"], device="cuda"))
     assert choice.problem.payload == "bf16"
     assert "payload bf16: nothing travels: the runner makes fp8 of it" in choice.reasons
-    assert resolve(Problem(weights=WEIGHT_FORMATS["fp8_block"])).problem.payload == "fp8"
+    assert resolve(MoeProblem(weights=WEIGHT_FORMATS["fp8_block"])).problem.payload == "fp8"
 
 
 def test_load_is_counted_where_it_is_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.tasks.problem import Problem, grade
+from moesaic.evals.tasks.problem import Problem, grade
 
 GSM8K_REPLY = "He has 3 * 6 = 18 apples, and 2 more.\n#### 1,018\nDone in 2 steps."
 

@@ -19,16 +19,16 @@ import torch
 import moesaic
 from moesaic import SamplingParams
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES, Grammar
-from moesaic.engine import grammar_check
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.grammar import Compiler
-from moesaic.engine.grammar_check import MAX_OPEN, GrammarChecker
-from moesaic.engine.grammar_child import Setup
-from moesaic.engine.matchers import Matchers
-from moesaic.engine.plan import PlanItem, StepPlan
-from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample
-from moesaic.engine.token_masks import forbid
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.runner.matchers import Matchers
+from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample
+from moesaic.engine.sampling.token_masks import forbid
+from moesaic.engine.schedule.plan import PlanItem, StepPlan
+from moesaic.engine.text import grammar_check
+from moesaic.engine.text.grammar import Compiler
+from moesaic.engine.text.grammar_check import MAX_OPEN, GrammarChecker
+from moesaic.engine.text.grammar_child import GrammarSetup
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.tiny import materialise
 
 FOLDER = materialise("tiny:qwen3_moe")
@@ -38,7 +38,7 @@ MANY = {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
-    made = GrammarChecker(Setup(FOLDER, VOCAB, [EOS]), None)
+    made = GrammarChecker(GrammarSetup(FOLDER, VOCAB, [EOS]), None)
     yield made
     made.close()
 
@@ -129,7 +129,7 @@ def test_grammars_that_are_refused(
 
 
 def test_memory_is_bounded_and_the_next_grammar_is_tried_anew() -> None:
-    checker = GrammarChecker(Setup(FOLDER, VOCAB, [EOS]), None)
+    checker = GrammarChecker(GrammarSetup(FOLDER, VOCAB, [EOS]), None)
     try:
         greedy = {"type": "integer", "multipleOf": 99999989, "maximum": 10**15, "minimum": 0}
         with pytest.raises(ValueError, match="to compile: simplify it"):
@@ -211,11 +211,11 @@ def test_a_client_that_leaves_gives_up_its_place(checker: GrammarChecker) -> Non
 @pytest.mark.parametrize(
     ("setup", "backend", "words"),
     [
-        (Setup(FOLDER, VOCAB, [EOS]), "none", "--grammar-backend none"),
+        (GrammarSetup(FOLDER, VOCAB, [EOS]), "none", "--grammar-backend none"),
         (None, "llguidance", "need a tokenizer"),
     ],
 )
-def test_engines_without_grammars(setup: Setup | None, backend: str, words: str) -> None:
+def test_engines_without_grammars(setup: GrammarSetup | None, backend: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GrammarChecker(setup, backend).check(Grammar("regex", "a"))
 

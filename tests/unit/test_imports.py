@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 PACKAGE = Path(__file__).parents[2] / "moesaic"
 LEVELS = (
     ("core",),
-    ("config", "observe", "tasks"),
+    ("config", "observe"),
     ("comm", "kernels"),
     ("moe", "layers", "balance", "overlap"),
     ("models",),

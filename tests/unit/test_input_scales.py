@@ -9,7 +9,7 @@ from moesaic.layers.module import MatrixSlot
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from tests.moe_oracle import Experts, config_of, random_topk, reference
 
 
@@ -17,7 +17,7 @@ from tests.moe_oracle import Experts, config_of, random_topk, reference
 def test_tiny_activations_need_their_scale(a2a: str, payload: str) -> None:
     """Activations of 1e-6 are below what a block scale can express on its own."""
     experts = Experts.random(6, 64, 32)
-    problem = Problem(a2a=a2a, weights=WEIGHT_FORMATS["nvfp4"], dtype="fp32", payload=payload)
+    problem = MoeProblem(a2a=a2a, weights=WEIGHT_FORMATS["nvfp4"], dtype="fp32", payload=payload)
     layer = FusedMoE(config_of(experts, 2), MoeContext.make(problem, torch.float32))
     experts.fill(layer)
     topk = random_topk(20, 6, 2, seed=1)

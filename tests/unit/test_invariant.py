@@ -22,7 +22,7 @@ from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
 from moesaic.layers.deterministic_attention import DeterministicAttention
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.moe.topk import TopK, TopKConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -323,10 +323,10 @@ class Play:
         for number in range(len(others) + 1):
             if number == place:
                 mine = slice(start, start + length)
-                spans.append(Span(start, length, done + length, self.pages))
+                spans.append(SequenceSpan(start, length, done + length, self.pages))
             else:
                 new, kv_len = others.pop()
-                spans.append(Span(start, new, kv_len, self.take(kv_len)))
+                spans.append(SequenceSpan(start, new, kv_len, self.take(kv_len)))
                 self.cache.keys[1, spans[-1].pages] = torch.rand(1).to(self.cache.keys.dtype)
             start += spans[-1].length
         case = self.case
@@ -425,7 +425,9 @@ def test_long_sequences_share_calls_without_changing() -> None:
         cache, done, parts = PagedCache(CacheSpec(1, 1, 8, 8), 90, 16, torch.float32), 0, []
         cache.clear(range(91))
         for length in pieces:
-            step = DeterministicAttention(cache, [Span(0, length, done + length, range(1, 83))])
+            step = DeterministicAttention(
+                cache, [SequenceSpan(0, length, done + length, range(1, 83))]
+            )
             rows = slice(done, done + length)
             parts.append(step.attend(spec, q[rows], k[rows], v[rows]))
             done += length

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.kv_cache import PageAllocator, PrefixTree
-from moesaic.engine.kv_manager import KVManager
-from moesaic.engine.scheduler import Scheduler, SchedulerConfig
+from moesaic.engine.schedule.kv_cache import PageAllocator, PrefixTree
+from moesaic.engine.schedule.kv_manager import KVManager
+from moesaic.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 PAGES = 12
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from moesaic.core.sampling import Grammar
-from moesaic.engine import limited_child
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.grammar_check import GrammarChecker
-from moesaic.engine.grammar_child import Setup
-from moesaic.engine.limited_child import Allowance, Exceeded, LimitedChild, NoAnswer
+from moesaic.engine.text import limited_child
+from moesaic.engine.text.grammar_check import GrammarChecker
+from moesaic.engine.text.grammar_child import GrammarSetup
+from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive, Exceeded, LimitedChild
 
 ROOM = 16 << 20
 
@@ -52,7 +52,7 @@ def test_limits_are_named(child: LimitedChild, question: bytes, limit: str) -> N
 def test_other_ends_are_no_verdict(
     child: LimitedChild, caplog: pytest.LogCaptureFixture, question: bytes, status: int
 ) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(NoAnswer):
+    with caplog.at_level(logging.WARNING), pytest.raises(ChildUnresponsive):
         child.ask(question)
     assert f"limited_work ended with status {status} instead of an answer" in caplog.text
     assert child.ask(b"nothing")
@@ -65,7 +65,7 @@ def test_a_stopped_child_delays_a_long_question_no_longer_than_a_short_one(
     stopped = int(child.ask(b"nothing"))
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(limited_child, "ANSWER_SECONDS", 0.05)
-    with pytest.raises(NoAnswer):
+    with pytest.raises(ChildUnresponsive):
         child.ask(b"nothing".ljust(1 << 20))
     assert not Path(f"/proc/{stopped}").exists()
     monkeypatch.undo()
@@ -79,9 +79,9 @@ def test_a_child_has_one_arena(child: LimitedChild) -> None:
 
 
 def test_only_verdicts_on_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = GrammarChecker(Setup("unused", 1, [0]), None)
+    checker = GrammarChecker(GrammarSetup("unused", 1, [0]), None)
     asked: list[Exception] = []
-    outcomes: list[Exception] = [NoAnswer(), Exceeded("a"), NoAnswer()]
+    outcomes: list[Exception] = [ChildUnresponsive(), Exceeded("a"), ChildUnresponsive()]
 
     def ask(question: bytes) -> bytes:
         asked.append(outcomes.pop(0))

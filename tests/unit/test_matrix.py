@@ -25,7 +25,7 @@ from moesaic.moe.registry import (
     MODES,
     RUNNER_REGISTRY,
     A2aBackend,
-    Problem,
+    MoeProblem,
     RunnerBackend,
     combinations_of,
     formats_of,
@@ -50,14 +50,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
-def refused(setting: str, dtype: str = "bf16") -> Iterator[tuple[Problem, str]]:
+def refused(setting: str, dtype: str = "bf16") -> Iterator[tuple[MoeProblem, str]]:
     for problem, support in combinations_of(dtype=dtype, **SETTINGS[setting]):
         if not support.ok:
             yield problem, support.reason
 
 
 @cache
-def anything_works(problem: Problem) -> bool:
+def anything_works(problem: MoeProblem) -> bool:
     """Whether any choice of backends works for these weights and sizes, by trying all."""
     splits = [n for n in range(1, problem.tp + 1) if problem.tp % n == 0]
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, splits)
@@ -67,7 +67,7 @@ def anything_works(problem: Problem) -> bool:
     )
 
 
-def bare(problem: Problem) -> Problem:
+def bare(problem: MoeProblem) -> MoeProblem:
     """Without what a suggestion may change."""
     return replace(problem, a2a="none", mode="auto", runner="auto", payload="auto", ep=1)
 
@@ -85,7 +85,7 @@ def test_refusals_have_a_reason_that_names_a_value(setting: str, dtype: str):
     assert count > 4000
 
 
-def check_suggestion(problem: Problem) -> None:
+def check_suggestion(problem: MoeProblem) -> None:
     nearest = suggest(problem)
     if nearest is None:
         assert not anything_works(bare(problem)), problem
@@ -128,15 +128,15 @@ def test_nothing_helps_only_where_weights_and_sizes_do_not_fit():
         mismatch = problem.weights.name in ("fp16", "fp32")
         assert (suggest(problem) is None) == mismatch, problem
     assert (
-        suggest(Problem(weights=WEIGHT_FORMATS["nvfp4"], hidden_size=72, intermediate_size=64))
+        suggest(MoeProblem(weights=WEIGHT_FORMATS["nvfp4"], hidden_size=72, intermediate_size=64))
         is None
     )
-    odd = Problem(tp=4, ep=2, hidden_size=128, intermediate_size=101)
+    odd = MoeProblem(tp=4, ep=2, hidden_size=128, intermediate_size=101)
     assert suggest(odd) == replace(odd, ep=4)
 
 
 @pytest.mark.parametrize("problem", REFUSED, ids=flags)
-def test_message_names_flag_and_value(problem: Problem):
+def test_message_names_flag_and_value(problem: MoeProblem):
     with pytest.raises(ValueError) as refusal:
         resolve(problem)
     reason, _, advice = str(refusal.value).rpartition("; use ")
@@ -152,22 +152,31 @@ def test_message_names_flag_and_value(problem: Problem):
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (Problem(a2a="deep_ep"), "--moe-a2a-backend 'deep_ep' is not known: choose one of none,"),
-        (Problem(runner="tritn"), "--moe-runner-backend 'tritn' is not known: choose one of auto,"),
-        (Problem(payload="fp6"), "payload 'fp6' is not known"),
-        (Problem(a2a="mooncake", mode="normal"), "mooncake has no normal mode, only low_latency"),
-        (Problem(ep=3, tp=4), "ep 3 does not divide tp 4; use --ep-size 4"),
-        (Problem(ep=8, tp=4), "ep 8 does not divide tp 4"),
         (
-            Problem(device="tpu"),
+            MoeProblem(a2a="deep_ep"),
+            "--moe-a2a-backend 'deep_ep' is not known: choose one of none,",
+        ),
+        (
+            MoeProblem(runner="tritn"),
+            "--moe-runner-backend 'tritn' is not known: choose one of auto,",
+        ),
+        (MoeProblem(payload="fp6"), "payload 'fp6' is not known"),
+        (
+            MoeProblem(a2a="mooncake", mode="normal"),
+            "mooncake has no normal mode, only low_latency",
+        ),
+        (MoeProblem(ep=3, tp=4), "ep 3 does not divide tp 4; use --ep-size 4"),
+        (MoeProblem(ep=8, tp=4), "ep 8 does not divide tp 4"),
+        (
+            MoeProblem(device="tpu"),
             "none has no provider for tpu, only for cpu, cuda; no choice of backends would help",
         ),
         (
-            Problem(runner="triton", payload="fp8", weights=WEIGHT_FORMATS["int8_w8a8"]),
+            MoeProblem(runner="triton", payload="fp8", weights=WEIGHT_FORMATS["int8_w8a8"]),
             "payload fp8 would be rounded again: int8_w8a8 weights are multiplied with int8",
         ),
         (
-            Problem(
+            MoeProblem(
                 payload="nvfp4",
                 weights=WEIGHT_FORMATS["nvfp4"],
                 hidden_size=72,
@@ -176,11 +185,11 @@ def test_message_names_flag_and_value(problem: Problem):
             "72 columns do not fit weight format nvfp4: they must be a multiple of 16",
         ),
         (
-            Problem(payload="mxfp4", hidden_size=48),
+            MoeProblem(payload="mxfp4", hidden_size=48),
             "hidden size 48 does not fit payload mxfp4: it must be a multiple of 32",
         ),
         (
-            Problem(
+            MoeProblem(
                 weights=WEIGHT_FORMATS["fp8_block"],
                 tp=4,
                 ep=1,
@@ -190,23 +199,23 @@ def test_message_names_flag_and_value(problem: Problem):
             "shards of 64 cut blocks of weight format fp8_block",
         ),
         (
-            Problem(tp=4, ep=1, hidden_size=128, intermediate_size=102),
+            MoeProblem(tp=4, ep=1, hidden_size=128, intermediate_size=102),
             "an intermediate size of 102 cannot be cut in 4 (tp 4 / ep 1); use --ep-size",
         ),
         (
-            Problem(weights=WEIGHT_FORMATS["fp16"]),
+            MoeProblem(weights=WEIGHT_FORMATS["fp16"]),
             "fp16 weights cannot be multiplied with bf16 activations",
         ),
     ],
 )
-def test_messages(problem: Problem, words: str):
+def test_messages(problem: MoeProblem, words: str):
     with pytest.raises(ValueError) as refusal:
         resolve(problem)
     assert words in str(refusal.value)
 
 
 def test_no_reason_is_given_twice():
-    reason = supports(Problem(weights=WEIGHT_FORMATS["fp16"])).reason
+    reason = supports(MoeProblem(weights=WEIGHT_FORMATS["fp16"])).reason
     assert reason.startswith("no runner fits: ")
     reasons = reason.removeprefix("no runner fits: ").split("; ")
     assert len(reasons) > 1 and len(set(reasons)) == len(reasons)
@@ -217,7 +226,7 @@ def test_no_reason_is_given_twice():
 def test_auto_is_resolved_with_reasons(a2a: str, weights: str):
     dtype = weights if weights in ("fp16", "fp32") else "bf16"
     format = WEIGHT_FORMATS[weights]
-    asked = Problem(a2a=a2a, weights=format, dtype=dtype, phases=("decode",))
+    asked = MoeProblem(a2a=a2a, weights=format, dtype=dtype, phases=("decode",))
     choice = resolve(asked)
     chosen = choice.problem
     assert supports(chosen).ok and "auto" not in (chosen.runner, chosen.payload)
@@ -234,33 +243,33 @@ def test_auto_is_resolved_with_reasons(a2a: str, weights: str):
 
 
 def test_payload_follows_weights_where_all_agree():
-    assert payload_of(Problem(weights=WEIGHT_FORMATS["fp8_block"]))[0] == "fp8"
-    assert payload_of(Problem(weights=WEIGHT_FORMATS["bf16"]))[0] == "bf16"
-    assert payload_of(Problem(weights=WEIGHT_FORMATS["int8_w8a16"], dtype="fp16"))[0] == "fp16"
-    assert payload_of(Problem(a2a="mori", weights=WEIGHT_FORMATS["nvfp4"])) == (
+    assert payload_of(MoeProblem(weights=WEIGHT_FORMATS["fp8_block"]))[0] == "fp8"
+    assert payload_of(MoeProblem(weights=WEIGHT_FORMATS["bf16"]))[0] == "bf16"
+    assert payload_of(MoeProblem(weights=WEIGHT_FORMATS["int8_w8a16"], dtype="fp16"))[0] == "fp16"
+    assert payload_of(MoeProblem(a2a="mori", weights=WEIGHT_FORMATS["nvfp4"])) == (
         "bf16",
         "mori does not take nvfp4",
     )
-    payload, why = payload_of(Problem(weights=WEIGHT_FORMATS["nvfp4"], hidden_size=72))
+    payload, why = payload_of(MoeProblem(weights=WEIGHT_FORMATS["nvfp4"], hidden_size=72))
     assert payload == "bf16" and "multiple of 16" in why
-    assert payload_of(Problem(payload="int8")) == ("int8", "as asked")
+    assert payload_of(MoeProblem(payload="int8")) == ("int8", "as asked")
 
 
 def test_weights_are_the_format_at_hand():
     """A format that differs from the usual one of its name is judged by what it is itself."""
     for name in ("fp8_block", "fp8_channel", "fp8_tensor", "nvfp4"):
-        alone = Problem(weights=replace(WEIGHT_FORMATS[name], activation=None), ep=2, tp=2)
+        alone = MoeProblem(weights=replace(WEIGHT_FORMATS[name], activation=None), ep=2, tp=2)
         for a2a, device in product(A2A_REGISTRY, ("cpu", "cuda")):
             asked = replace(alone, a2a=a2a, device=device, phases=("decode",))
             choice = resolve(asked)
             assert choice.problem.payload == "bf16" and choice.problem.weights.activation is None
             assert f"payload bf16: {name} weights take activations as they are" in choice.reasons
     sizes = {"hidden_size": 96, "intermediate_size": 64, "experts": 8, "ep": 2, "tp": 4}
-    assert supports(Problem(weights=int4_format(32), **sizes)).ok
-    usual = supports(Problem(weights=WEIGHT_FORMATS["int4_w4a16"], **sizes))
+    assert supports(MoeProblem(weights=int4_format(32), **sizes)).ok
+    usual = supports(MoeProblem(weights=WEIGHT_FORMATS["int4_w4a16"], **sizes))
     assert "must be a multiple of 128" in usual.reason
     with pytest.raises(ValueError, match=r"64 columns do not fit .* int4_w4a16.* multiple of 48"):
-        resolve(Problem(weights=int4_format(48), **sizes | {"tp": 2}))
+        resolve(MoeProblem(weights=int4_format(48), **sizes | {"tp": 2}))
 
 
 def test_declared_formats_have_their_functions():
@@ -323,7 +332,7 @@ def test_every_backend_serves_ranks_on_cuda(tp: int):
     """Its low-latency rows come as `standard` there; one rank sends what it has."""
     for name, backend in A2A_REGISTRY.items():
         for mode, format in backend.formats_for("cuda").items():
-            problem = Problem(
+            problem = MoeProblem(
                 a2a=name,
                 mode=mode,
                 weights=WEIGHT_FORMATS["fp8_block"],

@@ -21,8 +21,8 @@ from moesaic.moe.formats import (
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunnerConfig, RunContext, Workspace
-from moesaic.moe.runner.grouped import SMALL_ROWS, Group, in_pieces, round_up, runs
-from moesaic.moe.runner.layouts import (
+from moesaic.moe.runner.host.grouped import SMALL_ROWS, SlotGroup, in_pieces, round_up, runs
+from moesaic.moe.runner.host.layouts import (
     GroupedCore,
     Places,
     pair_up,
@@ -268,7 +268,7 @@ def test_places_of_the_docstring() -> None:
     assert (slots_N.tolist(), rows_N.tolist(), valid) == ([0, 2, 0, 1], [0, 0, 1, 1], None)
     places_N, places = place_pairs(slots_N, 3, standard_places, False)
     assert places_N.tolist() == [0, 4, 1, 2]
-    groups = [Group(range(2), 0, 2, 2), Group(range(2, 3), 4, 2, 2)]
+    groups = [SlotGroup(range(2), 0, 2, 2), SlotGroup(range(2, 3), 4, 2, 2)]
     assert places == Places([0, 2, 4], 6, groups)
 
     x = torch.arange(2.0).unsqueeze(1).expand(2, H).contiguous()
@@ -306,12 +306,12 @@ def test_rounding_of_rows(rows: int, rounded: int) -> None:
 
 
 def test_pieces_cover_the_rows_of_their_groups() -> None:
-    groups = [Group(range(2, 4), 0, 32, 64), Group(range(5, 6), 128, 96, 96)]
+    groups = [SlotGroup(range(2, 4), 0, 32, 64), SlotGroup(range(5, 6), 128, 96, 96)]
     assert list(in_pieces(groups)) == [
         groups[0],
-        Group(range(5, 6), 128, 32, 32),
-        Group(range(5, 6), 160, 32, 32),
-        Group(range(5, 6), 192, 32, 32),
+        SlotGroup(range(5, 6), 128, 32, 32),
+        SlotGroup(range(5, 6), 160, 32, 32),
+        SlotGroup(range(5, 6), 192, 32, 32),
     ]
 
 

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.comm import mps_watch
-from moesaic.comm.launch import Service, ServiceSpec
-from moesaic.comm.mesh import Mesh
-from moesaic.comm.mps import (
+from moesaic.comm.launch import mps_owner as mps_watch
+from moesaic.comm.launch.mps import (
     CROWD,
     PROGRAM,
     QUEUES,
@@ -27,7 +25,9 @@ from moesaic.comm.mps import (
     describe_daemon,
     start_mps,
 )
-from moesaic.comm.mps_watch import LOGS, PIPES, mps_processes
+from moesaic.comm.launch.mps_owner import LOGS, PIPES, mps_processes
+from moesaic.comm.launch.service import Service, ServiceSpec
+from moesaic.comm.mesh import Mesh
 from moesaic.config.gpus import PERCENT
 
 PROGRAM_TEXT = """#!/bin/sh
@@ -58,7 +58,7 @@ esac
 # A server in small: it starts the daemon, says where, and waits to be killed.
 SERVER = """
 import sys, time
-from moesaic.comm.mps import start_mps
+from moesaic.comm.launch.mps import start_mps
 print(start_mps().environment["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
 time.sleep(60)
 """
@@ -74,7 +74,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("moesaic.comm.mps.DEFAULT_PIPES", str(tmp_path / "default"))
+    monkeypatch.setattr("moesaic.comm.launch.mps.DEFAULT_PIPES", str(tmp_path / "default"))
     monkeypatch.delenv(PIPES, raising=False)
     monkeypatch.delenv(LOGS, raising=False)
     return tmp_path
@@ -239,7 +239,9 @@ def test_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_no_torch():
     """The process that starts ranks stays small."""
-    code = "import sys, moesaic.comm.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, moesaic.comm.launch.mps, moesaic.config.gpus; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

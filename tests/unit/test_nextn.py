@@ -24,20 +24,20 @@ from examples.train.export import export
 from examples.train.model import Model, Shape
 from moesaic.layers.module import MatrixSlot
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.nextn import NextN, load_nextn
-from moesaic.models.quantize import PROJECTION, Job, quantize
+from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.forms import FORMS
+from moesaic.models.schemes.quantize_formats import FORMS
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
-from moesaic.moe.outline import OutlineGroup
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
+from moesaic.moe.shape_only import ShapeOnlyGroup
 from tests.oracle import Case, build, load, spread
 
 PAGE, PAGES = 8, 8  # of a sequence
@@ -195,7 +195,7 @@ class Work:
         for number, (first, stop) in enumerate(self.parts):
             if stop > first:
                 pages = range(1 + number * PAGES, 1 + (number + 1) * PAGES)
-                spans.append(Span(start, stop - first, stop, pages))
+                spans.append(SequenceSpan(start, stop - first, stop, pages))
             start += stop - first
         return TorchAttention(cache, spans)
 
@@ -324,8 +324,8 @@ def test_last_stage_without_the_embedding(written: Written) -> None:
 def test_a_rank_reads_its_own_experts(written: Written) -> None:
     """Tensors of other ranks are no surprise; those that nobody knows are."""
     main = load_main(written.folder)
-    problem = Problem(a2a="none", weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=2, tp=2)
-    moe = MoeContext.make(problem, torch.float32, OutlineGroup(1, 2))
+    problem = MoeProblem(a2a="none", weights=WEIGHT_FORMATS["fp32"], dtype="fp32", ep=2, tp=2)
+    moe = MoeContext.make(problem, torch.float32, ShapeOnlyGroup(1, 2))
     half = build_model(RawConfig.read(written.folder), BuildContext(PAGE * PAGES, moe))
     mine, whole = load_nextn(half, written.folder), load_nextn(main, written.folder)
     held, every = dense(mine), dense(whole)
@@ -354,7 +354,7 @@ def test_quantised(
     DeepSeek stores its own. They compute as the decoded weights do; where `activations` are
     quantised too, about so."""
     grouped = FORMS[form].group_size
-    quantize(written.folder, tmp_path / "out", Job(form, 16 if grouped else None))
+    quantize(written.folder, tmp_path / "out", QuantizeJob(form, 16 if grouped else None))
     plain = load_main(written.folder)
     plain_mtp = load_nextn(plain, written.folder)
     main = load_main(tmp_path / "out")

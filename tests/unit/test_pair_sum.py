@@ -13,7 +13,7 @@ from torch import Tensor
 from moesaic.kernels.experts import PairSum
 from moesaic.kernels.norm import SumToNorm
 from moesaic.layers import linear, norm
-from moesaic.layers.torch_attention import PagedCache, Span, TorchAttention
+from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.tiny import make_tiny_checkpoint
@@ -22,7 +22,7 @@ from moesaic.moe import layer
 from moesaic.moe.backends import load_backends
 from moesaic.moe.context import DTYPE_NAMES, MoeContext
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.registry import Problem
+from moesaic.moe.registry import MoeProblem
 from moesaic.moe.runner.base import Workspace
 
 load_backends()
@@ -34,7 +34,7 @@ def test_a_model_gives_the_same_bits(
     family: str, pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm of the second layer and the last one get pairs; shared experts are added to sums."""
-    problem = Problem(
+    problem = MoeProblem(
         runner="auto", payload="auto", weights=WEIGHT_FORMATS[FLOAT], dtype=FLOAT, device="cuda"
     )
     context = replace(MoeContext.make(problem, torch.float32), workspace=Workspace("cpu"))
@@ -53,7 +53,9 @@ def test_a_model_gives_the_same_bits(
         return add_and_multiply(rows, *rest)
 
     def run() -> Tensor:
-        step = TorchAttention(PagedCache(model.cache, 1, 16, torch.float32), [Span(0, 7, 7, [0])])
+        step = TorchAttention(
+            PagedCache(model.cache, 1, 16, torch.float32), [SequenceSpan(0, 7, 7, [0])]
+        )
         return model(torch.arange(7), torch.arange(7), step)
 
     monkeypatch.setattr(norm, "add_rms_norm", watched)

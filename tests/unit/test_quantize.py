@@ -19,10 +19,10 @@ from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import BuildContext, RawConfig
-from moesaic.models.quantize import PROJECTION, Job, quantize
+from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, detect_scheme
-from moesaic.models.schemes.forms import FORMS
+from moesaic.models.schemes.quantize_formats import FORMS
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import fill_randomly, load_weights
 from moesaic.moe.context import MoeContext
@@ -42,8 +42,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny_checkpoint(family, root / family) for family in families}
 
 
-def job(form: str, **more: int) -> Job:
-    return Job(form, GROUP if FORMS[form].group_size else None, **more)
+def job(form: str, **more: int) -> QuantizeJob:
+    return QuantizeJob(form, GROUP if FORMS[form].group_size else None, **more)
 
 
 def build(folder: Path, format: WeightFormat | None = None) -> CausalLM:
@@ -121,7 +121,7 @@ def test_round_trip(family: str, form: str, sources: dict[str, Path], tmp_path: 
 
 
 def test_mxfp4_of_stacks(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize(sources["gpt_oss"], tmp_path / "out", Job("mxfp4"))
+    quantize(sources["gpt_oss"], tmp_path / "out", QuantizeJob("mxfp4"))
     format = WEIGHT_FORMATS["mxfp4"]
     assert detect_scheme(RawConfig.read(tmp_path / "out"), tmp_path / "out").expert_format is format
     before, kept = loaded(sources["gpt_oss"]), loaded(tmp_path / "out", format)
@@ -274,7 +274,7 @@ def test_bad_checkpoints(
 
 
 def test_cache_scales_and_input_scales_are_known(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize(sources["qwen3_moe"], tmp_path / "out", Job("nvfp4"))
+    quantize(sources["qwen3_moe"], tmp_path / "out", QuantizeJob("nvfp4"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())
     save_file(tensors, tmp_path / "out" / "model.safetensors")
@@ -288,14 +288,16 @@ def test_cache_scales_and_input_scales_are_known(sources: dict[str, Path], tmp_p
 
 def test_shards_and_files(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    written = quantize(sources["qwen3_moe"], tmp_path / "out", Job("fp8", shard_bytes=60_000))
+    written = quantize(
+        sources["qwen3_moe"], tmp_path / "out", QuantizeJob("fp8", shard_bytes=60_000)
+    )
     names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors" and len(names) > 3
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == written.bytes_after < written.bytes_before / 2
     assert sorted(set(index["weight_map"].values())) == names
-    quantize(sources["qwen3_moe"], tmp_path / "whole", Job("fp8"))
+    quantize(sources["qwen3_moe"], tmp_path / "whole", QuantizeJob("fp8"))
     one, many = loaded(tmp_path / "whole"), loaded(tmp_path / "out")
     assert all(torch.equal(x, many[name]) for name, x in one.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
@@ -312,7 +314,7 @@ def test_experts_only(sources: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_gate_and_up_share_their_global_scale(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize(sources["mixtral"], tmp_path / "out", Job("nvfp4"))
+    quantize(sources["mixtral"], tmp_path / "out", QuantizeJob("nvfp4"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     stem = "model.layers.0.block_sparse_moe.experts.3"
     gate, up, down = (tensors[f"{stem}.{name}.weight_scale_2"] for name in ("w1", "w3", "w2"))
@@ -363,7 +365,7 @@ def test_numbers_without_a_scale(sources: dict[str, Path], tmp_path: Path) -> No
     tensors[f"{EXPERT}.weight"][3, 4] = float("nan")
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"up_proj.weight holds NaN or infinity"):
-        quantize(source, tmp_path / "out", Job("fp8"))
+        quantize(source, tmp_path / "out", QuantizeJob("fp8"))
     assert [path.name for path in tmp_path.iterdir()] == ["nan"]
 
 
@@ -387,7 +389,7 @@ def reference(source: Path, target: Path, folder: Path) -> Path:
 def test_transformers_reads_fp8(sources: dict[str, Path], tmp_path: Path) -> None:
     oracle = pytest.importorskip("tests.oracle")
     source = sources["qwen3_moe"]
-    quantize(source, tmp_path / "out", Job("fp8"))
+    quantize(source, tmp_path / "out", QuantizeJob("fp8"))
     ours = reference(source, tmp_path / "out", tmp_path / "reference")
     ids = torch.arange(40)[None]
     with torch.no_grad():
@@ -397,7 +399,7 @@ def test_transformers_reads_fp8(sources: dict[str, Path], tmp_path: Path) -> Non
 
 def test_transformers_reads_mxfp4_stacks(sources: dict[str, Path], tmp_path: Path) -> None:
     oracle = pytest.importorskip("tests.oracle")
-    quantize(sources["gpt_oss"], tmp_path / "out", Job("mxfp4"))
+    quantize(sources["gpt_oss"], tmp_path / "out", QuantizeJob("mxfp4"))
     state = oracle.load(tmp_path / "out").state_dict()
     for name, w in loaded(tmp_path / "out").items():
         tensor, index, part = name.split()
@@ -429,7 +431,9 @@ def test_mxfp4_by_definition(
     family: str, matrices: int, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     """By the definition, and by transformers' decoder where it is installed."""
-    job = Job("mxfp4", experts_only=family == "deepseek_v3")  # its latents of 16 have no groups
+    job = QuantizeJob(
+        "mxfp4", experts_only=family == "deepseek_v3"
+    )  # its latents of 16 have no groups
     quantize(sources[family], tmp_path / "out", job)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     found = {
@@ -452,7 +456,7 @@ def test_compressed_tensors_reads_mxfp4(sources: dict[str, Path], tmp_path: Path
     theirs = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 
-    quantize(sources["qwen3_moe"], tmp_path / "out", Job("mxfp4"))
+    quantize(sources["qwen3_moe"], tmp_path / "out", QuantizeJob("mxfp4"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     scheme = theirs.quantization.QuantizationConfig.model_validate(config).config_groups["group_0"]
     preset = theirs.quantization.preset_name_to_scheme("MXFP4A16", ["Linear"]).weights

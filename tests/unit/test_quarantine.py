@@ -10,25 +10,25 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.recall import MOST_IN_VAIN, Recalls
+from moesaic.comm.supervise.step_rollback import MOST_IN_VAIN, StepRollbacks
 from moesaic.core.messages import (
-    Abandoned,
-    Delta,
     NewRequest,
-    Recall,
-    Resume,
+    RequestDelta,
+    ResumeSteps,
+    RollbackStep,
+    StepAbandoned,
     StepFailed,
     Submit,
 )
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import core as engine_core
-from moesaic.engine.core import EngineCore
-from moesaic.engine.jobs import Job
-from moesaic.engine.leader import Leader
-from moesaic.engine.plan import PlanItem, StepResult
-from moesaic.engine.quarantine import Quarantine
-from tests.unit.test_under_way import make_core, requests
+from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.plan import PlanItem, StepResult
+from moesaic.engine.schedule.quarantine import Quarantine
+from moesaic.engine.worker import planner as engine_core
+from moesaic.engine.worker.leader import Leader
+from moesaic.engine.worker.planner import EngineCore
+from tests.unit.test_inflight_steps import make_core, requests
 
 FLAGS = [
     {},
@@ -42,7 +42,7 @@ def serve(core: EngineCore, parts: int, chance: random.Random | None) -> tuple[l
     begun: pages are full of NaN then."""
     served = requests()
     for request in served:
-        core.add(Job(request, None, lambda progress: None))
+        core.add(RequestState(request, None, lambda progress: None))
     results: deque[StepResult] = deque()
     losses = 0
     while core.has_work:
@@ -118,7 +118,7 @@ def test_a_request_that_cannot_be_planned_ends_alone(flags, parts, where, monkey
 def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
     core, ended = make_core(), list[str]()
     for request in requests():
-        core.add(Job(request, None, lambda progress: ended.append(progress.rid)))
+        core.add(RequestState(request, None, lambda progress: ended.append(progress.rid)))
     core.step()
 
     def fail(*_: Any) -> Any:
@@ -131,7 +131,7 @@ def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
 
 def test_a_request_of_another_rank_is_told_from_where_it_was():
     """Tokens that it had emitted there come without logprobs, and none is lost of those after."""
-    told, core = dict[int, list[Delta]](), make_core()
+    told, core = dict[int, list[RequestDelta]](), make_core()
     params = {"temperature": 0.0, "ignore_eos": True}
     asked = NewRequest("7", [5, 6, 7, 8], params, 0, 6, 7, [], True, 1, 2)
     for emitted in (0, 1, 4):
@@ -200,24 +200,24 @@ def test_one_of_several_groups_is_accused_only_when_it_was_alone():
 
 
 def test_ranks_resume_when_the_last_has_abandoned_its_step():
-    recalls = Recalls(1, range(4, 8), [4, 6])
-    assert recalls.begin(StepFailed(5, 0, 31, "why")) == Recall(1, 1, 31, "why")
+    recalls = StepRollbacks(1, range(4, 8), [4, 6])
+    assert recalls.begin(StepFailed(5, 0, 31, "why")) == RollbackStep(1, 1, 31, "why")
     # Another rank failed in the same step.
     assert recalls.begin(StepFailed(4, 0, 31, "also")) is None and recalls.under_way
-    told = [Abandoned(6, 1, 30, 2), Abandoned(4, 1, 31), Abandoned(7, 1, 29)]
+    told = [StepAbandoned(6, 1, 30, 2), StepAbandoned(4, 1, 31), StepAbandoned(7, 1, 29)]
     assert [recalls.take(one) for one in told] == [None] * 3
-    assert recalls.take(Abandoned(5, 0, 99)) is None  # of another generation
-    assert recalls.take(Abandoned(5, 1, 31)) == Resume(1, 31, [0, 2])
+    assert recalls.take(StepAbandoned(5, 0, 99)) is None  # of another generation
+    assert recalls.take(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
     assert not recalls.under_way
     # A late word of the generation before calls nobody back.
     assert recalls.begin(StepFailed(7, 0, 31, "late")) is None and recalls.generation == 1
 
 
 def test_steps_that_fail_whoever_takes_part_are_given_up():
-    recalls = Recalls(0, range(1), [0])
+    recalls = StepRollbacks(0, range(1), [0])
     for generation in range(MOST_IN_VAIN):
         recalls.begin(StepFailed(0, generation, 5, "why"))
-        recalls.take(Abandoned(0, generation + 1, 5))
+        recalls.take(StepAbandoned(0, generation + 1, 5))
         assert not recalls.is_hopeless
     recalls.note_progress()
     recalls.begin(StepFailed(0, MOST_IN_VAIN, 5, "why"))

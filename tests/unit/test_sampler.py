@@ -7,8 +7,14 @@ import torch
 from transformers.generation import logits_process as hf
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import sampler
-from moesaic.engine.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs, uniform
+from moesaic.engine.sampling import sampler
+from moesaic.engine.sampling.sampler import (
+    NonFiniteLogits,
+    SampleRow,
+    sample,
+    token_logprobs,
+    uniform,
+)
 
 FILTERS = [
     {},

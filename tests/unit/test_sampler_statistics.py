@@ -13,8 +13,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine import sampler
-from moesaic.engine.sampler import SampleRow, sample
+from moesaic.engine.sampling import sampler
+from moesaic.engine.sampling.sampler import SampleRow, sample
 
 SIGNIFICANCE = 1e-3
 DRAWS = 2000

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moesaic import Engine
 from moesaic.core.step import PREFILL
-from moesaic.engine.moe_setup import ONLINE
+from moesaic.engine.setup.moe_setup import ONLINE
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moesaic.comm.collective import Outline
+from moesaic.comm.collectives.collective import ShapeOnlyCollective
 from moesaic.layers.attention import AttentionConfig, Heads
-from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, Part, head_products
+from moesaic.layers.linear import Linear, LinearConfig, MergedLinear, OutputPart, head_products
 from moesaic.layers.module import TensorSlot
 from moesaic.layers.parallel import Parallel
 from moesaic.models.blocks import CausalLM, Router
 from moesaic.models.config import BuildContext, RawConfig
-from moesaic.models.quantize import Job, quantize
+from moesaic.models.quantize import QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint, materialise
@@ -43,9 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def part(rank: int, size: int, dp: int = 1, **more: int) -> Parallel:
     """A rank of a stage, without the others."""
-    attention = Outline(rank % (size // dp), size // dp)
+    attention = ShapeOnlyCollective(rank % (size // dp), size // dp)
     sizes = {"dense_tp": size, "vocab_tp": size} | more
-    return Parallel(attention, Outline(rank, size), dp, **sizes)
+    return Parallel(attention, ShapeOnlyCollective(rank, size), dp, **sizes)
 
 
 def build(folder: Path, parallel: Parallel | None = None) -> CausalLM:
@@ -170,7 +170,7 @@ def test_a_rank_reads_its_bytes_only(
 
 def test_a_quantised_layer_is_cut_anywhere(folders: dict[str, Path], tmp_path: Path) -> None:
     """Blocks of 128 numbers share a scale; cuts at a third of the inner size go through them."""
-    quantize(folders["deepseek_v3"], tmp_path / "fp8", Job("fp8", None))
+    quantize(folders["deepseek_v3"], tmp_path / "fp8", QuantizeJob("fp8", None))
     scheme = detect_scheme(RawConfig.read(tmp_path / "fp8"), tmp_path / "fp8")
     names = load_file(tmp_path / "fp8" / "model.safetensors")
     assert names["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
@@ -271,7 +271,7 @@ def test_deterministic_products(inputs: int) -> None:
     """A row's bits do not depend on the rows beside it."""
     torch.manual_seed(0)
     config = LinearConfig(inputs, 40, torch.float32, bias=True, deterministic=True)
-    merged = {"a": Part(30, range(30)), "b": Part(10, range(10))}
+    merged = {"a": OutputPart(30, range(30)), "b": OutputPart(10, range(10))}
     layers = [
         Linear(config),
         MergedLinear(config, merged),

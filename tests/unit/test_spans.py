@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.comm.control import ControlPage, Seen, State
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.guard import StepGuard
-from moesaic.core.messages import Slow
+from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
+from moesaic.comm.supervise.step_watchdog import StepWatchdog
+from moesaic.core.messages import SlowStep
 from moesaic.core.stats import GroupStats, RankStats
-from moesaic.engine.asking import RankAnswers, Told, engine_stats
-from moesaic.engine.observer import RankTold
-from moesaic.engine.pace import Pace
-from moesaic.observe.spans import Kind, Span, Spans, unpack
+from moesaic.engine.frontend.queries import RankAnswers, RankReply, engine_stats
+from moesaic.engine.runner.step_time import SlowStepDetector
+from moesaic.engine.worker.rank_stats import RankTold
+from moesaic.observe.spans import Span, SpanKind, Spans, unpack
 from moesaic.observe.trace import Track, write_trace
 from tests import trace_format
 
@@ -24,8 +24,8 @@ def recorded(spans: Spans) -> list[Span]:
 def test_nothing_is_recorded_while_it_is_off() -> None:
     spans = Spans(4)
     assert spans.clock() == 0
-    spans.add(Kind.STEP, spans.clock())
-    spans.add(Kind.STEP, 5)
+    spans.add(SpanKind.STEP, spans.clock())
+    spans.add(SpanKind.STEP, 5)
     assert spans.count == spans.lost == 0 and recorded(spans) == []
 
 
@@ -34,11 +34,11 @@ def test_the_newest_spans_are_kept() -> None:
     spans.start()
     for number in range(1, 11):
         spans.begin_step(number)
-        spans.add(Kind.EXPERTS, 100 * number, layer=3, tokens=number, nbytes=1 << 40, end=7000)
+        spans.add(SpanKind.EXPERTS, 100 * number, layer=3, tokens=number, nbytes=1 << 40, end=7000)
     assert (spans.count, spans.lost, spans.oldest_step) == (4, 6, 7)
     found = recorded(spans)
     assert [span.step for span in found] == [span.tokens for span in found] == [7, 8, 9, 10]
-    assert found[0][:7] == (Kind.EXPERTS, 3, 7, 7, 700, 7000, 1 << 40)
+    assert found[0][:7] == (SpanKind.EXPERTS, 3, 7, 7, 700, 7000, 1 << 40)
     assert list(unpack(spans.read(1, 2))) == found[1:3]
     spans.start()
     assert spans.count == 0 and spans.first == 11
@@ -56,7 +56,7 @@ def test_a_recording_ends_after_its_steps(heard_after: int) -> None:
             spans.end_after(3, first=3)
         spans.begin_step(number)
         if number != 4:
-            spans.add(Kind.STEP, 10 * number, end=10 * number + 5)
+            spans.add(SpanKind.STEP, 10 * number, end=10 * number + 5)
     assert not spans.on
     steps = [span.step for span in recorded(spans)]
     assert steps[:4] == [2, 3, 5, 6] and len(steps) == 4 + max(0, heard_after - 5)
@@ -66,13 +66,13 @@ def test_a_seat_records_its_waits() -> None:
     page, _ = ControlPage.create(2)
     seat = page.seat(1)
     seat.spans = Spans()
-    seat.enter(State.COMPUTING)
+    seat.enter(RankState.COMPUTING)
     seat.spans.start()
-    seat.enter(State.WAITING, "dispatch")
-    seat.enter(State.COMPUTING)
+    seat.enter(RankState.WAITING, "dispatch")
+    seat.enter(RankState.COMPUTING)
     seat.note_wait(1000)
     waits = recorded(seat.spans)
-    assert [span.kind for span in waits] == [Kind.WAIT, Kind.WAIT]
+    assert [span.kind for span in waits] == [SpanKind.WAIT, SpanKind.WAIT]
     assert waits[0].end <= waits[1].end and waits[1].end - waits[1].begin == 1000
     computed, waited = seat.totals
     assert waited == pytest.approx(sum(span.end - span.begin for span in waits) / 1e9)
@@ -83,9 +83,9 @@ def test_a_trace_follows_the_format(tmp_path: Path) -> None:
     """Clocks of other machines are set right, outer spans come first, times begin at 0."""
     ahead = 10**15
     spans = [
-        Span(Kind.DISPATCH, 2, 1, 5, 1200, 1300, 64, 77),
-        Span(Kind.STEP, -1, 1, 5, 1200, 2200, 0, 77),
-        Span(Kind.STEP, -1, 1, 5, 1100, 2300, 0, 78),
+        Span(SpanKind.DISPATCH, 2, 1, 5, 1200, 1300, 64, 77),
+        Span(SpanKind.STEP, -1, 1, 5, 1200, 2200, 0, 77),
+        Span(SpanKind.STEP, -1, 1, 5, 1100, 2300, 0, 78),
     ]
     there = [span._replace(begin=span.begin + ahead, end=span.end + ahead) for span in spans]
     path = tmp_path / "a.trace.json.gz"
@@ -104,8 +104,8 @@ def test_a_trace_follows_the_format(tmp_path: Path) -> None:
 
 def test_the_reader_finds_what_is_wrong(tmp_path: Path) -> None:
     crossing = [
-        Span(Kind.STEP, -1, 1, 0, 0, 20_000, 0, 1),
-        Span(Kind.PLAN, -1, 1, 0, 5000, 30_000, 0, 1),
+        Span(SpanKind.STEP, -1, 1, 0, 0, 20_000, 0, 1),
+        Span(SpanKind.PLAN, -1, 1, 0, 5000, 30_000, 0, 1),
     ]
     write_trace(tmp_path / "b.gz", [Track(0, "x", crossing)], {})
     with pytest.raises(AssertionError):
@@ -113,7 +113,7 @@ def test_the_reader_finds_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_slow_steps() -> None:
-    pace = Pace()
+    pace = SlowStepDetector()
     assert [pace.take(False, 4, 0.05) for _ in range(20)] == [None] * 20
     assert pace.take(False, 4, 0.9) is None  # 18 times the usual, and below a second
     usual = pace.take(False, 4, 5.0)
@@ -126,29 +126,29 @@ def test_slow_steps() -> None:
 
 
 def test_the_rank_that_computed_longest_is_named() -> None:
-    guard = StepGuard(Mesh(tp=3), 1.0, 5.0)
+    guard = StepWatchdog(Mesh(tp=3), 1.0, 5.0)
 
     def look(step: int, *computed: float) -> dict[int, Seen]:
         return {
-            rank: Seen(State.COMPUTING, step, "mlp", 0.0, 0.0, step, seconds)
+            rank: Seen(RankState.COMPUTING, step, "mlp", 0.0, 0.0, step, seconds)
             for rank, seconds in enumerate(computed)
         }
 
     for step, seen in ((8, look(8, 1.0, 1.0, 1.0)), (9, look(9, 1.2, 1.1, 1.1))):
         assert guard.look(seen, 0.1 * step) is None
-    slow = Slow(0, 9, 2.5, 0.1)
+    slow = SlowStep(0, 9, 2.5, 0.1)
     text = guard.explain_slow(slow, look(9, 1.5, 3.4, 1.2))
     assert text == (
         "step 9 took 2.5 s, usually 0.10 s: rank 1 (tp 1) computed longest, for 2.3 s, the others "
         "for at most 0.3 s"
     )
-    assert guard.explain_slow(Slow(0, 7, 2.5, 0.1), look(9, 2, 2, 2)).endswith("usually 0.10 s")
+    assert guard.explain_slow(SlowStep(0, 7, 2.5, 0.1), look(9, 2, 2, 2)).endswith("usually 0.10 s")
     # Steps that are seen before the end of a slow one is told do not hide who was slow.
     for step in range(10, 15):
         assert guard.look(look(step, 1.5, 3.4, 1.2), 0.1 * step) is None
     assert guard.explain_slow(slow, look(15, 1.5, 3.4, 1.2)) == text
     # What a rank has computed since its state last changed counts, too.
-    still = look(9, 1.5, 1.2, 1.2) | {2: Seen(State.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)}
+    still = look(9, 1.5, 1.2, 1.2) | {2: Seen(RankState.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)}
     assert "rank 2 (tp 2) computed longest, for 2.5 s" in guard.explain_slow(slow, still)
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_do_not_answer_are_there_as_they_are_seen() -> None:
     own = RankTold(RankStats(0, "rank 0", steps=5, expert_tokens=[[1]]), GroupStats(0, running=2))
     seen = {"place": "p", "step": 4, "computed": 1.5, "waited": 0.5, "state_age": 9.0, "pid": 7}
     overview = [{**seen, "rank": rank, "state": "waiting"} for rank in (0, 1)]
-    stats = engine_stats(RankAnswers({0: Told(own, 0, 1)}, overview), 8)
+    stats = engine_stats(RankAnswers({0: RankReply(own, 0, 1)}, overview), 8)
     assert [group.running for group in stats.groups] == [2] and stats.num_experts == 8
     first, second = stats.ranks
     assert (first.steps, first.expert_tokens, first.state, first.pid) == (5, [[1]], "waiting", 7)

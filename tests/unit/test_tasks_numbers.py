@@ -9,9 +9,9 @@ from fractions import Fraction
 
 import pytest
 
-from moesaic.tasks import tables, units, words
-from moesaic.tasks.draw import split_of
-from moesaic.tasks.problem import Problem, grade
+from moesaic.evals.tasks import tables, units, words
+from moesaic.evals.tasks.draw import split_of
+from moesaic.evals.tasks.problem import Problem, grade
 
 MODULES = {"words": words, "units": units, "tables": tables}
 ALL = [(task, kind) for task, module in MODULES.items() for kind in module.KINDS]

@@ -10,9 +10,9 @@ from itertools import islice, pairwise
 
 import pytest
 
-from moesaic.tasks import chat, lists, lookup
-from moesaic.tasks.draw import distinct, problems, split_of
-from moesaic.tasks.problem import MARK, Problem, grade, is_kept
+from moesaic.evals.tasks import chat, lists, lookup
+from moesaic.evals.tasks.draw import distinct, problems, split_of
+from moesaic.evals.tasks.problem import MARK, Problem, grade, is_kept
 
 MODULES = {"lists": lists, "lookup": lookup, "chat": chat}
 KINDS = [(task, kind) for task, module in MODULES.items() for kind in module.KINDS]

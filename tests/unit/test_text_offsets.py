@@ -9,13 +9,13 @@ from tokenizers import normalizers, processors
 
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.answers import Piece
-from moesaic.engine.detokenizer import IncrementalDetokenizer
-from moesaic.engine.inputs import GenerateInput
-from moesaic.engine.jobs import Job
-from moesaic.engine.tokenizer import Tokenizer
-from moesaic.server.openai.completions import Choice, Order
-from moesaic.server.openai.logprobs import Vocabulary
+from moesaic.engine.frontend.inputs import GenerateInput
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.text.detokenizer import IncrementalDetokenizer
+from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.server.openai.completions import CompletionAnswer, CompletionOrder
+from moesaic.server.openai.logprobs import VocabularyTexts
 from tests.unit.test_detokenizer import SIZES, continuation, ids_of, raw, shown
 from tests.unit.token_texts import KINDS, random_cases
 
@@ -29,15 +29,17 @@ def answer(tokenizer, prompt, ids, echo=None, interval=1, **params):
     request.input_logprobs = [-1.0] * (len(prompt) - 1)
     pieces = []
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, request.params)
-    listener = lambda progress: pieces.append(Piece(0, progress, request))  # noqa: E731
-    job = Job(request, detokenizer, listener, interval)
+    listener = lambda progress: pieces.append(RequestUpdate(0, progress, request))  # noqa: E731
+    job = RequestState(request, detokenizer, listener, interval)
     for number, token in enumerate(ids):
         if job.accept(token, -float(number), []):
             break
         job.notify_if_due()
     job.finish(FinishReason("length"))
-    order = Order("r", GenerateInput(), 1, None if echo is None else [echo], Vocabulary(tokenizer))
-    choice = Choice(0, order)
+    order = CompletionOrder(
+        "r", GenerateInput(), 1, None if echo is None else [echo], VocabularyTexts(tokenizer)
+    )
+    choice = CompletionAnswer(0, order)
     chunks = [chunk for chunk in map(choice.take, pieces) if chunk is not None]
     offsets = [offset for chunk in chunks for offset in chunk.logprobs.text_offset]
     scores = [score for chunk in chunks for score in chunk.logprobs.token_logprobs]
@@ -144,8 +146,10 @@ def test_the_chosen_token_has_its_own_logprob():
     request.token_ids = [*request.prompt_ids, E[0]]
     request.output_logprobs, request.output_top_logprobs = [-3.0], [[(-0.1, E[1])]]
     pieces = []
-    job = Job(request, None, lambda progress: pieces.append(Piece(0, progress, request)))
+    job = RequestState(
+        request, None, lambda progress: pieces.append(RequestUpdate(0, progress, request))
+    )
     job.finish(FinishReason("length"))
-    order = Order("r", GenerateInput(), 1, None, Vocabulary(FALLBACK))
-    (logprobs,) = (Choice(0, order).take(piece).logprobs for piece in pieces)
+    order = CompletionOrder("r", GenerateInput(), 1, None, VocabularyTexts(FALLBACK))
+    (logprobs,) = (CompletionAnswer(0, order).take(piece).logprobs for piece in pieces)
     assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-3.0], [{"\ufffd": -3.0}])

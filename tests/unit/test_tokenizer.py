@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from moesaic.engine.tokenizer import ChatTemplateError, Tokenizer
+from moesaic.engine.text.tokenizer import ChatTemplateError, Tokenizer
 
 TEXTS = [
     "",

@@ -20,8 +20,8 @@ from examples.train.export import export, load_exported
 from examples.train.model import Model, MoE, Place, Shape, Spread, Unsort
 from examples.train.tokenizer import SPECIAL, make_tokenizer, save_tokenizer
 from examples.train.train import Run, Settings, train
-from moesaic.engine.tokenizer import Tokenizer
-from moesaic.tasks.problem import is_kept
+from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.evals.tasks.problem import is_kept
 from tests.bfloat16 import QuickProducts
 
 SMALL = Shape(

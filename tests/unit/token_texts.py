@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.text.tokenizer import Tokenizer
 
 BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 CHARS = "\ufffd日🙂é€ \n.aA\u2028\u0301\U0010ffff"

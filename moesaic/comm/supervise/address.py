@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from moesaic.comm.supervise.secret import own_secret
-from moesaic.comm.supervise.spec import split_address
+from moesaic.comm.supervise.service_spec import split_address
 
 SIOCGIFADDR: Final = 0x8915
 

@@ -11,29 +11,29 @@ from typing import Final
 
 import zmq
 
-from moesaic.comm.store import StoreAddress
+from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.address import address_towards, numeric
-from moesaic.comm.supervise.alike import facts_of
-from moesaic.comm.supervise.node import Node
-from moesaic.comm.supervise.nodes import (
+from moesaic.comm.supervise.config_check import facts_of
+from moesaic.comm.supervise.node_supervisor import NodeSupervisor
+from moesaic.comm.supervise.secret import own_secret
+from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
+from moesaic.comm.supervise.supervisor_links import (
     BEAT_SECONDS,
     MADE_SECRET,
     WAIT_SECONDS,
     Connected,
     Disconnected,
-    FirstNode,
+    LeadLink,
     beat_of,
 )
-from moesaic.comm.supervise.secret import own_secret
-from moesaic.comm.supervise.spec import ServiceSpec, split_address
 from moesaic.core.messages import (
     AnyMessage,
     Failed,
     Fault,
     Hello,
     Ready,
-    Recall,
     Relay,
+    RollbackStep,
     Stop,
 )
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS: Final = 30.0
 
 
-class Agent(Node):
+class FollowerSupervisor(NodeSupervisor):
     """Its ranks' own faults it sees itself; whether the step goes on is for the head to judge."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Agent(Node):
         host, port = split_address(spec.dist_init_addr or "")
         self._address = (numeric(host), port)
         self._host = spec.host or address_towards(*self._address)
-        self._head: FirstNode | None = None
+        self._head: LeadLink | None = None
         self._joined = False
         """Whether node 0 has let this node in."""
         self._beaten = 0.0
@@ -62,7 +62,7 @@ class Agent(Node):
 
     def begin(self) -> None:
         times = self.spec.timeouts
-        self._head = FirstNode(self.spec.node_rank, self._address, times.start)
+        self._head = LeadLink(self.spec.node_rank, self._address, times.start)
         self.loop.add(self._head.inbox.bell, self._on_head)
 
     def tick(self, now: float) -> None:
@@ -90,7 +90,7 @@ class Agent(Node):
             self._said = now
             logger.info("waiting for node 0 at %s", address)
 
-    def _keep_up(self, head: FirstNode, now: float) -> None:
+    def _keep_up(self, head: LeadLink, now: float) -> None:
         if self.was_late:
             head.heard = now
         silence, times = now - head.heard, self.spec.timeouts
@@ -169,7 +169,7 @@ class Agent(Node):
                     self._join(facts.get(MADE_SECRET, b""))
                 case Relay(rank, data):
                     self.tell_rank(rank, data)
-                case Recall():
+                case RollbackStep():
                     self.call_back(event)
                 case Ready():
                     self.is_serving = True

@@ -9,7 +9,7 @@ import os
 import signal
 from typing import Final
 
-from moesaic.comm.supervise.orphans import die_with_parent, name_process
+from moesaic.comm.supervise.child_process import die_with_parent, name_process
 
 SUPERVISOR: Final = "MOESAIC_SUPERVISOR_PID"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from moesaic.core.messages import Delta, Finish, NewRequest, Output
+from moesaic.core.messages import Finish, NewRequest, RequestDelta, StepOutput
 
 # Requests of a fault are answered in messages of this many.
 ANSWERS: Final = 256
@@ -44,7 +44,7 @@ class Journal:
         self.tokens[group] += entry.tokens
         return group
 
-    def take(self, output: Output) -> None:
+    def take(self, output: StepOutput) -> None:
         """What a leader gave out."""
         for delta in output.deltas:
             entry = self.entries.get(delta.rid)
@@ -55,13 +55,13 @@ class Journal:
             if delta.finish is not None:
                 self._drop(delta.rid)
 
-    def end_all(self, message: str) -> list[Output]:
+    def end_all(self, message: str) -> list[StepOutput]:
         """The last answers to all open requests, which are forgotten."""
         finish = Finish("abort", message=message)
-        deltas = [Delta(rid, [], finish=finish) for rid in self.entries]
+        deltas = [RequestDelta(rid, [], finish=finish) for rid in self.entries]
         for rid in list(self.entries):
             self._drop(rid)
-        return [Output(deltas[i : i + ANSWERS]) for i in range(0, len(deltas), ANSWERS)]
+        return [StepOutput(deltas[i : i + ANSWERS]) for i in range(0, len(deltas), ANSWERS)]
 
     def _drop(self, rid: str) -> None:
         entry = self.entries.pop(rid)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Final
 
-from moesaic.comm.handshake import SECRET_BYTES
+from moesaic.comm.network.handshake import SECRET_BYTES
 
 SECRET: Final = "MOESAIC_SECRET"
 

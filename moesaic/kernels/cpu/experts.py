@@ -50,7 +50,7 @@ class ExpertTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ExpertRows:
     """Rows start .. start + rows of x go through expert `slot`."""
 
     slot: int
@@ -58,7 +58,7 @@ class Job:
     rows: int
 
 
-class _Arguments(ctypes.Structure):
+class _ExpertsStruct(ctypes.Structure):
     """struct experts of experts.c."""
 
     _fields_: ClassVar = [
@@ -74,23 +74,23 @@ class _Arguments(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class ExpertsLibrary:
     inward: Call
     outward: Call
 
 
 @cache
-def library() -> Library | None:
+def library() -> ExpertsLibrary | None:
     """The compiled kernel; None where the machine or the compiler does not allow it."""
     if not cpu_flags() >= NEEDED_FLAGS:
         return None
     loaded = load_library("experts", OPTIONS)
     if loaded is None or loaded.experts_enable() != 0:
         return None
-    arguments = [ctypes.POINTER(_Arguments), ctypes.c_int64, ctypes.c_int64]
+    arguments = [ctypes.POINTER(_ExpertsStruct), ctypes.c_int64, ctypes.c_int64]
     for function in (loaded.experts_inward, loaded.experts_outward):
         function.argtypes, function.restype = arguments, ctypes.c_int
-    return Library(loaded.experts_inward, loaded.experts_outward)
+    return ExpertsLibrary(loaded.experts_inward, loaded.experts_outward)
 
 
 def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
@@ -100,7 +100,7 @@ def fits(hidden: int, inner: int, dtype: torch.dtype) -> bool:
 
 
 def run(
-    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[Job], experts: ExpertTensors
+    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
     """Writes the rows of the jobs to y; h is room for what lies between. On all of torch's threads,
     each with a share of every expert's weights."""
@@ -135,13 +135,13 @@ def _check(failed: int) -> None:
 
 
 def _arguments(
-    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[Job], experts: ExpertTensors
+    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> object:
     """A pointer to the kernel's arguments; it keeps what it points to alive."""
     array = ctypes.c_int64 * len(jobs)
     activation = experts.activation
     return ctypes.pointer(
-        _Arguments(
+        _ExpertsStruct(
             slots=array(*(job.slot for job in jobs)),
             starts=array(*(job.start for job in jobs)),
             rows=array(*(job.rows for job in jobs)),
@@ -163,7 +163,7 @@ def _arguments(
 
 
 def reference(
-    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[Job], experts: ExpertTensors
+    x_YH: Tensor, y_YH: Tensor, h_YI: Tensor, jobs: Sequence[ExpertRows], experts: ExpertTensors
 ) -> None:
     """What `run` computes, in torch: sums in float32, h and y rounded once."""
     for job in jobs:

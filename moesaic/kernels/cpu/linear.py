@@ -29,7 +29,7 @@ SMALL_WORK = 1 << 20
 Call = Callable[[object, int, int], int]
 
 
-class _Arguments(ctypes.Structure):
+class _LinearStruct(ctypes.Structure):
     """struct linear of linear.c."""
 
     _fields_: ClassVar = [
@@ -52,7 +52,7 @@ def library() -> dict[torch.dtype, Call]:
     if tiles and loaded.linear_enable_tiles() == 0:
         calls[torch.bfloat16] = loaded.linear_tiles
     for call in calls.values():
-        call.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int64, ctypes.c_int64]
+        call.argtypes = [ctypes.POINTER(_LinearStruct), ctypes.c_int64, ctypes.c_int64]
         call.restype = ctypes.c_int
     return calls
 
@@ -79,7 +79,7 @@ def run(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     x_TI, bias_O = x_TI.contiguous(), None if bias_O is None else bias_O.contiguous()
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
     arguments = ctypes.pointer(
-        _Arguments(
+        _LinearStruct(
             x=x_TI.data_ptr(),
             w=weight_OI.data_ptr(),
             bias=None if bias_O is None else bias_O.data_ptr(),

@@ -27,7 +27,7 @@ THREAD_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class GatheredTokens:
     """The tokens of all ranks: the slots of each, -1 for none, and their weights. Group g has
     `slots` slots from g * slots on; `group` is this rank's."""
 
@@ -81,7 +81,7 @@ class Terms:
     weights_TS: Tensor | None
 
 
-def plan_rows(tokens: Tokens, starts: list[int], pairs: bool, everywhere: bool) -> RowPlan:
+def plan_rows(tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere: bool) -> RowPlan:
     """`starts`: rows that each group has already. `everywhere`: all tokens go to all groups.
 
     Example: two ranks of one slot each, two tokens each with ids [[0], [1]]: rank 0 gets rows 0 and
@@ -117,7 +117,7 @@ def plan_rows(tokens: Tokens, starts: list[int], pairs: bool, everywhere: bool) 
     )
 
 
-def plan_pairs(tokens: Tokens) -> PairPlan:
+def plan_pairs(tokens: GatheredTokens) -> PairPlan:
     """Example: two ranks with slots 0..1 and 2..3, one token each with ids [[0, 2]] and [[0, 1]]:
     rank 0 gets rows [0, 1, 1] for its slots, filled [2, 1]; its own pairs stand at [[0, 0]]."""
     kernel = library()
@@ -136,7 +136,7 @@ def plan_pairs(tokens: Tokens) -> PairPlan:
     return PairPlan(rows_R[:found], list(filled), places_TK, own.value)
 
 
-def _check_ids(found: int, tokens: Tokens) -> None:
+def _check_ids(found: int, tokens: GatheredTokens) -> None:
     if found < 0:
         raise ValueError(f"a rank sent a slot beyond the {tokens.groups * tokens.slots} there are")
 
@@ -221,7 +221,7 @@ class _Sums(ctypes.Structure):
     ]
 
 
-def _tokens(tokens: Tokens) -> Any:
+def _tokens(tokens: GatheredTokens) -> Any:
     ids, weights = tokens.ids_PCK, tokens.weights_PCK
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert ids.stride() == weights.stride() and ids[0].is_contiguous()
@@ -258,7 +258,7 @@ def library() -> Any | None:
 
 
 def reference_plan_rows(
-    tokens: Tokens, starts: list[int], pairs: bool, everywhere: bool
+    tokens: GatheredTokens, starts: list[int], pairs: bool, everywhere: bool
 ) -> RowPlan:
     """What `plan_rows` computes, in torch."""
     rows_N, ids_NK, weights_NK, own = _flatten(tokens)
@@ -292,7 +292,7 @@ def reference_plan_rows(
     )
 
 
-def reference_plan_pairs(tokens: Tokens) -> PairPlan:
+def reference_plan_pairs(tokens: GatheredTokens) -> PairPlan:
     """What `plan_pairs` computes, in torch."""
     rows_N, ids_NK, _, own = _flatten(tokens)
     top_k, flat = ids_NK.shape[1], ids_NK.flatten()
@@ -313,7 +313,7 @@ def rank_within(keys: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(keys)) - first)
 
 
-def _flatten(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, slice]:
+def _flatten(tokens: GatheredTokens) -> tuple[Tensor, Tensor, Tensor, slice]:
     counts, rank = tokens.counts, tokens.rank
     parts = list(enumerate(counts))
     start = sum(counts[:rank])

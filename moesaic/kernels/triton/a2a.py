@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call, Inbox, Mail, Spread, Tokens
-from moesaic.kernels.a2a_plan import GROUPS, Machine, Plan
+from moesaic.kernels.a2a import ChannelCall, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
+from moesaic.kernels.a2a_plan import GROUPS, GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
 from moesaic.kernels.triton.a2a_collect import collect_pairs_kernel, collect_rows_kernel
@@ -262,7 +262,7 @@ def _send_kernel(
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
-def _place(mail: Mail, warps: int) -> dict[str, Any]:
+def _place(mail: SignalPlanes, warps: int) -> dict[str, Any]:
     """What all kernels take of a window, and how they are launched."""
     pdl = dependent_launch(mail.state)
     return {
@@ -276,13 +276,13 @@ def _place(mail: Mail, warps: int) -> dict[str, Any]:
     }
 
 
-def _fixed(mail: Mail, warps: int) -> dict[str, Any]:
+def _fixed(mail: SignalPlanes, warps: int) -> dict[str, Any]:
     """Of those that signal or wait."""
     threads = lanes(mail.size, warps)
     return {**_place(mail, warps), "flags": mail.flags, "LANES": threads, "SCOPE": mail.scope}
 
 
-def signal(call: Call) -> None:
+def signal(call: ChannelCall) -> None:
     mail = call.mail
     launch = mail.prepared.get("signal")
     if launch is None:
@@ -291,15 +291,15 @@ def signal(call: Call) -> None:
     launch(1, (), (call.channel, call.tag))
 
 
-def wait(call: Call) -> None:
+def wait(call: ChannelCall) -> None:
     _wait(call)
 
 
-def receive(call: Call, rows: int, top_k: int, ids: int) -> None:
+def receive(call: ChannelCall, rows: int, top_k: int, ids: int) -> None:
     _wait(call, ids=ids, fill=rows * top_k)
 
 
-def _wait(call: Call, signals: bool = False, ids: int = 0, fill: int = 0) -> None:
+def _wait(call: ChannelCall, signals: bool = False, ids: int = 0, fill: int = 0) -> None:
     mail, key = call.mail, ("wait", signals, ids)
     launch = mail.prepared.get(key)
     if launch is None:
@@ -316,16 +316,21 @@ class _Prepared:
     items."""
 
     kernel: Kernel
-    machine: Machine
+    machine: GpuModel
     ranks: int
     launches: dict[tuple[int, int], Relaunch] = field(default_factory=dict)
 
-    def plan(self, rows: int) -> Plan:
+    def plan(self, rows: int) -> LaunchPlan:
         return plan_of(self.kernel, rows, self.machine, self.ranks)
 
 
 def send(
-    tokens: Tokens, rows: int, inbox: Inbox, spread: Spread, call: Call, receives: bool = False
+    tokens: LocalTokens,
+    rows: int,
+    inbox: RowPlanes,
+    spread: SlotOwners,
+    call: ChannelCall,
+    receives: bool = False,
 ) -> None:
     mail, x_TH = call.mail, tokens.x_TH
     (num_rows, hidden), top_k = x_TH.shape, tokens.ids_TK.shape[1]
@@ -355,7 +360,9 @@ def send(
     )
 
 
-def _sender(inbox: Inbox, spread: Spread, hidden: int, top_k: int, call: Call) -> _Prepared:
+def _sender(
+    inbox: RowPlanes, spread: SlotOwners, hidden: int, top_k: int, call: ChannelCall
+) -> _Prepared:
     size = call.mail.size
     ranks = size if spread.everywhere else min(size, top_k * spread.width)
     name = "gather" if spread.everywhere else "send"
@@ -364,7 +371,7 @@ def _sender(inbox: Inbox, spread: Spread, hidden: int, top_k: int, call: Call) -
     return _Prepared(Kernel(name, size, hidden, inbox.payload), _machine(call), ranks)
 
 
-def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[str, Any]:
+def send_constants(inbox: RowPlanes, hidden: int, top_k: int, plan: LaunchPlan) -> dict[str, Any]:
     """What a kernel is compiled for, of a payload."""
     return {
         "H": hidden,
@@ -384,11 +391,11 @@ def send_constants(inbox: Inbox, hidden: int, top_k: int, plan: Plan) -> dict[st
 
 def collect_rows(
     out_TH: Tensor,
-    tokens: Tokens,
+    tokens: LocalTokens,
     rows: int,
     results: int,
-    spread: Spread,
-    call: Call,
+    spread: SlotOwners,
+    call: ChannelCall,
     signals: bool = False,
 ) -> Tensor:
     _collect("collect_rows", out_TH, tokens, (rows, results), spread, call, signals)
@@ -397,11 +404,11 @@ def collect_rows(
 
 def collect_pairs(
     out_TH: Tensor,
-    tokens: Tokens,
+    tokens: LocalTokens,
     rows: int,
     results: int,
-    spread: Spread,
-    call: Call,
+    spread: SlotOwners,
+    call: ChannelCall,
     signals: bool = False,
 ) -> Tensor:
     _collect("collect_pairs", out_TH, tokens, (rows, results), spread, call, signals)
@@ -411,10 +418,10 @@ def collect_pairs(
 def _collect(
     name: str,
     out_TH: Tensor,
-    tokens: Tokens,
+    tokens: LocalTokens,
     where: tuple[int, int],
-    spread: Spread,
-    call: Call,
+    spread: SlotOwners,
+    call: ChannelCall,
     signals: bool,
 ) -> None:
     """`where`: C, and the offset of the results."""
@@ -447,7 +454,9 @@ def _collect(
     )
 
 
-def collect_constants(hidden: int, top_k: int, dtype: torch.dtype, plan: Plan) -> dict[str, Any]:
+def collect_constants(
+    hidden: int, top_k: int, dtype: torch.dtype, plan: LaunchPlan
+) -> dict[str, Any]:
     return {
         "H": hidden,
         "K": top_k,
@@ -456,7 +465,7 @@ def collect_constants(hidden: int, top_k: int, dtype: torch.dtype, plan: Plan) -
     }
 
 
-def _spread_constants(spread: Spread) -> dict[str, Any]:
+def _spread_constants(spread: SlotOwners) -> dict[str, Any]:
     return {"SLOTS": spread.slots, "WIDTH": spread.width, "EVERYWHERE": spread.everywhere}
 
 
@@ -465,9 +474,9 @@ def _alignment(row_bytes: int) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
-def _machine(call: Call) -> Machine:
+def _machine(call: ChannelCall) -> GpuModel:
     state = call.mail.state
     if not state.is_cuda:
-        return Machine(limit=call.programs)
+        return GpuModel(limit=call.programs)
     name = device_facts(state.device).name
-    return Machine(num_processors(state.device.index), call.programs, name)
+    return GpuModel(num_processors(state.device.index), call.programs, name)

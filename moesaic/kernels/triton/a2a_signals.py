@@ -11,17 +11,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.kernels.a2a import COUNT_MASK, COUNT_SHIFT, GENERATION_SHIFT, Desk, Failure, State
+from moesaic.kernels.a2a import (
+    COUNT_MASK,
+    COUNT_SHIFT,
+    GENERATION_SHIFT,
+    DeviceStateWord,
+    Failure,
+    FailureWords,
+)
 from moesaic.kernels.triton.launch import INTERPRETED
 
 # What differs from step to step or from layer to layer, and must not give a kernel of its own.
 VARYING = ["rank", "channel", "tag", "rows", "num_rows"]
-GENERATION, TIMEOUT_NS = tl.constexpr(State.GENERATION.value), tl.constexpr(State.TIMEOUT_NS.value)
-ACTIVE, BROKEN = tl.constexpr(State.ACTIVE.value), tl.constexpr(State.BROKEN.value)
-CHANNELS = tl.constexpr(State.CHANNELS.value)
-ABORT, FAILURE = tl.constexpr(Desk.ABORT.value), tl.constexpr(Desk.FAILURE.value)
-CHANNEL, PEERS = tl.constexpr(Desk.CHANNEL.value), tl.constexpr(Desk.PEERS.value)
-SEEN, WANTED = tl.constexpr(Desk.SEEN.value), tl.constexpr(Desk.WANTED.value)
+GENERATION, TIMEOUT_NS = (
+    tl.constexpr(DeviceStateWord.GENERATION.value),
+    tl.constexpr(DeviceStateWord.TIMEOUT_NS.value),
+)
+ACTIVE, BROKEN = (
+    tl.constexpr(DeviceStateWord.ACTIVE.value),
+    tl.constexpr(DeviceStateWord.BROKEN.value),
+)
+CHANNELS = tl.constexpr(DeviceStateWord.CHANNELS.value)
+ABORT, FAILURE = tl.constexpr(FailureWords.ABORT.value), tl.constexpr(FailureWords.FAILURE.value)
+CHANNEL, PEERS = tl.constexpr(FailureWords.CHANNEL.value), tl.constexpr(FailureWords.PEERS.value)
+SEEN, WANTED = tl.constexpr(FailureWords.SEEN.value), tl.constexpr(FailureWords.WANTED.value)
 TIMEOUT = tl.constexpr(Failure.TIMEOUT.value)
 OUT_OF_STEP = tl.constexpr(Failure.OUT_OF_STEP.value)
 ABORTED = tl.constexpr(Failure.ABORTED.value)

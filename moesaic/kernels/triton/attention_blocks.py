@@ -46,7 +46,7 @@ def strides(x: Tensor) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class AttentionTile:
     """`rows`: query heads of a tile when decoding, query tokens of one in a prefill; `block`: keys
     met at once. `merged`: numbers of other splits that a thread loads at once to merge them."""
 

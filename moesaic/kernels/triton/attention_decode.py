@@ -29,7 +29,7 @@ from moesaic.kernels.quantise import FP8_GROUP
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
-    Config,
+    AttentionTile,
     channels,
     finish,
     load_rows,
@@ -53,20 +53,20 @@ from moesaic.kernels.triton.rotary import enter_heads
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
-    (128, Config(16, 128, 4, 3)),
-    (256, Config(16, 64, 4, 3)),
-    (512, Config(16, 64, 4, 2)),
-    (1 << 30, Config(16, 32, 4, 3, 128)),
+    (128, AttentionTile(16, 128, 4, 3)),
+    (256, AttentionTile(16, 64, 4, 3)),
+    (512, AttentionTile(16, 64, 4, 2)),
+    (1 << 30, AttentionTile(16, 32, 4, 3, 128)),
 )
 # Many heads over one latent are a matrix product worth its name.
-MANY_ROWS = Config(64, 32, 8, 2, 128)
+MANY_ROWS = AttentionTile(64, 32, 8, 2, 128)
 # The same where sequences are cut into many parts: the GPU is nearly empty, a program has a block
 # or two, and what counts is how soon its first has come.
 MANY_SPLITS = 9
-SHORT_CONFIGS = ((256, Config(16, 128, 8, 2)),)
+SHORT_CONFIGS = ((256, AttentionTile(16, 128, 8, 2)),)
 # The same of the only program of a processor: nobody else asks for tokens while it computes, so
 # that turns must be few and more than one block be on its way.
-LONE_CONFIGS = ((128, Config(16, 128, 8, 4)), (256, Config(16, 128, 8, 3)))
+LONE_CONFIGS = ((128, AttentionTile(16, 128, 8, 4)), (256, AttentionTile(16, 128, 8, 3)))
 # Splits that a merging program loads at once, if its threads have room for them.
 MAX_MERGED = 16
 # Channels that it merges at once.
@@ -78,7 +78,7 @@ MAX_ENTERING = 32
 THREAD_CHANNELS = 8
 
 
-def choose_config(rows: int, key_bytes: int, splits: Splits) -> Config:
+def choose_config(rows: int, key_bytes: int, splits: Splits) -> AttentionTile:
     if rows > 32 and key_bytes > 512:
         return MANY_ROWS
     short = SHORT_CONFIGS if splits.count >= MANY_SPLITS else ()
@@ -86,7 +86,7 @@ def choose_config(rows: int, key_bytes: int, splits: Splits) -> Config:
     return next(config for size, config in table if key_bytes <= size)
 
 
-def merging(per_kv: int, value_dim: int, config: Config) -> dict[str, int]:
+def merging(per_kv: int, value_dim: int, config: AttentionTile) -> dict[str, int]:
     """Constants of a kernel: heads and channels that a program merges at once, of how many splits.
     Rows that only fill up a tile for the tensor cores are left out."""
     heads = triton.next_power_of_2(min(per_kv, config.rows))
@@ -155,7 +155,7 @@ class Entering:
         }
 
 
-def tall(per_kv: int, dim: int, config: Config) -> int:
+def tall(per_kv: int, dim: int, config: AttentionTile) -> int:
     """Rows of the tile in which queries and the key enter: room for it behind them, and enough for
     each thread to sum up as many channels as in a kernel of its own, which gives the same bits."""
     fits = per_kv < config.rows and config.rows * dim >= THREAD_CHANNELS * 64 * config.warps

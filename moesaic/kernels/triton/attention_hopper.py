@@ -67,7 +67,7 @@ def choose_config(key_bytes: int) -> RingConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionConstants:
     """All that is known before the kernel is built."""
 
     GROUP: int
@@ -426,10 +426,10 @@ def can_run(q: Queries, cache: LayerPages, out_TNV: Tensor) -> bool:
 
 def plan_of(
     q: Queries, cache: LayerPages, window: int | None, config: RingConfig, pdl: bool
-) -> Plan:
+) -> AttentionConstants:
     group = q.values.shape[1] // cache.keys.shape[2]
     sizes = channels(q)
-    return Plan(
+    return AttentionConstants(
         GROUP=group,
         PER_TILE=min(group, ROWS),
         D1=sizes["D1"],

@@ -20,7 +20,7 @@ from moesaic.kernels.triton import attention_hopper
 from moesaic.kernels.triton.attention_blocks import (
     LOG2_E,
     LOWEST,
-    Config,
+    AttentionTile,
     channels,
     finish,
     load_rows,
@@ -36,25 +36,25 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 
 # By the bytes of a token's keys of one head, the first that holds them.
 CONFIGS = (
-    (128, Config(128, 64, 4, 3)),
-    (256, Config(128, 64, 8, 3)),
-    (512, Config(128, 64, 8, 2)),
-    (1 << 30, Config(32, 32, 8, 2)),
+    (128, AttentionTile(128, 64, 4, 3)),
+    (256, AttentionTile(128, 64, 8, 3)),
+    (512, AttentionTile(128, 64, 8, 2)),
+    (1 << 30, AttentionTile(32, 32, 8, 2)),
 )
 
 
 # With a window of up to so many tokens, small tiles: of large ones most is seen by nobody.
 NARROW = 512
 NARROW_CONFIGS = (
-    (256, Config(64, 32, 4, 3)),
+    (256, AttentionTile(64, 32, 4, 3)),
     *CONFIGS[2:],
 )
 
 
 # Of deterministic mode. Also a single query takes a whole tile: so these are not large.
 INVARIANT = (
-    (256, Config(64, 64, 4, 3)),
-    (512, Config(64, 64, 8, 2)),
+    (256, AttentionTile(64, 64, 4, 3)),
+    (512, AttentionTile(64, 64, 8, 2)),
     CONFIGS[-1],
 )
 
@@ -63,7 +63,7 @@ def is_narrow(window: int | None) -> bool:
     return window is not None and 0 < window <= NARROW
 
 
-def choose_config(key_bytes: int, window: int | None) -> Config:
+def choose_config(key_bytes: int, window: int | None) -> AttentionTile:
     table = NARROW_CONFIGS if is_narrow(window) else CONFIGS
     return next(config for size, config in table if key_bytes <= size)
 
@@ -89,7 +89,7 @@ def invariant_attention(
     return out_TNV
 
 
-def invariant_config(key_bytes: int) -> Config:
+def invariant_config(key_bytes: int) -> AttentionTile:
     return next(config for size, config in INVARIANT if key_bytes <= size)
 
 

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.a2a import Call, Mail
+from moesaic.kernels.a2a import ChannelCall, SignalPlanes
 from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
     HEAD_BYTES,
     Board,
     Columns,
-    Cut,
+    ElementRange,
     Sum,
     Target,
 )
@@ -56,7 +56,12 @@ _HEAD = tl.constexpr(HEAD_BYTES)
 
 
 def push(
-    call: Call, board: Board, x_N: Tensor | None, out_M: Tensor | None, cut: Cut, target: Target
+    call: ChannelCall,
+    board: Board,
+    x_N: Tensor | None,
+    out_M: Tensor | None,
+    cut: ElementRange,
+    target: Target,
 ) -> None:
     given = x_N if x_N is not None else out_M
     assert given is not None and cut.stop <= MOST_ELEMENTS
@@ -78,21 +83,25 @@ def push(
     launch(programs, (x_N, out_M), numbers)
 
 
-def post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target) -> None:
-    own = Cut(cut.begin, max(cut.begin, min(x_N.numel(), cut.stop)))
+def post(call: ChannelCall, board: Board, x_N: Tensor, cut: ElementRange, target: Target) -> None:
+    own = ElementRange(cut.begin, max(cut.begin, min(x_N.numel(), cut.stop)))
     _post(call, board, x_N, own, target, sums=False)
 
 
-def post_sums(call: Call, board: Board, dtype: torch.dtype, cut: Cut, size: int) -> None:
+def post_sums(
+    call: ChannelCall, board: Board, dtype: torch.dtype, cut: ElementRange, size: int
+) -> None:
     _wait(call)
     start = min(len(cut), call.mail.rank * size)
     # Says of what type they are.
     like = torch.empty(0, dtype=dtype, device=call.mail.state.device)
-    share = Cut(start, min(len(cut), start + size))
+    share = ElementRange(start, min(len(cut), start + size))
     _post(call, board, like, share, Sum(), sums=True)
 
 
-def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, sums: bool) -> None:
+def _post(
+    call: ChannelCall, board: Board, x_N: Tensor, cut: ElementRange, target: Target, *, sums: bool
+) -> None:
     mail, itemsize, (_, even, _) = call.mail, x_N.element_size(), _kind(target)
     block = BLOCK_BYTES // itemsize
     key = ("post", board, even, sums, itemsize)
@@ -108,7 +117,7 @@ def _post(call: Call, board: Board, x_N: Tensor, cut: Cut, target: Target, *, su
     launch(programs, (x_N,), (call.channel, call.tag, cut.begin, len(cut), width))
 
 
-def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> None:
+def pull(call: ChannelCall, board: Board, out_M: Tensor, cut: ElementRange, target: Target) -> None:
     assert cut.stop <= MOST_ELEMENTS
     _wait(call)
     if not out_M.numel() or not len(cut):
@@ -126,7 +135,7 @@ def pull(call: Call, board: Board, out_M: Tensor, cut: Cut, target: Target) -> N
     launch(triton.cdiv(len(cut), block), (out_M,), numbers)
 
 
-def _wait(call: Call) -> None:
+def _wait(call: ChannelCall) -> None:
     mail = call.mail
     launch = mail.prepared.get("wait for posts")
     if launch is None:
@@ -137,7 +146,7 @@ def _wait(call: Call) -> None:
     launch(1, (), (call.channel, call.tag))
 
 
-def _fixed(mail: Mail) -> dict[str, Any]:
+def _fixed(mail: SignalPlanes) -> dict[str, Any]:
     """What all kernels take of a window, and how they are launched."""
     pdl = dependent_launch(mail.state)
     return {

@@ -14,13 +14,13 @@ from torch import Tensor
 from moesaic.kernels import tuning
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import FeedForward, Groups, Matrices, Rows
-from moesaic.kernels.tuning import Plan, Shape
+from moesaic.kernels.tuning import ExpertsPlan, ExpertsShape
 
 MODULES = {
     "small": "moesaic.kernels.triton.experts_small",
     "large": "moesaic.kernels.triton.experts_large",
     "formats": "moesaic.kernels.triton.experts_formats",
-    "far": "moesaic.kernels.triton.experts_far",
+    "far": "moesaic.kernels.triton.experts_remote_rows",
 }
 FIXED_EXPERTS = 64
 """For which fixed plans are made, however many there are."""
@@ -34,7 +34,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 
 
 def _gate_up(
-    plan: Plan, x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
+    plan: ExpertsPlan, x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
     if x.far is not None:
         assert plan.implementation == "small", f"no {plan.implementation} kernel takes far rows"
@@ -49,7 +49,7 @@ def down(h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Te
 
 
 def _down(
-    plan: Plan, h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
+    plan: ExpertsPlan, h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
 ) -> Tensor:
     config = _config(plan, plan.down, h, w2)
     return function_of(plan.implementation, "down")(h, w2, groups, weights_RK, y, *config)
@@ -74,10 +74,10 @@ def gate_up_down(
 
 def plan_of(
     matrices: Matrices, groups: Groups, device: torch.device, hidden: int, inner: int
-) -> Plan:
+) -> ExpertsPlan:
     """As `block_for` had it; for tiles of another size, and for fixed groups, one that depends on
     that size alone."""
-    shape = Shape(matrices.format, matrices.shape[0], hidden, inner)
+    shape = ExpertsShape(matrices.format, matrices.shape[0], hidden, inner)
     if groups.fixed:
         shape = replace(shape, experts=FIXED_EXPERTS)
         return tuning.plan_of_block(device, shape, groups.block)
@@ -86,7 +86,7 @@ def plan_of(
     return plan
 
 
-def _config(plan: Plan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
+def _config(plan: ExpertsPlan, planned: Any, rows: Rows, matrices: Matrices) -> tuple[Any, ...]:
     """None for implementations that have no configurations."""
     if planned is None and plan.implementation in DEFAULTS:
         planned = _default_of(plan.implementation)(rows, matrices, plan.block)

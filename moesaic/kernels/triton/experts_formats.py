@@ -34,7 +34,7 @@ PACKED = ("int4_w4a16", "mxfp4", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class FormatTile:
     block_n: int
     block_k: int
     num_warps: int
@@ -44,22 +44,22 @@ class Config:
 # By block of places. Few rows: bytes in flight count; many: registers, of which the first product's
 # two sums take half.
 EIGHT_BITS = {
-    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    64: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
-    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+    16: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    64: FormatTile(block_n=128, block_k=64, num_warps=8, num_stages=3),
+    128: FormatTile(block_n=128, block_k=64, num_warps=8, num_stages=3),
 }
 # A sum of each step waits for its scale, in as many registers as the sums have.
-BLOCKS = EIGHT_BITS | {128: Config(block_n=64, block_k=64, num_warps=8, num_stages=3)}
+BLOCKS = EIGHT_BITS | {128: FormatTile(block_n=64, block_k=64, num_warps=8, num_stages=3)}
 FOUR_BITS = {
-    16: Config(block_n=64, block_k=128, num_warps=4, num_stages=4),
-    32: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
-    64: Config(block_n=64, block_k=128, num_warps=4, num_stages=3),
-    128: Config(block_n=128, block_k=64, num_warps=8, num_stages=3),
+    16: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
+    32: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=3),
+    64: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=3),
+    128: FormatTile(block_n=128, block_k=64, num_warps=8, num_stages=3),
 }
 
 
-def config_for(format: str, block: int) -> Config:
+def config_for(format: str, block: int) -> FormatTile:
     if format in BLOCK_SCALED:
         return BLOCKS[block]
     return (FOUR_BITS if format in PACKED else EIGHT_BITS)[block]

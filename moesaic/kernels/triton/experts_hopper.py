@@ -57,7 +57,7 @@ REGISTERS = 168
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpertsConstants:
     """All that is known before the kernel is built, as in the kernel of experts_large.py."""
 
     K: int
@@ -367,8 +367,8 @@ def plan_of(
     config: LargeConfig,
     pdl: bool = True,
     scaled: bool = False,
-) -> Plan:
-    return Plan(
+) -> ExpertsConstants:
+    return ExpertsConstants(
         **constants(product, top_k, config),
         SCATTER=scatter,
         LIMITED=limited,

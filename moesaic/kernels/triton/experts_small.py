@@ -26,14 +26,14 @@ from moesaic.kernels.triton.experts_tiles import (
 )
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.sort import row_arguments, sort_row
-from moesaic.kernels.tuning import BLOCK_SCALED, Config, Plan, device_facts
+from moesaic.kernels.tuning import BLOCK_SCALED, ExpertsPlan, TileConfig, device_facts
 
 PROGRAMS = 3
 """Of each processor, that share all tiles; those that find no room come when others have ended."""
 
 
 def gate_up_small(
-    x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: Config
+    x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
     config, given, x = fitting(config, h), x, operand(x, w13)
     # Weights may come early if quantising is between what chose the experts and this kernel.
@@ -59,7 +59,7 @@ def gate_up_down_small(
     weights_RK: Tensor | None,
     h: Rows,
     y: Tensor,
-    plan: Plan,
+    plan: ExpertsPlan,
 ) -> Tensor:
     """Both products in one launch; every program can do either, so it needs the more of the two."""
     gate_up, down = fitting(plan.gate_up, h), plan.down
@@ -86,7 +86,7 @@ def gate_up_down_small(
 
 
 def down_small(
-    h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: Config
+    h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor, config: TileConfig
 ) -> Tensor:
     """Behind `gate_up_small` of the same groups, never right behind the sorting: where kernels
     start early this one reads the tiles before the kernel in front has ended, but not before that
@@ -106,7 +106,7 @@ def down_small(
     return y
 
 
-def fitting(config: Config, h: Rows) -> Config:
+def fitting(config: TileConfig, h: Rows) -> TileConfig:
     """A group of channels that get one scale must be one tile."""
     inner = h.values.shape[1]
     if h.scales is not None and inner % FP8_GROUP:
@@ -151,7 +151,7 @@ def lists_of(groups: Groups, direct: bool = False) -> tuple[Tensor | None, ...]:
     )
 
 
-def constants_of(config: Config, groups: Groups, matrices: Matrices) -> dict[str, Any]:
+def constants_of(config: TileConfig, groups: Groups, matrices: Matrices) -> dict[str, Any]:
     exact = matrices.planes["values"].dtype == torch.float32
     assert "scales" not in matrices.planes or config.block_k == FP8_GROUP, config
     return {

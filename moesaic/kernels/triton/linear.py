@@ -36,7 +36,7 @@ from moesaic.kernels.triton.quantise import silu_times
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class LinearTile:
     """What one program computes at a time: rows x outputs, by `inputs` at a time. `programs`: for
     each processor, that splits aim at. `turned`: w xᵀ rather than x wᵀ, which
     Hopper's matrix units take with as few as 8 rows beside 64 outputs. `registers`: the most that a
@@ -53,8 +53,8 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    tile: Tile
+class LinearLaunch:
+    tile: LinearTile
     tiles: int
     splits: int
     prefetch: bool
@@ -66,30 +66,30 @@ FEW_ROWS = 64
 # be on its way: by their padded length, then by the number of outputs.
 WHOLE_ROWS = {
     2048: (
-        (1024, Tile(1, 2, 2048, 4)),
-        (16_384, Tile(1, 8, 2048, 4)),
-        (1 << 62, Tile(1, 4, 2048, 4)),
+        (1024, LinearTile(1, 2, 2048, 4)),
+        (16_384, LinearTile(1, 8, 2048, 4)),
+        (1 << 62, LinearTile(1, 4, 2048, 4)),
     ),
-    4096: ((1024, Tile(1, 1, 4096, 4)), (1 << 62, Tile(1, 2, 4096, 4))),
+    4096: ((1024, LinearTile(1, 1, 4096, 4)), (1 << 62, LinearTile(1, 2, 4096, 4))),
 }
 # Shorter and longer rows, by blocks.
 ONE_ROW = (
     # Up to so many outputs: a smaller tile gives every processor work, a larger one reads x less.
-    (1024, Tile(1, 2, 1024, 4)),
-    (16_384, Tile(1, 4, 1024, 4)),
-    (1 << 62, Tile(1, 8, 1024, 8)),
+    (1024, LinearTile(1, 2, 1024, 4)),
+    (16_384, LinearTile(1, 4, 1024, 4)),
+    (1 << 62, LinearTile(1, 8, 1024, 8)),
 )
 # Every program reads all rows, and every split lays down a sum: more rows want wider tiles and
 # fewer splits.
 TILES = (
-    Tile(8, 64, 128, 4, 6, programs=1, turned=True),
-    Tile(16, 64, 128, 4, 5, programs=1, turned=True),
-    Tile(32, 64, 128, 4, 4, programs=1, turned=True),
-    Tile(64, 64, 64, 4, 6, programs=1, turned=True),
-    Tile(128, 128, 64, 8, 4, programs=1),
+    LinearTile(8, 64, 128, 4, 6, programs=1, turned=True),
+    LinearTile(16, 64, 128, 4, 5, programs=1, turned=True),
+    LinearTile(32, 64, 128, 4, 4, programs=1, turned=True),
+    LinearTile(64, 64, 64, 4, 6, programs=1, turned=True),
+    LinearTile(128, 128, 64, 8, 4, programs=1),
 )
 # Of deterministic mode, by the bytes of a number: float32 has no tensor cores.
-INVARIANT = {2: Tile(64, 64, 64, 4, 4), 4: Tile(16, 32, 32, 4, 3)}
+INVARIANT = {2: LinearTile(64, 64, 64, 4, 4), 4: LinearTile(16, 32, 32, 4, 3)}
 # The fewest blocks of inputs worth a split.
 SPLIT_BLOCKS = 2
 MAX_SPLITS = 16
@@ -310,7 +310,7 @@ def logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 def linear_invariant(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """One tile and one order of summing for all numbers of rows and outputs."""
     tile = INVARIANT[weight_OI.element_size()]
-    plan = Plan(tile, -(-len(weight_OI) // tile.outputs), 1, prefetch=False)
+    plan = LinearLaunch(tile, -(-len(weight_OI) // tile.outputs), 1, prefetch=False)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
     return multiply(x_TI, weight_OI, bias_O, y_TO, False, plan)
 
@@ -330,7 +330,7 @@ def multiply(
     bias_O: Tensor | None,
     y_TO: Tensor,
     gated: bool,
-    plan: Plan | None = None,
+    plan: LinearLaunch | None = None,
 ) -> Tensor:
     """Into `y_TO`; `plan`: another than the usual one, which has tiles for a few rows."""
     rows, (outputs, inputs) = len(x_TI), weight_OI.shape
@@ -370,7 +370,9 @@ def multiply(
 
 
 @cache
-def plan_for(rows: int, outputs: int, inputs: int, processors: int, element_size: int = 2) -> Plan:
+def plan_for(
+    rows: int, outputs: int, inputs: int, processors: int, element_size: int = 2
+) -> LinearLaunch:
     whole = WHOLE_ROWS.get(triton.next_power_of_2(inputs))
     one_row = whole if whole and filled(inputs) else ONE_ROW
     return plan_with(one_row, TILES, rows, outputs, inputs, element_size, processors)
@@ -382,25 +384,25 @@ def filled(inputs: int) -> bool:
 
 
 def plan_with(
-    one_row: tuple[tuple[int, Tile], ...],
-    tiles: tuple[Tile, ...],
+    one_row: tuple[tuple[int, LinearTile], ...],
+    tiles: tuple[LinearTile, ...],
     rows: int,
     outputs: int,
     inputs: int,
     element_size: int,
     processors: int,
-) -> Plan:
+) -> LinearLaunch:
     """Which of the tiles, and how many splits of the inputs."""
     prefetch = outputs * inputs * element_size <= PREFETCH_BYTES
     prefetch = prefetch and inputs * element_size % 16 == 0
     if rows == 1:
         tile = next(tile for most, tile in one_row if outputs <= most)
-        return Plan(tile, -(-outputs // tile.outputs), 1, prefetch)
+        return LinearLaunch(tile, -(-outputs // tile.outputs), 1, prefetch)
     tile = next(tile for tile in tiles if rows <= tile.rows)
     across, blocks = -(-outputs // tile.outputs), -(-inputs // tile.inputs)
     wanted = min(round(tile.programs * processors / across), blocks // SPLIT_BLOCKS, MAX_SPLITS)
     share = -(-blocks // max(1, wanted))
-    return Plan(tile, across, -(-blocks // share), prefetch)
+    return LinearLaunch(tile, across, -(-blocks // share), prefetch)
 
 
 def processors_of(x: Tensor) -> int:
@@ -408,7 +410,7 @@ def processors_of(x: Tensor) -> int:
     return num_processors(x.device.index) if x.is_cuda else 4
 
 
-def split_buffers(plan: Plan, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def split_buffers(plan: LinearLaunch, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Room for the splits' sums, and the tiles' counters."""
     if plan.splits == 1:
         return None, None

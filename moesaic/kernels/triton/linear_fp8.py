@@ -23,8 +23,8 @@ from moesaic.kernels.quantise import silu_mul
 from moesaic.kernels.triton import linear_hopper
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.triton.linear import (
-    Plan,
-    Tile,
+    LinearLaunch,
+    LinearTile,
     add_splits,
     matrix_rows,
     plan_with,
@@ -43,20 +43,24 @@ FEW_ROWS = ((1 << 23, 128), (1 << 62, 64))
 # piece of all outputs.
 HUGE = 1 << 62
 ONE_ROW = (
-    (2048, ((1024, Tile(1, 2, 2048, 4)), (HUGE, Tile(1, 8, 2048, 4)))),
-    (4096, ((1024, Tile(1, 2, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4)))),
+    (2048, ((1024, LinearTile(1, 2, 2048, 4)), (HUGE, LinearTile(1, 8, 2048, 4)))),
+    (4096, ((1024, LinearTile(1, 2, 1024, 2)), (HUGE, LinearTile(1, 8, 2048, 4)))),
     (
         HUGE,
-        ((1024, Tile(1, 2, 1024, 2)), (16_384, Tile(1, 4, 1024, 2)), (HUGE, Tile(1, 8, 2048, 4))),
+        (
+            (1024, LinearTile(1, 2, 1024, 2)),
+            (16_384, LinearTile(1, 4, 1024, 2)),
+            (HUGE, LinearTile(1, 8, 2048, 4)),
+        ),
     ),
 )
 TILES = (
-    Tile(16, 32, 128, 4, 6),
-    Tile(32, 64, 128, 4, 5),
-    Tile(64, 64, 128, 4, 6, programs=1),
-    Tile(128, 64, 128, 8, 5, programs=1),
+    LinearTile(16, 32, 128, 4, 6),
+    LinearTile(32, 64, 128, 4, 5),
+    LinearTile(64, 64, 128, 4, 6, programs=1),
+    LinearTile(128, 64, 128, 8, 5, programs=1),
 )
-MANY = Tile(128, 128, 128, 8, 4)
+MANY = LinearTile(128, 128, 128, 8, 4)
 # Row tiles that are computed side by side, so that they find each other's matrix rows in the cache.
 BAND = 16
 PROBE_ERROR = 1e-2
@@ -284,7 +288,7 @@ def multiply_few(
     bias_O: Tensor | None,
     y_TO: Tensor,
     gated: bool,
-    plan: Plan | None = None,
+    plan: LinearLaunch | None = None,
 ) -> Tensor:
     """Into `y_TO`; the rows must be quantised. `plan`: another than the usual one."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape
@@ -322,7 +326,7 @@ def multiply_few(
 
 
 @cache
-def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> Plan:
+def plan_for(rows: int, outputs: int, inputs: int, processors: int) -> LinearLaunch:
     one_row = next(tiles for most, tiles in ONE_ROW if inputs <= most)
     return plan_with(one_row, TILES, rows, outputs, inputs, 1, processors)
 
@@ -333,7 +337,7 @@ def multiply_many(
     bias_O: Tensor | None,
     y_TO: Tensor,
     gated: bool,
-    tile: Tile = MANY,
+    tile: LinearTile = MANY,
 ) -> Tensor:
     """Into `y_TO`; the rows must be quantised and there must be some."""
     rows, (outputs, inputs) = len(x.values), weight.values.shape

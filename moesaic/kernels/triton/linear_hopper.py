@@ -40,7 +40,7 @@ LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinearConstants:
     """All that is known before the kernel is built. `UNITS`: of a program; `ROWS`: multiplied at
     once; `PART`: steps whose rows are loaded at once; `SIZE`: bytes of a number; `BLOCKED`: weights
     of one byte have scales of blocks, not of lines."""
@@ -253,7 +253,7 @@ def rows_kernel(
         _store(sums, staging, ends, first, row, P)
 
 
-def choose(x_TI: Tensor, weight_OI: Tensor, blocked: bool = True) -> Plan | None:
+def choose(x_TI: Tensor, weight_OI: Tensor, blocked: bool = True) -> LinearConstants | None:
     """None where this kernel cannot run, or others are better."""
     if not (x_TI.is_cuda and is_hopper(x_TI.device.index)):
         return None
@@ -276,7 +276,7 @@ def plan_for(
     processors: int,
     blocked: bool = True,
     pdl: bool = True,
-) -> Plan | None:
+) -> LinearConstants | None:
     """A program for each processor, as many lines for each; None where they do not fit."""
     units = -(-outputs // UNIT)
     if not FEWEST_ROWS <= rows <= MOST_ROWS.get(size, 0) or units < LEAST_FILLED * processors:
@@ -284,7 +284,7 @@ def plan_for(
     share = -(-units // processors)
     for warps in WARPS:
         steps, odd = divmod(inputs * size, 128 * warps)
-        plan = Plan(inputs, share, ROWS, warps, 1, size, blocked, pdl)
+        plan = LinearConstants(inputs, share, ROWS, warps, 1, size, blocked, pdl)
         # Steps that a thread can hold the rows of, beside its sums.
         most = (HELD[size] - share * ROWS) // (4 * ROWS)
         if not odd and most > 0 and plan.shared <= SHARED:
@@ -300,7 +300,7 @@ def multiply(
     w_scales: Tensor | None,
     bias_O: Tensor | None,
     y_TO: Tensor,
-    plan: Plan,
+    plan: LinearConstants,
 ) -> Tensor:
     """Into `y_TO`. There must be rows, and the plan be one for them."""
     rows, outputs = len(x_TI), len(weight_OI)

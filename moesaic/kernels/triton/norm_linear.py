@@ -21,12 +21,12 @@ from moesaic.kernels.triton.launch import (
     prefetch_lines,
     release_next,
 )
-from moesaic.kernels.triton.linear import Tile, filled, linear, matrix_rows, store_tile
+from moesaic.kernels.triton.linear import LinearTile, filled, linear, matrix_rows, store_tile
 from moesaic.kernels.triton.norm import add_rms_norm, tiling
 
 # By the padded inputs; for others there are two kernels. Whole rows of the matrix are loaded at
 # once; wider tiles norm the row fewer times.
-TILES = {2048: Tile(1, 8, 2048, 4, registers=96)}
+TILES = {2048: LinearTile(1, 8, 2048, 4, registers=96)}
 # Channels that a warp of `_norm_kernel` sums: 8 a thread.
 WARP_CHANNELS = tl.constexpr(256)
 
@@ -107,7 +107,7 @@ def norm_linear(
     return multiply(rows, weight_OI, bias_O, tile)
 
 
-def tile_for(rows: SumToNorm, weight_OI: Tensor) -> Tile | None:
+def tile_for(rows: SumToNorm, weight_OI: Tensor) -> LinearTile | None:
     """None where two kernels are to do it."""
     inputs, dtype = weight_OI.shape[1], rows.residual_TH.dtype
     one = len(rows.residual_TH) == 1 and not isinstance(rows.values, PairSum)
@@ -117,7 +117,7 @@ def tile_for(rows: SumToNorm, weight_OI: Tensor) -> Tile | None:
 
 
 def multiply(
-    rows: SumToNorm, weight_OI: Tensor, bias_O: Tensor | None, tile: Tile
+    rows: SumToNorm, weight_OI: Tensor, bias_O: Tensor | None, tile: LinearTile
 ) -> tuple[Tensor, Tensor]:
     """Of one row, with whole rows of the matrix in a tile."""
     (outputs, inputs), x_1H, residual_1H = weight_OI.shape, rows.values, rows.residual_TH

@@ -22,7 +22,7 @@ from moesaic.kernels.triton.launch import (
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class QuantiseTile:
     """What a program takes: so many rows of so many groups of 128 channels, or fewer groups where
     they would not come out even."""
 
@@ -33,8 +33,8 @@ class Tile:
 
 # From so many rows on there are programs enough for wider ones.
 MANY_ROWS = 1024
-FEW = Tile(rows=1, groups=16, warps=8)
-MANY = Tile(rows=2, groups=16, warps=4)
+FEW = QuantiseTile(rows=1, groups=16, warps=8)
+MANY = QuantiseTile(rows=2, groups=16, warps=4)
 TINY = tl.constexpr(1.1754943508222875e-38)
 # Adding and taking it away rounds a float32 below 2**22 to an integer, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
@@ -230,14 +230,14 @@ def quantise_rows(
     return values, scales.t() if by_column else scales
 
 
-def fp8_tile(rows: int, groups: int) -> Tile:
+def fp8_tile(rows: int, groups: int) -> QuantiseTile:
     """As many elements as planned, in rows of as many groups as come out even, or half as many."""
     tile = MANY if rows >= MANY_ROWS else FEW
     even = groups & -groups
     across = min(tile.groups, max(even, tile.groups // 2), triton.next_power_of_2(groups))
     down = tile.rows * tile.groups // across if tile is MANY else tile.rows
     warps = max(1, tile.warps * down * across // (tile.rows * tile.groups))
-    return Tile(down, across, warps)
+    return QuantiseTile(down, across, warps)
 
 
 def _together(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.kernels.experts import Groups, Matrices, max_tiles
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
-from moesaic.kernels.tuning import Shape, plan_for
+from moesaic.kernels.tuning import ExpertsShape, plan_for
 
 FEW_PAIRS = 4096
 PAIRS_A_PROGRAM = 16
@@ -97,7 +97,7 @@ def chunk_parts(padded: int) -> int:
 def group_pairs(ids_RK: Tensor, w2: Matrices, load_E: Tensor | None = None) -> Groups:
     ids_RK = ids_RK.contiguous()
     num_experts, num_pairs = w2.shape[0], ids_RK.numel()
-    plan = plan_for(ids_RK.device, Shape(w2.format, *w2.shape), num_pairs)
+    plan = plan_for(ids_RK.device, ExpertsShape(w2.format, *w2.shape), num_pairs)
     if len(ids_RK) != 1 or plan.implementation != "small" or plan.fused:
         return sort_pairs(ids_RK, num_experts, plan.block, load_E)
     sizes = _Sizes.of(num_experts, plan.block)

@@ -6,7 +6,12 @@ from typing import Any
 
 from moesaic.models.config import RawConfig
 from moesaic.models.folder import brief
-from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Matrix, Nvfp4Matrix
+from moesaic.models.schemes.floats import (
+    BLOCK,
+    StoredFp8Matrix,
+    StoredMxfp4Matrix,
+    StoredNvfp4Matrix,
+)
 from moesaic.models.schemes.integers import CompressedInts
 from moesaic.models.schemes.storage import Storage
 
@@ -98,11 +103,11 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
     asked = _activation(group)
     if kind == ("float", 8) and strategy in ("tensor", "channel", "block"):
         _check_block(weights)
-        return Fp8Matrix(strategy, weight_only=asked != "fp8")
+        return StoredFp8Matrix(strategy, weight_only=asked != "fp8")
     if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
-        return Nvfp4Matrix(compressed=True, weight_only=asked != "nvfp4")
+        return StoredNvfp4Matrix(compressed=True, weight_only=asked != "nvfp4")
     if kind == ("float", 4) and strategy == "group" and weights.integer("group_size") == 32:
-        return Mxfp4Matrix()
+        return StoredMxfp4Matrix()
     if kind == ("int", 4) and strategy in ("channel", "group"):
         return _ints(weights, 4, row_group, packed=form in ("pack-quantized", None))
     if kind == ("int", 8) and strategy in ("tensor", "channel", "group"):

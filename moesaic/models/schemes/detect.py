@@ -16,7 +16,7 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import RawConfig
 from moesaic.models.folder import brief, read_object
 from moesaic.models.schemes.compressed import compressed_tensors, unmet_activation
-from moesaic.models.schemes.floats import BLOCK, Fp8Matrix, Mxfp4Stack, Nvfp4Matrix
+from moesaic.models.schemes.floats import BLOCK, Mxfp4Stack, StoredFp8Matrix, StoredNvfp4Matrix
 from moesaic.models.schemes.integers import AwqMatrix, GptqMatrix
 from moesaic.models.schemes.scheme import Scheme
 from moesaic.models.schemes.storage import Storage
@@ -136,7 +136,7 @@ def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat |
 
 def _mark(storage: Storage) -> str:
     """The end of a name that only a quantised matrix has."""
-    if isinstance(storage, Fp8Matrix):
+    if isinstance(storage, StoredFp8Matrix):
         return f".{storage.scale}"
     if isinstance(storage, Mxfp4Stack):
         return "_scales"
@@ -158,13 +158,13 @@ def _fp8(declared: Declared) -> Storage:
         block = [BLOCK, BLOCK]  # what transformers takes an absent key to mean
     if block is None:
         inverse = declared.has_tensor(".weight_scale_inv")
-        return Fp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
+        return StoredFp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
     if block != [BLOCK, BLOCK]:
         raise ValueError(
             f"{config.source}: weight_block_size {brief(block)} is not handled, only "
             f"{[BLOCK, BLOCK]}: the kernels have no other"
         )
-    return Fp8Matrix("block", "weight_scale_inv")
+    return StoredFp8Matrix("block", "weight_scale_inv")
 
 
 def _awq(declared: Declared) -> Storage:
@@ -205,9 +205,9 @@ def _gptq(declared: Declared) -> Storage:
 def _modelopt(declared: Declared) -> Storage:
     algorithm = declared.one_of("quant_algo", ("NVFP4", "FP8"), None)
     if algorithm == "FP8":
-        return Fp8Matrix("tensor")
+        return StoredFp8Matrix("tensor")
     declared.one_of("group_size", (16, None), 16)
-    return Nvfp4Matrix()
+    return StoredNvfp4Matrix()
 
 
 def _mxfp4(declared: Declared) -> Storage:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moesaic.models.checkpoint import FLOATS, Spec
+from moesaic.models.checkpoint import FLOATS, TensorSpec
 from moesaic.models.schemes.storage import Matrix, Source, Storage, blocks
 from moesaic.moe.quant import numerics
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, Planes, WeightFormat
@@ -29,7 +29,7 @@ def kept_as(name: str, weight_only: bool) -> WeightFormat:
 
 
 @dataclass(frozen=True)
-class Fp8Matrix(Storage):
+class StoredFp8Matrix(Storage):
     """X.weight in e4m3 and X.`scale`, which is multiplied whatever it is called."""
 
     layout: Layout
@@ -41,7 +41,7 @@ class Fp8Matrix(Storage):
     def format(self) -> WeightFormat:
         return kept_as(f"fp8_{self.layout}", self.weight_only)
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         shapes: dict[Layout, tuple[tuple[int, ...], ...]] = {
             "block": ((ceil(size_N / BLOCK), ceil(size_K / BLOCK)),),
@@ -49,8 +49,8 @@ class Fp8Matrix(Storage):
             "tensor": ((), (1,), (1, 1)),
         }
         return {
-            matrix.tensor("weight"): Spec((matrix.shape,), FP8),
-            matrix.tensor(self.scale): Spec(shapes[self.layout], (*FLOATS, "F8_E8M0")),
+            matrix.tensor("weight"): TensorSpec((matrix.shape,), FP8),
+            matrix.tensor(self.scale): TensorSpec(shapes[self.layout], (*FLOATS, "F8_E8M0")),
         }
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:
@@ -71,7 +71,7 @@ class Fp8Matrix(Storage):
 
 
 @dataclass(frozen=True)
-class Nvfp4Matrix(Storage):
+class StoredNvfp4Matrix(Storage):
     """e2m1 pairs, an e4m3 scale per 16 columns and one global scale.
 
     ModelOpt writes the global scale (weight_scale_2) and that of the activations (input_scale),
@@ -93,14 +93,14 @@ class Nvfp4Matrix(Storage):
             return "weight_packed", "weight_global_scale"
         return "weight", "weight_scale_2"
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         values, whole = self._names
-        scales = Spec(((size_N, size_K // numerics.NVFP4_GROUP),), FP8)
+        scales = TensorSpec(((size_N, size_K // numerics.NVFP4_GROUP),), FP8)
         return {
-            matrix.tensor(values): Spec(((size_N, size_K // 2),), ("U8",)),
+            matrix.tensor(values): TensorSpec(((size_N, size_K // 2),), ("U8",)),
             matrix.tensor("weight_scale"): scales,
-            matrix.tensor(whole): Spec(((), (1,)), FLOATS),
+            matrix.tensor(whole): TensorSpec(((), (1,)), FLOATS),
         }
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:
@@ -135,7 +135,7 @@ class Nvfp4Matrix(Storage):
 
 
 @dataclass(frozen=True)
-class Mxfp4Matrix(Storage):
+class StoredMxfp4Matrix(Storage):
     """compressed-tensors: X.weight_packed [N, K / 2] of e2m1 pairs, the even column in the low
     half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127."""
 
@@ -145,11 +145,11 @@ class Mxfp4Matrix(Storage):
     def format(self) -> WeightFormat:
         return WEIGHT_FORMATS["mxfp4"]
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
-        scales = Spec(((size_N, size_K // numerics.MXFP4_GROUP),), ("U8",))
+        scales = TensorSpec(((size_N, size_K // numerics.MXFP4_GROUP),), ("U8",))
         return {
-            matrix.tensor("weight_packed"): Spec(((size_N, size_K // 2),), ("U8",)),
+            matrix.tensor("weight_packed"): TensorSpec(((size_N, size_K // 2),), ("U8",)),
             matrix.tensor("weight_scale"): scales,
         }
 
@@ -172,11 +172,11 @@ class Mxfp4Stack(Storage):
     def format(self) -> WeightFormat:
         return WEIGHT_FORMATS["mxfp4"]
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         scales = (matrix.experts, matrix.stacked_rows, matrix.shape[1] // numerics.MXFP4_GROUP)
         return {
-            matrix.tensor("blocks"): Spec(((*scales, numerics.MXFP4_GROUP // 2),), ("U8",)),
-            matrix.tensor("scales"): Spec((scales,), ("U8",)),
+            matrix.tensor("blocks"): TensorSpec(((*scales, numerics.MXFP4_GROUP // 2),), ("U8",)),
+            matrix.tensor("scales"): TensorSpec((scales,), ("U8",)),
         }
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.models.checkpoint import FLOATS, Spec
+from moesaic.models.checkpoint import FLOATS, TensorSpec
 from moesaic.models.schemes.storage import Matrix, Source, Storage, blocks
 from moesaic.moe.quant import numerics
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, Planes, WeightFormat, int4_format
@@ -119,20 +119,20 @@ class CompressedInts(IntegerMatrix):
         along_N = self.per_word if self.packed and not self.symmetric else 1
         return along_N, lcm(self.per_word if self.packed else 1, self.group or 1)
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         groups = self.num_groups(size_K)
         scales = ((1,), ()) if self.per_tensor else ((size_N, groups),)
-        tensors = {matrix.tensor("weight_scale"): Spec(scales, FLOATS)}
+        tensors = {matrix.tensor("weight_scale"): TensorSpec(scales, FLOATS)}
         if self.packed:
             words = ceil(size_K / self.per_word)
-            tensors[matrix.tensor("weight_packed")] = Spec(((size_N, words),), WORDS)
-            tensors[matrix.tensor("weight_shape")] = Spec(((2,),), ("I64", "I32"))
+            tensors[matrix.tensor("weight_packed")] = TensorSpec(((size_N, words),), WORDS)
+            tensors[matrix.tensor("weight_shape")] = TensorSpec(((2,),), ("I64", "I32"))
         else:
-            tensors[matrix.tensor("weight")] = Spec((matrix.shape,), ("I8",))
+            tensors[matrix.tensor("weight")] = TensorSpec((matrix.shape,), ("I8",))
         if not self.symmetric:
             shape = (ceil(size_N / self.per_word), groups) if self.packed else (size_N, groups)
-            zeros = Spec((shape,), WORDS if self.packed else ("I8",))
+            zeros = TensorSpec((shape,), WORDS if self.packed else ("I8",))
             tensors[matrix.tensor("weight_zero_point")] = zeros
         return tensors
 
@@ -200,13 +200,13 @@ class AwqMatrix(HalfScaled):
     def unit(self) -> tuple[int, int]:
         return self.per_word, self.group or 1
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         groups, words = self.num_groups(size_K), ceil(size_N / self.per_word)
         return {
-            matrix.tensor("qweight"): Spec(((size_K, words),), WORDS),
-            matrix.tensor("qzeros"): Spec(((groups, words),), WORDS),
-            matrix.tensor("scales"): Spec(((groups, size_N),), FLOATS),
+            matrix.tensor("qweight"): TensorSpec(((size_K, words),), WORDS),
+            matrix.tensor("qzeros"): TensorSpec(((groups, words),), WORDS),
+            matrix.tensor("scales"): TensorSpec(((groups, size_N),), FLOATS),
         }
 
     def parts(self, source: Source, rows: range, cols: range) -> Parts:
@@ -248,16 +248,16 @@ class GptqMatrix(HalfScaled):
         assert not self.act_order
         return super().groups(cols)
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         size_N, size_K = matrix.shape
         groups = self.num_groups(size_K)
         tensors = {
-            matrix.tensor("qweight"): Spec(((ceil(size_K / self.per_word), size_N),), WORDS),
-            matrix.tensor("qzeros"): Spec(((groups, ceil(size_N / self.per_word)),), WORDS),
-            matrix.tensor("scales"): Spec(((groups, size_N),), FLOATS),
+            matrix.tensor("qweight"): TensorSpec(((ceil(size_K / self.per_word), size_N),), WORDS),
+            matrix.tensor("qzeros"): TensorSpec(((groups, ceil(size_N / self.per_word)),), WORDS),
+            matrix.tensor("scales"): TensorSpec(((groups, size_N),), FLOATS),
         }
         if self.act_order:
-            tensors[matrix.tensor("g_idx")] = Spec(((size_K,),), WORDS)
+            tensors[matrix.tensor("g_idx")] = TensorSpec(((size_K,),), WORDS)
         return tensors
 
     def parts(self, source: Source, rows: range, cols: range) -> Parts:

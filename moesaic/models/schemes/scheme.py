@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moesaic.models.checkpoint import FLOATS, Checkpoint, Spec
-from moesaic.models.schemes.floats import Nvfp4Matrix
+from moesaic.models.checkpoint import FLOATS, Checkpoint, TensorSpec
+from moesaic.models.schemes.floats import StoredNvfp4Matrix
 from moesaic.models.schemes.storage import Matrix, Source, Storage, Unquantised
 from moesaic.moe.quant.weights import Planes, WeightFormat
 
@@ -71,7 +71,7 @@ class Scheme:
         """The calibrated global scale of the activations that a matrix of nvfp4 is multiplied
         with; None: not given."""
         storage = self.storage_of(checkpoint, matrix)
-        if not isinstance(storage, Nvfp4Matrix):
+        if not isinstance(storage, StoredNvfp4Matrix):
             return None
         return storage.input_scale(Source(checkpoint, matrix))
 
@@ -80,7 +80,7 @@ class Scheme:
             return self.storage
         return Unquantised()
 
-    def tensors(self, checkpoint: Checkpoint, matrix: Matrix) -> dict[str, Spec]:
+    def tensors(self, checkpoint: Checkpoint, matrix: Matrix) -> dict[str, TensorSpec]:
         """What must be there for a matrix."""
         return dict(self.storage_of(checkpoint, matrix).tensors(matrix))
 

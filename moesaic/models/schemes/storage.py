@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moesaic.models.checkpoint import Checkpoint, Spec
+from moesaic.models.checkpoint import Checkpoint, TensorSpec
 from moesaic.moe.quant.weights import Planes, WeightFormat
 
 
@@ -83,7 +83,7 @@ class Storage(ABC):
         return 1, 1
 
     @abstractmethod
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         """What must be there, by full name."""
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:
@@ -147,10 +147,10 @@ class Unquantised(Storage):
     def format(self) -> None:
         return None
 
-    def tensors(self, matrix: Matrix) -> Mapping[str, Spec]:
+    def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
         if matrix.index is None:
-            return {matrix.name: Spec((matrix.shape,))}
-        return {matrix.name: Spec(((matrix.experts, matrix.shape[1], matrix.stacked_rows),))}
+            return {matrix.name: TensorSpec((matrix.shape,))}
+        return {matrix.name: TensorSpec(((matrix.experts, matrix.shape[1], matrix.stacked_rows),))}
 
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         matrix = source.matrix

@@ -6,9 +6,9 @@ where they lie, the last product writes where their owners read, and the reading
 
 On a GPU it is the same: a rank leaves its rows in its own memory, in the format in which the
 weights take them, and sends nothing but ids; the first product gathers rows from wherever they lie
-(kernels/triton/experts_far.py), and the reading applies the weights, too. Where a step has so many
-rows that reading them once for every column of tiles would cost more than a copy, or no kernel
-reads them as they are (weights of less than eight bits, and int8), they are copied first.
+(kernels/triton/experts_remote_rows.py), and the reading applies the weights, too. Where a step has
+so many rows that reading them once for every column of tiles would cost more than a copy, or no
+kernel reads them as they are (weights of less than eight bits, and int8), they are copied first.
 
 Why a rank may overwrite its rows in the lane's next step: it has its results of this one by then,
 after a wait for the flags of all ranks, those too that had none of its tokens; and a rank raises
@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.kernels.a2a import Tokens
+from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.cpu.rows import PairPlan, Terms, plan_pairs
-from moesaic.kernels.experts import Far
+from moesaic.kernels.experts import RemoteRows
 from moesaic.kernels.payloads import PLAIN
 from moesaic.moe.backends import load_runners
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_exchange import DeviceExchangeSpec
-from moesaic.moe.dispatch.device_rows import Route, device_buffers
-from moesaic.moe.dispatch.exchange import Exchange, ExchangeSpec, Signal
+from moesaic.moe.dispatch.device.exchange import DeviceExchangeSpec
+from moesaic.moe.dispatch.device.rows import DeviceRoute, device_buffers
+from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec
+from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
+from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import DeviceDispatcher
-from moesaic.moe.dispatch.low_latency import DeviceLowLatency
-from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     FusedCombineInput,
@@ -50,13 +50,13 @@ from moesaic.moe.formats import (
 from moesaic.moe.permute import register_fused_func
 from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
 from moesaic.moe.runner.base import RunContext
-from moesaic.moe.runner.gpu import post_permute_pairs, pre_permute_pairs
-from moesaic.moe.runner.grouped import SMALL_ROWS
-from moesaic.moe.runner.layouts import Places, StandardInput, standard_places
+from moesaic.moe.runner.device.places import post_permute_pairs, pre_permute_pairs
+from moesaic.moe.runner.host.grouped import SMALL_ROWS
+from moesaic.moe.runner.host.layouts import Places, StandardInput, standard_places
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class FusedPending:
     lane: int
     dispatcher: FuseEPDispatcher
 
@@ -94,8 +94,8 @@ class FuseEPDispatcher(WindowDispatcher):
         x = self.config.encode(x_TH)
         self.lanes.begin(step.lane, self.operation("dispatch"))
         self.exchange.offer(step.lane, x, topk, slice(None))
-        self.signal(Signal.OFFERED, step.lane)
-        return FusedDispatchOutput(Pending(step.lane, self), x_TH, topk)
+        self.signal(ExchangeSignal.OFFERED, step.lane)
+        return FusedDispatchOutput(FusedPending(step.lane, self), x_TH, topk)
 
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
         return pending
@@ -119,20 +119,20 @@ class FuseEPDispatcher(WindowDispatcher):
         bases = exchange.window.plane("bases")[lane]
         bases.copy_(torch.tensor(places.bases))
         exchange.window.touch(bases)
-        self.verify(Signal.OFFERED, lane)
-        self.signal(Signal.RESULTS, lane)
+        self.verify(ExchangeSignal.OFFERED, lane)
+        self.signal(ExchangeSignal.RESULTS, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
 
     def reduce(self, lane: int, plan: PairPlan, topk: TopKOutput) -> Tensor:
         exchange, layout = self.exchange, self.layout
-        self.wait(Signal.RESULTS, lane)
+        self.wait(ExchangeSignal.RESULTS, lane)
         # Those who share a group lay out its results alike.
         bases = exchange.window.stacked("bases")[:: layout.moe_tp_size, lane].flatten()
         first_TK = bases[topk.ids_TK.clamp(min=0)]
         places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(topk.ids_TK), places_TK, topk.weights_TK)
         y_TH, foreign = exchange.collect(lane, terms, layout.moe_tp_size)
-        self.verify(Signal.RESULTS, lane)
+        self.verify(ExchangeSignal.RESULTS, lane)
         self.note_combine(foreign)
         return y_TH
 
@@ -141,17 +141,17 @@ class FuseEPDispatcher(WindowDispatcher):
         return results
 
     def _combine_b(self, pending: FusedCombineInput) -> Tensor:
-        handle: Pending = pending.handle
+        handle: FusedPending = pending.handle
         self.lanes.end(handle.lane)
         return pending.y_TH
 
 
 def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInput:
     """Dispatch, experts and combine in one."""
-    handle: Pending = rows.handle
+    handle: FusedPending = rows.handle
     dispatcher = handle.dispatcher
     begin = time.monotonic_ns()
-    dispatcher.wait(Signal.OFFERED, handle.lane)
+    dispatcher.wait(ExchangeSignal.OFFERED, handle.lane)
     plan = plan_pairs(dispatcher.exchange.offers(handle.lane, dispatcher.layout).tokens)
     dispatcher.note_dispatch_time(begin, dispatcher.traffic.dispatch_bytes)
     dispatcher.compute(handle.lane, plan, context)
@@ -181,16 +181,16 @@ class DeviceFusedRows(DeviceLowLatency):
             home_rows=cls.most_tokens(config),
         )
 
-    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
+    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         """As precise as the payload would have left them."""
         rounded_TH = x_TH.to(PLAIN[self.config.payload.name]).to(self.config.dtype)
         return super()._tokens(rounded_TH, topk, step)
 
-    def _dispatch_b(self, route: Route) -> StandardDispatchOutput:
+    def _dispatch_b(self, route: DeviceRoute) -> StandardDispatchOutput:
         ids = super()._dispatch_b(route)
         assert isinstance(ids, StandardDispatchOutput)
         inbox, mail = self._inboxes[route.lane], self.exchange.window.mail
-        return replace(ids, far=Far(mail, route.rows, inbox.values, inbox.scales))
+        return replace(ids, far=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
 
 
 @dataclass(frozen=True, slots=True)

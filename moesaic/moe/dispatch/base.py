@@ -16,12 +16,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from moesaic.comm.group import Peers
+from moesaic.comm.collectives.group import Peers
 from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import Payload, PayloadFormat
-from moesaic.observe.spans import Kind, Spans
+from moesaic.observe.spans import SpanKind, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DispatchConfig:
 
 
 @dataclass(slots=True)
-class Traffic:
+class DispatchTraffic:
     """Rows that came to this rank from others, or that it put there, and the bytes of their values
     and scales; `metadata_bytes` are those of the ids and weights that belong to these rows.
     Nanoseconds are those that this rank spent in the halves of each way, waiting included.
@@ -89,7 +89,7 @@ class CommContext:
     group: Peers
     timeout: float = 60.0
     buffers: dict[Any, Any] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, DispatchTraffic] = field(default_factory=dict)
     spans: Spans = field(default_factory=Spans)
 
 
@@ -128,7 +128,7 @@ class BaseDispatcher(ABC):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         self.config, self.comm = config, comm
-        self.traffic = comm.traffic.setdefault(self.name, Traffic())
+        self.traffic = comm.traffic.setdefault(self.name, DispatchTraffic())
         self.spans = comm.spans
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
 
@@ -184,14 +184,14 @@ class BaseDispatcher(ABC):
         traffic.dispatch_ns += now - begin
         if self.spans.on:
             moved = traffic.dispatch_bytes - bytes_before
-            self.spans.add(Kind.DISPATCH, begin, self.config.layer, tokens, moved, now)
+            self.spans.add(SpanKind.DISPATCH, begin, self.config.layer, tokens, moved, now)
 
     def note_combine_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
         now, traffic = time.monotonic_ns(), self.traffic
         traffic.combine_ns += now - begin
         if self.spans.on:
             moved = traffic.combine_bytes - bytes_before
-            self.spans.add(Kind.COMBINE, begin, self.config.layer, tokens, moved, now)
+            self.spans.add(SpanKind.COMBINE, begin, self.config.layer, tokens, moved, now)
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
         """What a custom top-k or a hook gives is checked before others depend on it. Values only on

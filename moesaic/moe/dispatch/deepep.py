@@ -10,12 +10,12 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
-from moesaic.moe.dispatch.exchange import ExchangeSpec
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
+from moesaic.moe.dispatch.host.exchange import ExchangeSpec
+from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
+from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher, RowsRoute
 from moesaic.moe.dispatch.local import Make, device_provider
 from moesaic.moe.dispatch.long_sequences import rounds_from_environment
-from moesaic.moe.dispatch.low_latency import DeviceLowLatency, LowLatencyDispatcher
-from moesaic.moe.dispatch.rows import Rounds, Route, RowsDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     DispatchOutput,
@@ -37,7 +37,7 @@ class NormalDispatcher(RowsDispatcher):
         super().__init__(config, comm, rounds or rounds_from_environment(config))
 
     def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
+        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
     ) -> DispatchOutput:
         slots = self.layout.slots_per_rank
         rows_e: list[int] = (ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()

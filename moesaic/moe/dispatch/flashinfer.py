@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moesaic.comm.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
-from moesaic.moe.dispatch.exchange import (
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
+from moesaic.moe.dispatch.host.exchange import (
     LANES,
     TAGS,
+    ExchangeSignal,
     Lanes,
-    Signal,
     planes_of,
     wire,
 )
+from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
-from moesaic.moe.dispatch.windowed import WindowDispatcher
 from moesaic.moe.formats import (
     CombineInput,
     RowsCombineInput,
@@ -69,7 +69,7 @@ class PutSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class PutRoute:
     """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none. Of
     the rows received: `counts`, how many from each rank, and `valid_RK`, which slots are here."""
 
@@ -89,7 +89,7 @@ class FlashInferDispatcher(WindowDispatcher):
         self.spec = self.buffer_spec(config)
         if self.spec not in comm.buffers:
             window = SharedWindow.create(
-                comm.group, self.spec.planes(), comm.timeout, LANES * len(Signal)
+                comm.group, self.spec.planes(), comm.timeout, LANES * len(ExchangeSignal)
             )
             comm.buffers[self.spec] = Lanes(window)
         self.lanes = comm.buffers[self.spec]
@@ -110,7 +110,7 @@ class FlashInferDispatcher(WindowDispatcher):
     def _first(self, lane: int, source: int) -> int:
         return (lane * self.layout.size + source) * self.spec.tokens
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Route:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> PutRoute:
         if len(x_TH) > self.spec.tokens:
             raise ValueError(
                 f"{self.operation('dispatch')}: {len(x_TH)} tokens are more than the "
@@ -130,8 +130,8 @@ class FlashInferDispatcher(WindowDispatcher):
                 group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
             ):
                 self._put(rank, lane, tokens, x, ids, topk.weights_TK)
-        self.signal(Signal.OFFERED, lane)
-        return Route(lane, sent_TG, topk)
+        self.signal(ExchangeSignal.OFFERED, lane)
+        return PutRoute(lane, sent_TG, topk)
 
     def _put(
         self, rank: int, lane: int, tokens: Tensor, x: Payload, ids_TK: Tensor, weights_TK: Tensor
@@ -148,10 +148,10 @@ class FlashInferDispatcher(WindowDispatcher):
         if rank != self.layout.rank:
             self.note_dispatch(len(tokens))
 
-    def _dispatch_b(self, pending: Route) -> StandardDispatchOutput:
+    def _dispatch_b(self, pending: PutRoute) -> StandardDispatchOutput:
         """Only rows that were filled go on: there is room for many more than a decode step has."""
         lane = pending.lane
-        self.wait(Signal.OFFERED, lane)
+        self.wait(ExchangeSignal.OFFERED, lane)
         counts: list[int] = self.window.plane("counts")[lane].tolist()
 
         def filled(name: str) -> Tensor:
@@ -166,13 +166,13 @@ class FlashInferDispatcher(WindowDispatcher):
         scale = scales[0] if scales else None
         x = Payload(values, scale, self.config.payload, self.config.global_scale)
         ids_RK, weights_RK = filled("ids").long(), filled("weights")
-        self.verify(Signal.OFFERED, lane)
+        self.verify(ExchangeSignal.OFFERED, lane)
         route = replace(pending, counts=counts, valid_RK=ids_RK >= 0)
         return StandardDispatchOutput(route, x, ids_RK, weights_RK)
 
-    def _combine_a(self, results: CombineInput) -> Route:
+    def _combine_a(self, results: CombineInput) -> PutRoute:
         assert isinstance(results, RowsCombineInput)
-        route: Route = results.handle
+        route: PutRoute = results.handle
         if results.pairs:
             self._put_pairs(route, results.y_RH)
         else:
@@ -182,10 +182,10 @@ class FlashInferDispatcher(WindowDispatcher):
                 place = target[start : start + len(rows)]
                 place.copy_(rows)
                 self.window.touch(place, (source,))
-        self.signal(Signal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS, route.lane)
         return route
 
-    def _put_pairs(self, route: Route, y_NH: Tensor) -> None:
+    def _put_pairs(self, route: PutRoute, y_NH: Tensor) -> None:
         """A row has room for a result of each of its K."""
         assert route.valid_RK is not None
         top_k = self.spec.top_k
@@ -199,17 +199,17 @@ class FlashInferDispatcher(WindowDispatcher):
         for source, (start, count) in enumerate(zip(starts, route.counts, strict=True)):
             self.window.touch(target[start * top_k : (start + count) * top_k], (source,))
 
-    def _combine_b(self, route: Route) -> Tensor:
-        self.wait(Signal.RESULTS, route.lane)
+    def _combine_b(self, route: PutRoute) -> Tensor:
+        self.wait(ExchangeSignal.RESULTS, route.lane)
         y = self.window.stacked("results")
         width, rank = self.layout.moe_tp_size, self.layout.rank
         y_TH, foreign = sum_rows(y.flatten(0, 1), self._wanted(route), y.shape[1], width, rank)
-        self.verify(Signal.RESULTS, route.lane)
+        self.verify(ExchangeSignal.RESULTS, route.lane)
         self.note_combine(foreign)
         self.lanes.end(route.lane)
         return y_TH
 
-    def _wanted(self, route: Route) -> Terms:
+    def _wanted(self, route: PutRoute) -> Terms:
         first = self._first(route.lane, self.layout.rank)
         sent_TG, topk = route.sent_TG, route.topk
         if not self.spec.pairs:

@@ -17,7 +17,7 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.runner.layouts import weighted_sum
+from moesaic.moe.runner.host.layouts import weighted_sum
 
 Make = Callable[[DispatchConfig, CommContext], BaseDispatcher]
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moesaic.moe.dispatch.base import DispatchConfig
-from moesaic.moe.dispatch.rows import Rounds, RowsDispatcher
+from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher
 
 MIB = 1 << 20
 PADDING_MIB = 20

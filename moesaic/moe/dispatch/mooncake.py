@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.kernels.a2a import Tokens
+from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.cpu.rows import Terms
-from moesaic.moe.dispatch.device_rows import device_buffers
+from moesaic.moe.dispatch.device.rows import device_buffers
+from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.local import device_provider
-from moesaic.moe.dispatch.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
 
@@ -58,7 +58,7 @@ class DeviceMooncake(DeviceLowLatency):
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
         self.exchange.restart(generation, active_ranks)
 
-    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tokens:
+    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         if self.layout.moe_tp_size > 1:
             whole_G = self.exchange.active_P.view(self.layout.ep_size, -1).all(1)
             owners_TK = self.layout.owner(topk.ids_TK).clamp(min=0).long()

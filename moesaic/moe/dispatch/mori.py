@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.moe.dispatch.deepep import DeviceNormal, NormalDispatcher, normal_buffers
-from moesaic.moe.dispatch.device_rows import device_buffers
+from moesaic.moe.dispatch.device.rows import device_buffers
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
 

@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from moesaic.core.step import Step
-from moesaic.kernels.cpu.rows import Terms, Tokens
+from moesaic.kernels.cpu.rows import GatheredTokens, Terms
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device_none import DeviceGather, DeviceReplicated
-from moesaic.moe.dispatch.device_rows import DeviceRowsDispatcher, device_buffers
-from moesaic.moe.dispatch.exchange import ExchangeSpec, Signal
+from moesaic.moe.dispatch.device.none import DeviceGather, DeviceReplicated
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
+from moesaic.moe.dispatch.host.rows import (
+    Rounds,
+    RoundsResult,
+    RowsDispatcher,
+    RowsPending,
+    RowsRoute,
+)
 from moesaic.moe.dispatch.local import LocalDispatcher, device_provider
-from moesaic.moe.dispatch.rows import Pending, Plan, Rounds, Route, RowsDispatcher
 from moesaic.moe.formats import (
     DispatchOutput,
     RowsCombineInput,
@@ -32,7 +38,7 @@ class StandardDispatcher(RowsDispatcher):
     everywhere = True
 
     def output(
-        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: Route
+        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
     ) -> DispatchOutput:
         y_OH = self.results(route.lane)
         return StandardDispatchOutput(route, x, ids_RK, weights_RK, y_OH=y_OH)
@@ -54,17 +60,17 @@ class ReplicatedDispatcher(StandardDispatcher):
             result_rows=2 * config.max_tokens * each,
         )
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Pending:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
         self.check_tokens(len(x_TH))
-        pending = Pending(step.lane, self.config.encode(x_TH), topk)
+        pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
         self.exchange.begin(step.lane, self.operation("dispatch"))
         return pending
 
-    def _dispatch_b(self, pending: Pending) -> DispatchOutput:
+    def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
         topk, layout = pending.topk, self.layout
-        plan = Plan(self, pending)
+        plan = RoundsResult(self, pending)
         plan.route(
-            Tokens(
+            GatheredTokens(
                 ids_PCK=topk.ids_TK.int().unsqueeze(0),
                 weights_PCK=topk.weights_TK.unsqueeze(0),
                 counts=[len(pending.x)],
@@ -83,20 +89,20 @@ class ReplicatedDispatcher(StandardDispatcher):
         return None
 
     def give(self, results: RowsCombineInput, number: int) -> None:
-        route: Route = results.handle
+        route: RowsRoute = results.handle
         half = self._half(route.lane, 0)
         target = self.exchange.results(route.lane)[half : half + len(results.y_RH)]
         target.copy_(results.y_RH)
         self.exchange.window.touch(target)
-        self.signal(Signal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS, route.lane)
 
-    def collect(self, route: Route, number: int) -> Tensor:
+    def collect(self, route: RowsRoute, number: int) -> Tensor:
         half = self._half(route.lane, 1)
         places_TS = torch.where(route.places_TS < 0, -1, route.places_TS + half)
         return self.sum_results(route.lane, Terms(route.owners_TS, places_TS, route.weights_TS))
 
     def _half(self, lane: int, since: int) -> int:
-        turn = self.exchange.count(Signal.RESULTS, lane) - since
+        turn = self.exchange.count(ExchangeSignal.RESULTS, lane) - since
         return turn % 2 * (self.exchange.spec.result_rows // 2)
 
 

@@ -1,8 +1,8 @@
 """`cutlass`: contiguous rows."""
 
 from moesaic.moe.registry import FP8_WEIGHTS, UNQUANTIZED, RunnerBackend
+from moesaic.moe.runner.device.torch_grouped import TorchGroupedCore
 from moesaic.moe.runner.native import register_native_runner
-from moesaic.moe.runner.torch_grouped import TorchGroupedCore
 
 CUTLASS = register_native_runner(
     RunnerBackend(

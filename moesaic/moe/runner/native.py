@@ -10,9 +10,9 @@ from typing import Any
 
 from moesaic.moe.permute import register_post_permute, register_pre_permute
 from moesaic.moe.registry import RunnerBackend, register_runner
-from moesaic.moe.runner import gpu
-from moesaic.moe.runner.gpu import PlacesCore
-from moesaic.moe.runner.layouts import (
+from moesaic.moe.runner.device import places as gpu
+from moesaic.moe.runner.device.places import PlacesCore
+from moesaic.moe.runner.host.layouts import (
     ContiguousInput,
     GroupedCore,
     GroupedInput,

@@ -12,40 +12,40 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.core.sampling import Grammar
-from moesaic.engine.answers import Piece, weight
 from moesaic.engine.engine import LONG_PROMPT
-from moesaic.engine.inputs import GenerateInput
+from moesaic.engine.frontend.inputs import GenerateInput
+from moesaic.engine.frontend.outputs import RequestUpdate, weight
 from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.bodies import ChatBody
-from moesaic.server.openai.choices import Choice, Reading
-from moesaic.server.openai.forms import Form, check_form, wanted_form
+from moesaic.server.generation import arrival, client_of
+from moesaic.server.openai.choices import ChatAnswer, Reading
 from moesaic.server.openai.prompts import (
     Chat,
-    Prompt,
+    ChatPrompt,
     check_size,
     make_chat,
     render,
     tools_of,
 )
+from moesaic.server.openai.request_types import ChatBody
+from moesaic.server.openai.response_types import ChatCompletion, ChunkHeader
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
     check_range,
     sampling_params,
 )
-from moesaic.server.openai.setup import Setup
-from moesaic.server.openai.shapes import ChatCompletion, Head
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import Chunks, blaming, new_id, reply
-from moesaic.server.openai.usage import Tally
+from moesaic.server.openai.structured_output import OutputGrammar, check_form, wanted_form
+from moesaic.server.openai.usage import UsageCount
 from moesaic.server.parsers import Tool, ToolChoice
-from moesaic.server.replies import Writer, prepared, while_connected
-from moesaic.server.work import arrival, client_of
+from moesaic.server.responses import Writer, prepared, while_connected
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ChatOrder:
     """A body that was found good."""
 
     id: str
@@ -55,7 +55,7 @@ class Order:
 
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
-    setup = context.part(Setup)
+    setup = context.part(OpenAISetup)
     with arrival(context), blaming("messages"):
         order = await while_connected(request, _order(context, body, size, client_of(request)))
         answers = ChatAnswers(setup, body, order)
@@ -65,14 +65,14 @@ async def chat_completions(context: Context, request: Request) -> Response:
 class ChatAnswers:
     """The choices of one request."""
 
-    def __init__(self, setup: Setup, body: ChatBody, order: Order) -> None:
+    def __init__(self, setup: OpenAISetup, body: ChatBody, order: ChatOrder) -> None:
         self._tokenizer, self._reading = setup.tokenizer, order.reading
-        self._head = Head(order.id, "chat.completion.chunk", int(time.time()), setup.model)
-        self._tally = Tally(body.n or 1, setup.cache_report)
+        self._head = ChunkHeader(order.id, "chat.completion.chunk", int(time.time()), setup.model)
+        self._tally = UsageCount(body.n or 1, setup.cache_report)
         self._chunks = Chunks(self._head, body, self._tally)
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChatAnswer] = {}
 
-    def take(self, piece: Piece, size: int) -> bytes:
+    def take(self, piece: RequestUpdate, size: int) -> bytes:
         self._tally.note(piece)
         chunks = self._choice(piece.index).chunks(piece)
         return b"".join([self._chunks.chunk(chunk, size) for chunk in chunks])
@@ -81,7 +81,7 @@ class ChatAnswers:
         await self._count_reasoning()
         return self._chunks.last()
 
-    async def whole(self, pieces: list[Piece], writer: Writer) -> ChatCompletion:
+    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> ChatCompletion:
         for piece in pieces:
             self._tally.note(piece)
         total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
@@ -100,9 +100,9 @@ class ChatAnswers:
             usage=self._tally.usage(),
         )
 
-    def _choice(self, index: int) -> Choice:
+    def _choice(self, index: int) -> ChatAnswer:
         if index not in self._choices:
-            self._choices[index] = Choice(index, self._reading)
+            self._choices[index] = ChatAnswer(index, self._reading)
         return self._choices[index]
 
     async def _count_reasoning(self) -> None:
@@ -128,12 +128,12 @@ class _Asked:
     chat: Chat
     tools: list[Tool]
     choice: ToolChoice
-    form: Form | None
+    form: OutputGrammar | None
     top_logprobs: int
 
 
-async def _order(context: Context, body: ChatBody, size: int, client: Hashable) -> Order:
-    setup = context.part(Setup)
+async def _order(context: Context, body: ChatBody, size: int, client: Hashable) -> ChatOrder:
+    setup = context.part(OpenAISetup)
     asked = await aside(size, lambda: _asked(setup, body))
     if asked.form is not None:
         await check_form(context, asked.form, client)
@@ -145,11 +145,11 @@ async def _order(context: Context, body: ChatBody, size: int, client: Hashable) 
     if grammar and (asked.form is None or grammar != asked.form.params):
         ((kind, text),) = grammar.items()
         blamed = _at_fault(asked.form, asked.tools)
-        await check_form(context, Form(blamed, Grammar(kind, text)), client)
+        await check_form(context, OutputGrammar(blamed, Grammar(kind, text)), client)
     return _found_good(setup, body, asked, prompt, grammar)
 
 
-def _asked(setup: Setup, body: ChatBody) -> _Asked:
+def _asked(setup: OpenAISetup, body: ChatBody) -> _Asked:
     setup.check_model(body.model)
     body.check_refused()
     top = _check_logprobs(body)
@@ -163,7 +163,7 @@ def _asked(setup: Setup, body: ChatBody) -> _Asked:
     return _Asked(make_chat(body, with_tools=bool(tools)), tools, choice, form, top)
 
 
-def _grammar(setup: Setup, asked: _Asked, prompt_end: str) -> dict[str, str]:
+def _grammar(setup: OpenAISetup, asked: _Asked, prompt_end: str) -> dict[str, str]:
     response = None if asked.form is None else asked.form.params
     thinking = setup.format.thinking(asked.chat.kwargs)
     try:
@@ -173,8 +173,8 @@ def _grammar(setup: Setup, asked: _Asked, prompt_end: str) -> dict[str, str]:
 
 
 def _found_good(
-    setup: Setup, body: ChatBody, asked: _Asked, prompt: Prompt, grammar: dict[str, str]
-) -> Order:
+    setup: OpenAISetup, body: ChatBody, asked: _Asked, prompt: ChatPrompt, grammar: dict[str, str]
+) -> ChatOrder:
     extra = dict[str, object](grammar)
     if asked.tools or setup.format.reasoning is not None:
         skips = body.skip_special_tokens is not False
@@ -199,10 +199,10 @@ def _found_good(
         top_logprobs_num=asked.top_logprobs,
         rid=name,
     )
-    return Order(name, call, reading)
+    return ChatOrder(name, call, reading)
 
 
-def _at_fault(form: Form | None, tools: Sequence[Tool]) -> str:
+def _at_fault(form: OutputGrammar | None, tools: Sequence[Tool]) -> str:
     """The field that spoils a grammar: the form was good by itself."""
     return "tools" if tools or form is None else form.field
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.engine.answers import Piece
-from moesaic.server.openai.logprobs import Vocabulary, chat_logprobs, output_scores
-from moesaic.server.openai.shapes import (
-    Call,
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.server.openai.logprobs import VocabularyTexts, chat_logprobs, output_scores
+from moesaic.server.openai.response_types import (
+    AssistantMessage,
     CallDelta,
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
-    Delta,
     Function,
     FunctionDelta,
-    Message,
+    MessageDelta,
+    ToolCall,
 )
 from moesaic.server.openai.streams import finish_reason
 from moesaic.server.parsers import (
@@ -43,13 +43,13 @@ class Reading:
     stream_reasoning: bool
     parallel_calls: bool
     shows_reasoning: bool
-    vocabulary: Vocabulary | None
+    vocabulary: VocabularyTexts | None
 
     def parser(self) -> ChatParser:
         return self.format.parser(self.tools, self.thinking, self.split_reasoning, self.prompt_end)
 
 
-class Choice:
+class ChatAnswer:
     def __init__(self, index: int, reading: Reading) -> None:
         self._index, self._reading = index, reading
         self._parser = reading.parser()
@@ -58,34 +58,36 @@ class Choice:
         self._held: list[str] = []
         self.reasoning: list[str] = []
 
-    def chunks(self, piece: Piece) -> list[ChatChunkChoice]:
+    def chunks(self, piece: RequestUpdate) -> list[ChatChunkChoice]:
         """What is new since the last piece."""
         found = [self._chunk(_delta(part)) for part in self._parts(piece)]
         if self._reading.vocabulary is not None and (found or piece.progress.finished):
             scores = self._logprobs(piece, self._reading.vocabulary)
             if scores.content:
-                found = found or [self._chunk(Delta(content=""))]
+                found = found or [self._chunk(MessageDelta(content=""))]
                 found[0].logprobs = scores
         if not self._begun:
             self._begun = True
-            found.insert(0, self._chunk(Delta(role="assistant", content="")))
+            found.insert(0, self._chunk(MessageDelta(role="assistant", content="")))
         if piece.progress.finished:
-            found.append(ChatChunkChoice(self._index, Delta(), finish_reason=self._reason(piece)))
+            found.append(
+                ChatChunkChoice(self._index, MessageDelta(), finish_reason=self._reason(piece))
+            )
         return found
 
-    def whole(self, piece: Piece) -> ChatChoice:
+    def whole(self, piece: RequestUpdate) -> ChatChoice:
         contents: list[str] = []
-        calls: dict[int, Call] = {}
+        calls: dict[int, ToolCall] = {}
         for part in self._parts(piece):
             match part:
                 case Content(text):
                     contents.append(text)
                 case ToolStart(index, id, name):
-                    calls[index] = Call(id, Function(name, ""))
+                    calls[index] = ToolCall(id, Function(name, ""))
                 case ToolArguments(index, text):
                     calls[index].function.arguments += text
         content = "".join(contents)
-        message = Message(content=None if calls and not content else content)
+        message = AssistantMessage(content=None if calls and not content else content)
         if self.reasoning and self._reading.shows_reasoning:
             message.reasoning_content = "".join(self.reasoning)
         if calls:
@@ -94,10 +96,10 @@ class Choice:
         scores = None if vocabulary is None else self._logprobs(piece, vocabulary)
         return ChatChoice(self._index, message, scores, self._reason(piece))
 
-    def _chunk(self, delta: Delta) -> ChatChunkChoice:
+    def _chunk(self, delta: MessageDelta) -> ChatChunkChoice:
         return ChatChunkChoice(self._index, delta)
 
-    def _parts(self, piece: Piece) -> list[Part]:
+    def _parts(self, piece: RequestUpdate) -> list[Part]:
         text = piece.text
         found = self._parser.feed(text[self._num_read :])
         self._num_read = len(text)
@@ -130,23 +132,23 @@ class Choice:
         self._held.clear()
         return [whole, *rest]
 
-    def _logprobs(self, piece: Piece, vocabulary: Vocabulary) -> ChatLogprobs:
+    def _logprobs(self, piece: RequestUpdate, vocabulary: VocabularyTexts) -> ChatLogprobs:
         start, self._num_scored = self._num_scored, piece.progress.num_output
         return chat_logprobs(vocabulary, output_scores(piece.request, start, self._num_scored))
 
-    def _reason(self, piece: Piece) -> str:
+    def _reason(self, piece: RequestUpdate) -> str:
         reason = finish_reason(piece)
         return "tool_calls" if self._called and reason == "stop" else reason
 
 
-def _delta(part: Part) -> Delta:
+def _delta(part: Part) -> MessageDelta:
     match part:
         case Content(text):
-            return Delta(content=text)
+            return MessageDelta(content=text)
         case Reasoning(text):
-            return Delta(reasoning_content=text)
+            return MessageDelta(reasoning_content=text)
         case ToolStart(index, id, name):
             function = FunctionDelta("", name)
-            return Delta(tool_calls=[CallDelta(index, function, id, "function")])
+            return MessageDelta(tool_calls=[CallDelta(index, function, id, "function")])
         case ToolArguments(index, text):
-            return Delta(tool_calls=[CallDelta(index, FunctionDelta(text))])
+            return MessageDelta(tool_calls=[CallDelta(index, FunctionDelta(text))])

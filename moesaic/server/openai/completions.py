@@ -9,14 +9,20 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.answers import Piece, weight
-from moesaic.engine.inputs import GenerateInput, PromptTooLong
+from moesaic.engine.frontend.inputs import GenerateInput, PromptTooLong
+from moesaic.engine.frontend.outputs import RequestUpdate, weight
 from moesaic.server.bodies import aside, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.bodies import CompletionBody
-from moesaic.server.openai.forms import Form, check_form, wanted_form
-from moesaic.server.openai.logprobs import CompletionScores, Vocabulary
+from moesaic.server.generation import arrival, client_of
+from moesaic.server.openai.logprobs import CompletionScores, VocabularyTexts
+from moesaic.server.openai.request_types import CompletionBody
+from moesaic.server.openai.response_types import (
+    ChunkHeader,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_best_of,
@@ -24,8 +30,7 @@ from moesaic.server.openai.sampling import (
     check_range,
     sampling_params,
 )
-from moesaic.server.openai.setup import Setup
-from moesaic.server.openai.shapes import Completion, CompletionChoice, CompletionLogprobs, Head
+from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import (
     Chunks,
     blaming,
@@ -33,9 +38,9 @@ from moesaic.server.openai.streams import (
     new_id,
     reply,
 )
-from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Writer, prepared, while_connected
-from moesaic.server.work import arrival, client_of
+from moesaic.server.openai.structured_output import OutputGrammar, check_form, wanted_form
+from moesaic.server.openai.usage import UsageCount
+from moesaic.server.responses import Writer, prepared, while_connected
 
 # What OpenAI and SGLang give if nothing is said.
 DEFAULT_TOKENS: Final = 16
@@ -45,7 +50,7 @@ MAX_CHOICES: Final = 4096
 
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
-    setup = context.part(Setup)
+    setup = context.part(OpenAISetup)
     with arrival(context), blaming("prompt"):
         order = await aside(size, lambda: _order(setup, body))
         if order.form is not None:
@@ -56,19 +61,19 @@ async def completions(context: Context, request: Request) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CompletionOrder:
     """A body that was found good. `echoes`: the texts of the prompts, if they are wanted."""
 
     id: str
     call: GenerateInput
     samples: int
     echoes: list[str] | None
-    vocabulary: Vocabulary | None
-    form: Form | None = None
+    vocabulary: VocabularyTexts | None
+    form: OutputGrammar | None = None
 
 
-class Choice:
-    def __init__(self, index: int, order: Order) -> None:
+class CompletionAnswer:
+    def __init__(self, index: int, order: CompletionOrder) -> None:
         self._index = index
         self._echo = "" if order.echoes is None else order.echoes[index // order.samples]
         self._begun = order.echoes is None
@@ -77,7 +82,7 @@ class Choice:
         if order.vocabulary is not None:
             self._scores = CompletionScores(order.vocabulary)
 
-    def take(self, piece: Piece) -> CompletionChoice | None:
+    def take(self, piece: RequestUpdate) -> CompletionChoice | None:
         """What is new since the last piece, if anything is."""
         text = piece.text[self._num_read :]
         self._num_read += len(text)
@@ -89,7 +94,7 @@ class Choice:
         reason = finish_reason(piece) if piece.progress.finished else None
         return CompletionChoice(self._index, text, logprobs, reason)
 
-    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
+    def _logprobs(self, piece: RequestUpdate) -> CompletionLogprobs | None:
         if self._scores is None:
             return None
         start, self._num_scored = self._num_scored, piece.progress.num_output
@@ -102,14 +107,14 @@ class Choice:
 class CompletionAnswers:
     """The choices of one request."""
 
-    def __init__(self, setup: Setup, body: CompletionBody, order: Order) -> None:
+    def __init__(self, setup: OpenAISetup, body: CompletionBody, order: CompletionOrder) -> None:
         self._order = order
-        self._head = Head(order.id, "text_completion", int(time.time()), setup.model)
-        self._tally = Tally(order.samples, setup.cache_report)
+        self._head = ChunkHeader(order.id, "text_completion", int(time.time()), setup.model)
+        self._tally = UsageCount(order.samples, setup.cache_report)
         self._chunks = Chunks(self._head, body, self._tally)
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, CompletionAnswer] = {}
 
-    def take(self, piece: Piece, size: int) -> bytes:
+    def take(self, piece: RequestUpdate, size: int) -> bytes:
         self._tally.note(piece)
         choice = self._choice(piece.index).take(piece)
         return b"" if choice is None else self._chunks.chunk(choice, size)
@@ -117,7 +122,7 @@ class CompletionAnswers:
     async def end(self) -> bytes:
         return self._chunks.last()
 
-    async def whole(self, pieces: list[Piece], writer: Writer) -> Completion:
+    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> Completion:
         for piece in pieces:
             self._tally.note(piece)
         total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
@@ -134,13 +139,13 @@ class CompletionAnswers:
             usage=self._tally.usage(),
         )
 
-    def _choice(self, index: int) -> Choice:
+    def _choice(self, index: int) -> CompletionAnswer:
         if index not in self._choices:
-            self._choices[index] = Choice(index, self._order)
+            self._choices[index] = CompletionAnswer(index, self._order)
         return self._choices[index]
 
 
-def _order(setup: Setup, body: CompletionBody) -> Order:
+def _order(setup: OpenAISetup, body: CompletionBody) -> CompletionOrder:
     setup.check_model(body.model)
     body.check_refused()
     samples = body.n or 1
@@ -166,11 +171,11 @@ def _order(setup: Setup, body: CompletionBody) -> Order:
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
     echoes = texts if body.echo else None
-    return Order(name, call, samples, echoes, vocabulary, form)
+    return CompletionOrder(name, call, samples, echoes, vocabulary, form)
 
 
 def _prompts(
-    setup: Setup, body: CompletionBody, samples: int
+    setup: OpenAISetup, body: CompletionBody, samples: int
 ) -> tuple[list[str], list[list[int]] | None]:
     """Texts, and token ids if those were sent; then texts are there only if they are wanted."""
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -191,7 +196,7 @@ def _prompts(
     return texts, rows
 
 
-def _check_ids(setup: Setup, rows: list[list[int]]) -> None:
+def _check_ids(setup: OpenAISetup, rows: list[list[int]]) -> None:
     for row in rows:
         if not row:
             raise Refusal(400, "the prompt is empty: give at least one token", "prompt")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from moesaic.core.request import Request
-from moesaic.engine.answers import Piece
-from moesaic.engine.token_bytes import TokenBytes
-from moesaic.engine.tokenizer import Tokenizer
-from moesaic.server.openai.shapes import (
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.engine.text.token_bytes import TokenBytes
+from moesaic.engine.text.tokenizer import Tokenizer
+from moesaic.server.openai.response_types import (
     ChatLogprobs,
     CompletionLogprobs,
     TokenLogprob,
@@ -33,7 +33,7 @@ class TokenPiece:
     special: bool
 
 
-class Vocabulary:
+class VocabularyTexts:
     """Texts and bytes of tokens, found when first asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -65,17 +65,19 @@ def input_scores(request: Request) -> Iterator[Scored]:
     return zip(logprobs, request.prompt_ids, tops, strict=False)
 
 
-def chat_logprobs(vocabulary: Vocabulary, scores: Iterator[Scored]) -> ChatLogprobs:
+def chat_logprobs(vocabulary: VocabularyTexts, scores: Iterator[Scored]) -> ChatLogprobs:
     return ChatLogprobs([_token(vocabulary, *score) for score in scores])
 
 
-def _token(vocabulary: Vocabulary, logprob: float | None, token: int, top: Top) -> TokenLogprob:
+def _token(
+    vocabulary: VocabularyTexts, logprob: float | None, token: int, top: Top
+) -> TokenLogprob:
     piece = vocabulary[token]
     others = [_top(vocabulary, *entry) for entry in top]
     return TokenLogprob(piece.text, _floored(logprob or 0.0), piece.bytes, others)
 
 
-def _top(vocabulary: Vocabulary, logprob: float, token: int) -> TopLogprob:
+def _top(vocabulary: VocabularyTexts, logprob: float, token: int) -> TopLogprob:
     piece = vocabulary[token]
     return TopLogprob(piece.text, _floored(logprob), piece.bytes)
 
@@ -88,7 +90,7 @@ class CompletionScores:
     """The logprobs of one choice, whose offsets go on from one chunk to the next. Tokens whose
     place in the text is not certain yet wait until it is."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: VocabularyTexts) -> None:
         self._vocabulary = vocabulary
         self._places = _Places()
         self._answer: TokenBytes | None = None
@@ -111,7 +113,7 @@ class CompletionScores:
         return found
 
     def of_answer(
-        self, found: CompletionLogprobs, piece: Piece, start: int, stop: int
+        self, found: CompletionLogprobs, piece: RequestUpdate, start: int, stop: int
     ) -> CompletionLogprobs:
         """Adds to `found`."""
         if self._answer is None:

@@ -6,22 +6,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.server.context import Context
-from moesaic.server.openai.setup import Setup
-from moesaic.server.openai.shapes import Model, ModelList
-from moesaic.server.replies import json_response
+from moesaic.server.openai.response_types import Model, ModelList
+from moesaic.server.openai.setup import OpenAISetup
+from moesaic.server.responses import json_response
 
 
 async def models(context: Context, _: Request) -> Response:
-    return json_response(ModelList([_model(context.part(Setup))]))
+    return json_response(ModelList([_model(context.part(OpenAISetup))]))
 
 
 async def model(context: Context, request: Request) -> Response:
-    setup = context.part(Setup)
+    setup = context.part(OpenAISetup)
     setup.check_model(request.path_params["model"])
     return json_response(_model(setup))
 
 
-def _model(setup: Setup) -> Model:
+def _model(setup: OpenAISetup) -> Model:
     return Model(
         id=setup.model, created=setup.created, root=setup.model, max_model_len=setup.max_model_len
     )

@@ -12,12 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from moesaic.core.sampling import MAX_GRAMMAR_BYTES
-from moesaic.engine.chat_template import CallArguments, ChatTemplateError
-from moesaic.engine.inputs import Limits, PromptTooLong
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.frontend.inputs import EngineLimits, PromptTooLong
+from moesaic.engine.text.chat_template import CallArguments, ChatTemplateError
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import aside, is_moderate
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.bodies import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
+from moesaic.server.openai.request_types import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
 from moesaic.server.parsers import NamedTool, Tool, ToolChoice
 
 MAX_MESSAGES: Final = 2048
@@ -52,14 +52,16 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     """`end`: the end of its text, which tells whether the answer begins with reasoning."""
 
     tokens: list[int]
     end: str
 
 
-async def render(chat: Chat, tokenizer: Tokenizer, limits: Limits, client: Hashable) -> Prompt:
+async def render(
+    chat: Chat, tokenizer: Tokenizer, limits: EngineLimits, client: Hashable
+) -> ChatPrompt:
     """In the client's turn: the template runs in another process."""
     try:
         limits.check_chars(chat.num_chars)
@@ -73,7 +75,7 @@ async def render(chat: Chat, tokenizer: Tokenizer, limits: Limits, client: Hasha
     except ChatTemplateError as error:
         raise Refusal(400, str(error), "messages") from None
     tokens = await aside(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
-    return Prompt(tokens, text[-END_CHARS:])
+    return ChatPrompt(tokens, text[-END_CHARS:])
 
 
 def make_chat(body: ChatBody, with_tools: bool) -> Chat:

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from moesaic.core.sampling import BadParameter, SamplingParams
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.bodies import CommonBody
-from moesaic.server.openai.setup import Setup
+from moesaic.server.openai.request_types import CommonBody
+from moesaic.server.openai.setup import OpenAISetup
 
 MAX_N: Final = 128
 MAX_STOPS: Final = 16
@@ -37,7 +37,7 @@ RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"
 
 
 def sampling_params(
-    body: CommonBody, setup: Setup, max_tokens: int | None, extra: dict[str, Any]
+    body: CommonBody, setup: OpenAISetup, max_tokens: int | None, extra: dict[str, Any]
 ) -> SamplingParams:
     """`max_tokens`: None for the rest of the context. `extra`: what the kind of answer demands."""
     params = dict(setup.defaults)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.config import ServerArgs
+from moesaic.core.redact import shown
 from moesaic.core.sampling import SamplingParams
-from moesaic.core.words import shown
-from moesaic.engine.tokenizer import Tokenizer
+from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.config import RawConfig
 from moesaic.models.folder import GenerationConfig, read_as
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.logprobs import Vocabulary
+from moesaic.server.openai.logprobs import VocabularyTexts
 from moesaic.server.parsers import Format, choose_format
 
 # What a folder's generation_config.json may say of requests that do not say it.
@@ -23,7 +23,7 @@ DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 ANY_MODEL: Final = "default"
 
 
-class Setup:
+class OpenAISetup:
     def __init__(self, context: Context) -> None:
         args = context.args
         folder = Path(args.model_path)
@@ -37,7 +37,7 @@ class Setup:
         self.defaults = _defaults(folder / "generation_config.json")
         self._tokenizer = context.engine.tokenizer
         self.format = _format(args, model_type, self._tokenizer)
-        self._vocabulary = None if self._tokenizer is None else Vocabulary(self._tokenizer)
+        self._vocabulary = None if self._tokenizer is None else VocabularyTexts(self._tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -48,7 +48,7 @@ class Setup:
         return self._tokenizer
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> VocabularyTexts:
         if self._vocabulary is None:
             text = "logprobs need a tokenizer, and this server has none: ask /generate for them"
             raise Refusal(400, text, "logprobs")

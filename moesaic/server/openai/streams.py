@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.core.request import ABORTED
-from moesaic.engine.answers import Piece, weight
-from moesaic.engine.inputs import GenerateInput
-from moesaic.server import work
+from moesaic.engine.frontend.inputs import GenerateInput
+from moesaic.engine.frontend.outputs import RequestUpdate, weight
+from moesaic.server import generation as work
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.openai.bodies import CommonBody
-from moesaic.server.openai.shapes import Head, Usage
-from moesaic.server.openai.usage import Tally
-from moesaic.server.replies import Events, Writer, json_event, json_response, prepared
+from moesaic.server.openai.request_types import CommonBody
+from moesaic.server.openai.response_types import ChunkHeader, Usage
+from moesaic.server.openai.usage import UsageCount
+from moesaic.server.responses import Events, Writer, json_event, json_response, prepared
 
 MAX_RID: Final = 256
 
@@ -31,7 +31,7 @@ _encoder = msgspec.json.Encoder()
 class Chunks:
     """Writes the chunks of one stream. What they have in common is encoded once."""
 
-    def __init__(self, head: Head, body: CommonBody, tally: Tally) -> None:
+    def __init__(self, head: ChunkHeader, body: CommonBody, tally: UsageCount) -> None:
         options = body.stream_options
         self.tally = tally
         self._wants_usage = bool(options and options.include_usage)
@@ -57,7 +57,7 @@ def _usage_end(usage: Usage) -> bytes:
 class Growing(Protocol):
     """The answers to one request while they grow."""
 
-    def take(self, piece: Piece, size: int) -> bytes:
+    def take(self, piece: RequestUpdate, size: int) -> bytes:
         """The chunks for what is new, which is so large."""
         ...
 
@@ -69,7 +69,7 @@ class Growing(Protocol):
 class Answering(Growing, Protocol):
     """And can be given whole."""
 
-    async def whole(self, pieces: list[Piece], writer: Writer) -> msgspec.Struct: ...
+    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> msgspec.Struct: ...
 
 
 async def reply(
@@ -86,7 +86,7 @@ async def reply(
 
 
 async def events(
-    context: Context, pieces: AsyncGenerator[Piece, None], answers: Growing
+    context: Context, pieces: AsyncGenerator[RequestUpdate, None], answers: Growing
 ) -> AsyncGenerator[bytes, None]:
     writer, shown = context.part(Writer), dict[int, int]()
     async with aclosing(pieces):
@@ -101,7 +101,7 @@ async def events(
             yield data
 
 
-def check_failure(context: Context, piece: Piece) -> None:
+def check_failure(context: Context, piece: RequestUpdate) -> None:
     reason = piece.finish_reason
     if reason is None or reason.type != "abort":
         return
@@ -109,7 +109,7 @@ def check_failure(context: Context, piece: Piece) -> None:
         raise context.failed(piece.request)
 
 
-def finish_reason(piece: Piece) -> str:
+def finish_reason(piece: RequestUpdate) -> str:
     """stop or length. OpenAI has no word for an answer that somebody ended; length says that it is
     not whole, and clients that know only OpenAI's words can read it."""
     assert piece.finish_reason is not None

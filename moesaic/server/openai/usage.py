@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moesaic.engine.answers import Piece
-from moesaic.server.openai.shapes import CompletionDetails, TokensDetails, Usage
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.server.openai.response_types import CompletionDetails, TokensDetails, Usage
 
 
-class Tally:
+class UsageCount:
     """`samples`: how many answers share a prompt, which is counted once. `report_cached`: whether
     to tell how much of the prompts was found in the cache."""
 
@@ -17,7 +17,7 @@ class Tally:
         self._completion = 0
         self.reasoning: int | None = None
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: RequestUpdate) -> None:
         number, request = piece.progress.num_output, piece.request
         self._completion += number - self._outputs.get(piece.index, 0)
         self._outputs[piece.index] = number

@@ -16,9 +16,9 @@ from moesaic.server.parsers.syntax import (
     HARMONY,
     HARMONY_MARKERS,
     THINKING,
-    Vocabulary,
+    AddedTokens,
 )
-from moesaic.server.parsers.tagged import Setup, TaggedParser
+from moesaic.server.parsers.tagged import ParserSetup, TaggedParser
 
 
 class AddedToken(Protocol):
@@ -39,7 +39,7 @@ class Format:
     tools: str | None
     reasoning: str | None
     skip_special_tokens: bool
-    vocabulary: Vocabulary = field(default_factory=Vocabulary, repr=False)
+    vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)
 
     @property
     def harmony(self) -> bool:
@@ -72,7 +72,7 @@ class Format:
             return HarmonyParser(calls, split, self.vocabulary.special - HARMONY_MARKERS)
         syntax = CALLS.get(self.tools or "") if tools else None
         think = THINKING.get(self.reasoning or "")
-        setup = Setup(
+        setup = ParserSetup(
             calls=syntax,
             think=think,
             inside=self.begins_inside(thinking, prompt),
@@ -157,9 +157,9 @@ def _format(
     tools: str | None, reasoning: str | None, added_tokens: Mapping[int, AddedToken] | None
 ) -> Format:
     if added_tokens is None:
-        vocabulary = Vocabulary.published((tools, reasoning))
+        vocabulary = AddedTokens.published((tools, reasoning))
     else:
-        vocabulary = Vocabulary(
+        vocabulary = AddedTokens(
             ids={token.content: number for number, token in added_tokens.items()},
             special=frozenset(token.content for token in added_tokens.values() if token.special),
         )

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.core.words import shown
+from moesaic.core.redact import shown
 from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
     HARMONY,
     HARMONY_MARKERS,
     HARMONY_WRITTEN,
+    ForcedSyntax,
     ThinkSyntax,
-    Written,
 )
 from moesaic.server.parsers.values import is_text
 
@@ -117,7 +117,7 @@ class GrammarWriter:
         more = f"({self._literal(written.between)} call)*" if several and written.several else ""
         return f"{self._literal(opening)} call {more} {self._literal(written.close)}"
 
-    def _call(self, number: int, tool: Tool, written: Written, without: str) -> str:
+    def _call(self, number: int, tool: Tool, written: ForcedSyntax, without: str) -> str:
         before, after = written.call.removeprefix(without).split("{arguments}")
         pieces = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
         is_xml = self.tools == "qwen3_coder"
@@ -150,7 +150,7 @@ class GrammarWriter:
             return f"({either}) {self._literal(CLOSE_PARAMETER)}"
         return self._until(CLOSE_PARAMETER)
 
-    def _written(self) -> Written:
+    def _written(self) -> ForcedSyntax:
         assert self.tools is not None
         return HARMONY_WRITTEN if self.tools == HARMONY else CALLS[self.tools].written
 

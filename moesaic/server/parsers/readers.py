@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.server.parsers.parts import Calls, Content, Part
 from moesaic.server.parsers.scan import Json, JsonValue, markers
-from moesaic.server.parsers.syntax import CallSyntax, Shape
+from moesaic.server.parsers.syntax import CallShape, CallSyntax
 from moesaic.server.parsers.values import as_json, escaped, is_text, object_text
 
 SPACE = " \t\r\n"
@@ -21,7 +21,7 @@ MAX_HEADER = 512
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class State(Enum):
+class ReaderState(Enum):
     READING = "reading"
     DONE = "done"
     FAILED = "failed"
@@ -32,7 +32,7 @@ class Reader:
     A reader that has failed hands back all it was fed since the last call that it started."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
-        self.state = State.READING
+        self.state = ReaderState.READING
         self.rest = ""
         self.any = False  # a call was started
         self._syntax = syntax
@@ -47,18 +47,18 @@ class Reader:
         if not self._started:
             self._unsure.append(text)
         position = 0
-        while position < len(text) and self.state is State.READING:
+        while position < len(text) and self.state is ReaderState.READING:
             position = self._step(text, position)
-        if self.state is State.DONE:
+        if self.state is ReaderState.DONE:
             self.rest = self._back + text[position:]
-        elif self.state is State.FAILED:
+        elif self.state is ReaderState.FAILED:
             self.rest = "".join(self._unsure)
         return self._taken()
 
     def finish(self) -> list[Part]:
         """No more text comes: the call is what there is of it."""
         self._end_of_text()
-        if self.state is State.FAILED:
+        if self.state is ReaderState.FAILED:
             self.rest = "".join(self._unsure)
         return self._taken()
 
@@ -77,11 +77,11 @@ class Reader:
         self._parts.append(self._calls.arguments(text))
 
     def _fail(self, position: int) -> int:
-        self.state = State.FAILED
+        self.state = ReaderState.FAILED
         return position
 
     def _done(self, position: int) -> int:
-        self.state = State.DONE
+        self.state = ReaderState.DONE
         return position
 
     def _taken(self) -> list[Part]:
@@ -440,10 +440,10 @@ class XmlReader(Reader):
             self._arguments("".join(self._kept))
 
 
-READERS: Mapping[Shape, type[Reader]] = {
-    Shape.OBJECT: ObjectReader,
-    Shape.HEADER: HeaderReader,
-    Shape.XML: XmlReader,
+READERS: Mapping[CallShape, type[Reader]] = {
+    CallShape.OBJECT: ObjectReader,
+    CallShape.HEADER: HeaderReader,
+    CallShape.XML: XmlReader,
 }
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Final
 
 
-class Shape(Enum):
+class CallShape(Enum):
     """How a call is written behind its opening marker."""
 
     OBJECT = "object"  # {"name": …, "arguments": {…}}, or a list of such objects
@@ -17,7 +17,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True)
-class Written:
+class ForcedSyntax:
     """How calls are written when they are forced. `call` has {name} or {json_name}, {index} where
     the model counts its calls, and {arguments}."""
 
@@ -31,8 +31,8 @@ class Written:
 @dataclass(frozen=True)
 class CallSyntax:
     begin: str
-    written: Written
-    shapes: Mapping[str, Shape]  # by the first character behind `begin`; "": any other
+    written: ForcedSyntax
+    shapes: Mapping[str, CallShape]  # by the first character behind `begin`; "": any other
     ends: tuple[str, ...] = ()
     section: tuple[str, str] | None = None  # around all calls
     separator: str = ""
@@ -61,27 +61,27 @@ class ThinkSyntax:
 HERMES: Final = CallSyntax(
     begin="<tool_call>",
     ends=("</tool_call>",),
-    shapes={"{": Shape.OBJECT},
-    written=Written(
+    shapes={"{": CallShape.OBJECT},
+    written=ForcedSyntax(
         '<tool_call>\n{"name": {json_name}, "arguments": {arguments}}\n</tool_call>', between="\n"
     ),
 )
 QWEN3_CODER: Final = CallSyntax(
     section=("<tool_call>", "</tool_call>"),
     begin="<function=",
-    shapes={"": Shape.XML},
-    written=Written(
+    shapes={"": CallShape.XML},
+    written=ForcedSyntax(
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>", between="\n"
     ),
 )
 MISTRAL: Final = CallSyntax(
     begin="[TOOL_CALLS]",
-    shapes={"[": Shape.OBJECT, "{": Shape.OBJECT, "": Shape.HEADER},
+    shapes={"[": CallShape.OBJECT, "{": CallShape.OBJECT, "": CallShape.HEADER},
     separator="[ARGS]",
     header=r"(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>\w+))?",
     inner=("[CALL_ID]",),
     ids="short",
-    written=Written(
+    written=ForcedSyntax(
         '{"name": {json_name}, "arguments": {arguments}}',
         open="[TOOL_CALLS] [",
         between=", ",
@@ -93,11 +93,11 @@ DEEPSEEK_V3: Final = CallSyntax(
     section=_DEEPSEEK_SECTION,
     begin="<｜tool▁call▁begin｜>",
     ends=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
-    shapes={"": Shape.HEADER},
+    shapes={"": CallShape.HEADER},
     separator="```json",
     header=r"\w+\s*<｜tool▁sep｜>\s*(?P<name>\S+)",
     inner=("<｜tool▁sep｜>",),
-    written=Written(
+    written=ForcedSyntax(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
         open=_DEEPSEEK_SECTION[0],
@@ -109,10 +109,10 @@ DEEPSEEK_V31: Final = CallSyntax(
     section=_DEEPSEEK_SECTION,
     begin="<｜tool▁call▁begin｜>",
     ends=("<｜tool▁call▁end｜>",),
-    shapes={"": Shape.HEADER},
+    shapes={"": CallShape.HEADER},
     separator="<｜tool▁sep｜>",
     header=r"(?P<name>\S+)",
-    written=Written(
+    written=ForcedSyntax(
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         open=_DEEPSEEK_SECTION[0],
         close=_DEEPSEEK_SECTION[1],
@@ -122,10 +122,10 @@ KIMI_K2: Final = CallSyntax(
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     begin="<|tool_call_begin|>",
     ends=("<|tool_call_end|>",),
-    shapes={"": Shape.HEADER},
+    shapes={"": CallShape.HEADER},
     separator="<|tool_call_argument_begin|>",
     header=r"(?P<id>(?:functions\.)?(?P<name>\S+):\d+)",
-    written=Written(
+    written=ForcedSyntax(
         "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
         open="<|tool_calls_section_begin|>",
@@ -167,7 +167,7 @@ HARMONY_MARKERS: Final = frozenset(
         "<|call|>",
     )
 )
-HARMONY_WRITTEN: Final = Written(
+HARMONY_WRITTEN: Final = ForcedSyntax(
     "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     several=False,  # the first <|call|> ends the turn
 )
@@ -205,13 +205,13 @@ PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class AddedTokens:
     """Tokens that the tokenizer adds to its own: all ids, and which are special."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
 
     @classmethod
-    def published(cls, names: Iterable[str | None]) -> Vocabulary:
+    def published(cls, names: Iterable[str | None]) -> AddedTokens:
         found = (PUBLISHED_SPECIALS.get(name or "", frozenset()) for name in names)
         return cls(special=frozenset[str]().union(*found))

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from moesaic.server.parsers.parts import Calls, Content, Part, Reasoning, ToolStart, joined
-from moesaic.server.parsers.readers import READERS, SPACE, Reader, State
+from moesaic.server.parsers.readers import READERS, SPACE, Reader, ReaderState
 from moesaic.server.parsers.scan import Markers, markers, slices
 from moesaic.server.parsers.syntax import CallSyntax, ThinkSyntax
 
@@ -19,7 +19,7 @@ Steps = Generator[Part, None, bool]
 
 
 @dataclass(frozen=True)
-class Setup:
+class ParserSetup:
     """What the parsers of one request have in common."""
 
     calls: CallSyntax | None
@@ -30,7 +30,7 @@ class Setup:
 
 
 class TaggedParser:
-    def __init__(self, setup: Setup, calls: Calls) -> None:
+    def __init__(self, setup: ParserSetup, calls: Calls) -> None:
         self._setup = setup
         self._calls = calls
         self._input = deque[str]()
@@ -181,7 +181,7 @@ class TaggedParser:
     def _read(self, reader: Reader) -> Steps:
         text, self._pending = self._pending, ""
         yield from self._parts_of(reader.feed(text))
-        if reader.state is State.READING:
+        if reader.state is ReaderState.READING:
             return False
         yield from self._leave(reader)
         return True
@@ -195,7 +195,7 @@ class TaggedParser:
 
     def _leave(self, reader: Reader) -> Iterator[Part]:
         self._reader = None
-        if reader.state is State.FAILED and not reader.any:
+        if reader.state is ReaderState.FAILED and not reader.any:
             yield from self._refuse_call(reader.rest)
         else:
             self._again(reader.rest)

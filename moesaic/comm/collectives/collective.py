@@ -1,0 +1,339 @@
+"""Ranks that put their parts of one tensor together.
+
+T tokens · H channels · R rows · V vocabulary · N rows or elements of a sum · P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.mesh import share
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+
+HALVES: Final = 2
+# What stands before each part: how much of the sum its rank wants, and what the part is of.
+WORD: Final = 8
+HEAD_BYTES: Final = 128
+# Elements that are summed at a time, so that the sum stays in a core's cache.
+BLOCK: Final = 32768
+# Elements that can be summed in the time that a second signal takes, for each rank that signals.
+SIGNAL_WORTH: Final = 32768
+
+
+class Collective(ABC):
+    """Ranks that put their parts of one tensor together. All of them call the same operations in
+    the same order; sums are in rank order, in float32, rounded once, so that no split of the rows
+    changes a bit. `operation` is what an error names."""
+
+    rank: int
+    size: int
+    keeps_graphs: bool = True
+    """Whether a CUDA graph that holds its operations can be replayed after a restart."""
+
+    @abstractmethod
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        """Rows `rows` of the sum over ranks; every rank brings [N, H] and may want other rows."""
+
+    @abstractmethod
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        """The rows of all ranks in rank order; rank r brings counts[r] of them."""
+
+    @abstractmethod
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        """Rows `rows` with the columns of all ranks side by side; rank r brings widths[r] columns
+        of all R rows."""
+
+    def abandon(self, reason: str) -> None:
+        """Ends what waits on a device for a rank that may not come, and makes `check` raise
+        WindowAborted until the restart. Comes back at once. Any thread may call it, and repeat it.
+        Waits of the host look themselves whether their rank is called back."""
+        assert reason
+
+    def check(self) -> None:
+        """Raises what went wrong on a device, as far as it has come; the host raises at once."""
+        return
+
+    def restart(self, generation: int) -> None:
+        """After an operation that was abandoned. All ranks call it with one number, higher than any
+        before, and none begins an operation before all have abandoned theirs."""
+        assert generation > 0
+
+    def all_reduce(self, x_TH: Tensor, operation: str) -> Tensor:
+        return self.sum_rows(x_TH, slice(0, len(x_TH)), operation)
+
+
+class SingleRank(Collective):
+    """One rank: nothing travels."""
+
+    rank, size = 0, 1
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        return x_NH[rows]
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        return x_TH
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        return x_RV[rows]
+
+
+class ShapeOnlyCollective(Collective):
+    """Stands for ranks that are not there, to count what a rank would hold; computes nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        raise NotImplementedError("an outline does not compute")
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        raise NotImplementedError("an outline does not compute")
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        raise NotImplementedError("an outline does not compute")
+
+
+class PartsDiffer(RuntimeError):
+    """Ranks brought parts of different tensors: they are not in the same operation."""
+
+
+class WindowCollective(Collective):
+    """Ranks that post their parts in shared memory, where the others read them.
+
+    An operation is one or more rounds: write a part, signal, wait for everybody's signal, read. The
+    window has two halves, used in turn. Round k + 2 may overwrite what round k posted, as who
+    signalled k + 1 had read k before; so every rank waits for everybody in every round, even if it
+    reads nothing. A tensor whose parts do not fit a half goes in pieces.
+
+    Results are tensors of their own. After an error the collective is of no use until all its ranks
+    restart it: rounds of a generation are higher than any of the one before.
+    """
+
+    def __init__(self, group: Peers, nbytes: int, timeout: float) -> None:
+        """`nbytes`: the part of a rank that goes in one piece. Called by all ranks of the group."""
+        if nbytes < 1:
+            raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
+        self.rank, self.size = group.rank, group.size
+        self._capacity = _capacity(nbytes)
+        self._round = 0
+        if self.size == 1:
+            return
+        self._window = SharedWindow.create(group, _planes(nbytes), timeout, channels=1)
+        # Tensors made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            halves = self._window.stacked("halves").unbind(1)
+            self._own = [half[self.rank] for half in halves]
+            self._bodies = [{torch.uint8: half[:, HEAD_BYTES:]} for half in halves]
+        self._heads = [half[:, :HEAD_BYTES].numpy() for half in halves]
+
+    @classmethod
+    def window_bytes(cls, size: int, nbytes: int) -> int:
+        """Shared memory that a collective takes, for all its ranks together."""
+        return window_bytes(_planes(nbytes), size, channels=1) if size > 1 else 0
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        if self.size == 1:
+            return x_NH[rows]
+        chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
+        x_N = x_NH.detach().reshape(-1)
+        wanted = range(chosen.start * width, chosen.stop * width)
+        out = x_N.new_empty(len(wanted))
+        for piece in self._pieces(len(x_N), x_N.dtype):
+            here = _common(wanted, piece)
+            asked = range(here.start - piece.start, here.stop - piece.start)
+            self._sum(x_N[piece.start : piece.stop], asked, out[_within(wanted, here)], operation)
+        return out.view(len(chosen), *x_NH.shape[1:])
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        if self.size == 1:
+            return x_TH
+        width = math.prod(x_TH.shape[1:])
+        x_N = x_TH.detach().reshape(-1)
+        out = x_N.new_empty(sum(counts) * width)
+        spans = _spans([count * width for count in counts])
+        head = _head("gather_rows", x_N.dtype, (*counts, width))
+        for piece in self._pieces(max(map(len, spans)), x_N.dtype):
+            parts_PN = self._exchange(x_N[piece.start : piece.stop], head, operation)
+            for part_N, span in zip(parts_PN, spans, strict=True):
+                here = span[piece.start : piece.stop]
+                out[here.start : here.stop] = part_N[: len(here)]
+        return out.view(sum(counts), *x_TH.shape[1:])
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        if self.size == 1:
+            return x_RV[rows]
+        x_RV = x_RV.detach()
+        wanted, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
+        out = x_RV.new_empty(len(wanted), sum(widths))
+        head = _head("gather_columns", x_RV.dtype, (len(x_RV), *widths))
+        for lines, columns in self._tiles(len(x_RV), max(widths), x_RV.dtype):
+            tile = x_RV[lines.start : lines.stop, columns.start : columns.stop]
+            parts_PN = self._exchange(tile, head, operation)
+            both = _common(wanted, lines)
+            target = out[_within(wanted, both)]
+            for part_N, span in zip(parts_PN, spans, strict=True):
+                here = span[columns.start : columns.stop]
+                theirs = part_N[: len(lines) * len(here)].view(len(lines), len(here))
+                target[:, here.start : here.stop] = theirs[_within(lines, both)]
+        return out
+
+    def restart(self, generation: int) -> None:
+        if self.size > 1:
+            self._window.forget()
+            self._round = first_epoch(generation)
+
+    def close(self) -> None:
+        """Give the memory back. May be repeated."""
+        if self.size > 1:
+            self._own, self._bodies, self._heads = [], [], []
+            self._window.close()
+
+    def _sum(self, x_N: Tensor, asked: range, out: Tensor, operation: str) -> None:
+        """Elements `asked` of the sum, into `out`."""
+        head = _head("sum_rows", x_N.dtype, (len(x_N),))
+        half = self._round % HALVES
+        parts_PN = self._exchange(x_N, head, operation, len(asked))
+        # Everyone has told how much it wants, so that all decide alike. Copying an element takes
+        # about half as long as adding it.
+        most = int(self._heads[half][:, :WORD].view("q").max())
+        if most * self.size <= len(x_N) + most // 2 + SIGNAL_WORTH * self.size:
+            _add(parts_PN[:, asked.start : asked.stop], out)
+            return
+        # Instead of everything of everybody: sum a share, and read what others have summed.
+        spans = [share(len(x_N), rank, self.size) for rank in range(self.size)]
+        mine = spans[self.rank]
+        sums = self._body(self._round % HALVES, x_N.dtype)[self.rank, : len(mine)]
+        _add(parts_PN[:, mine.start : mine.stop], sums)
+        parts_PN = self._exchange(sums, head, operation)
+        for part_N, span in zip(parts_PN, spans, strict=True):
+            here = _common(asked, span)
+            out[_within(asked, here)] = part_N[_within(span, here)]
+
+    def _exchange(self, part: Tensor, head: bytes, operation: str, wanted: int = 0) -> Tensor:
+        """A round: the parts of all ranks [P, …], which hold until the next round but one."""
+        half = self._round % HALVES
+        self._round += 1
+        body = self._body(half, part.dtype)
+        place = body[self.rank, : part.numel()].view(part.shape)
+        # Who sums a share does it in place.
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
+        self._heads[half][self.rank].data[:] = wanted.to_bytes(WORD, sys.byteorder) + head
+        self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
+        self._window.signal(0, self._round, operation)
+        self._window.wait(0, self._round, operation)
+        if self._heads[half][:, WORD:].tobytes() != head * self.size:
+            raise PartsDiffer(f"{operation}: {self._difference(half, head)}")
+        return body
+
+    def _difference(self, half: int, head: bytes) -> str:
+        heads = [line.tobytes() for line in self._heads[half][:, WORD:]]
+        strange = next(rank for rank, other in enumerate(heads) if other != head)
+        theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[strange], head))
+        return f"rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+
+    def _body(self, half: int, dtype: torch.dtype) -> Tensor:
+        """[P, …]: the parts in a half, as elements of a type."""
+        bodies = self._bodies[half]
+        if dtype not in bodies:
+            with torch.inference_mode(False):
+                bodies[dtype] = bodies[torch.uint8].view(dtype)
+        return bodies[dtype]
+
+    def _pieces(self, count: int, dtype: torch.dtype) -> Iterator[range]:
+        """Elements 0..count in pieces that fit a half."""
+        return cut_into(count, self._capacity // dtype.itemsize)
+
+    def _tiles(self, rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[range, range]]:
+        """Whole rows as many as fit a half, or parts of one row."""
+        most = self._capacity // dtype.itemsize
+        for lines in cut_into(rows, max(1, most // max(1, width))):
+            for columns in cut_into(width, most):
+                yield lines, columns
+
+
+def check_counts(comm: Collective, counts: Sequence[int], own: int, what: str) -> None:
+    if len(counts) != comm.size or counts[comm.rank] != own:
+        raise ValueError(
+            f"{what} of ranks {list(counts)}: give one number for each of {comm.size} ranks, "
+            f"{own} for this one ({comm.rank})"
+        )
+
+
+def _capacity(nbytes: int) -> int:
+    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES
+
+
+def _planes(nbytes: int) -> list[PlaneSpec]:
+    return [PlaneSpec("halves", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8)]
+
+
+@lru_cache(maxsize=1024)
+def _head(kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """What a part is of, as bytes that differ when that differs."""
+    text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}".encode()
+    most = HEAD_BYTES - WORD
+    if len(text) > most:
+        text = text[: most - 9] + b" %08x" % zlib.crc32(text)
+    return text.ljust(most, b"\0")
+
+
+def _add(parts_PN: Tensor, out: Tensor) -> None:
+    """Sums in rank order: floats in float32 at least, rounded once; integers in their own type."""
+    for block in cut_into(len(out), BLOCK):
+        first, *others = parts_PN[:, block.start : block.stop].unbind(0)
+        target = out[block.start : block.stop]
+        if out.is_floating_point() and out.dtype.itemsize < 4:
+            total = first.float()
+        else:
+            total = target.copy_(first)
+        for other in others:
+            total += other
+        if total is not target:
+            target.copy_(total)
+
+
+def cut_into(count: int, most: int) -> Iterator[range]:
+    for start in range(0, count, most):
+        yield range(start, min(count, start + most))
+
+
+def _spans(counts: Sequence[int]) -> list[range]:
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def chosen_rows(rows: slice, count: int) -> range:
+    start, stop, step = rows.indices(count)
+    assert step == 1, f"rows {rows}"
+    return range(start, max(start, stop))
+
+
+def _common(left: range, right: range) -> range:
+    start = max(left.start, right.start)
+    return range(start, max(start, min(left.stop, right.stop)))
+
+
+def _within(whole: range, part: range) -> slice:
+    """Where a part of a range begins and ends in it."""
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,0 +1,416 @@
+"""Collectives of ranks that compute on GPUs: over memory that their kernels share, or by NCCL.
+
+T tokens · H channels · R rows · V vocabulary · N elements of a rank's part · M elements of a
+result · P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from moesaic.comm.collectives.collective import (
+    Collective,
+    PartsDiffer,
+    SingleRank,
+    check_counts,
+    chosen_rows,
+    cut_into,
+)
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.errors import WindowAborted
+from moesaic.comm.windows.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.config.gpus import processor_percent
+from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, ChannelCall, FailureWords
+from moesaic.kernels.collectives import (
+    BLOCK_BYTES,
+    HALVES,
+    HEAD_BYTES,
+    Board,
+    Columns,
+    ElementRange,
+    Sum,
+    post,
+    post_sums,
+    pull,
+    push,
+)
+
+# Programs that wait for their peers, of each rank on a GPU that several share. All ranks but one
+# may wait, and must leave some processors to that one's kernels, some of which need each a whole
+# one: most of an H200's, and some even if all that wait are on those that it may compute on.
+MOST_LANES: Final = 32
+MOST_WAITING: Final = 56
+PROCESSORS: Final = 132
+LEFT: Final = 4
+# Of a rank's part: a decode step's rows, [64, 2048] of two bytes, still go in one kernel, unless
+# there are so few lanes that it would take one of them too long.
+PUSH_BYTES: Final = 128 * BLOCK_BYTES
+MOST_LANE_BYTES: Final = 32 * BLOCK_BYTES
+# Where a share of a sum begins, so that it can be read in whole words of memory.
+ALIGN: Final = 16
+# By which integers bytes travel that nobody adds.
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def device_collective(
+    group: Peers,
+    nbytes: int,
+    timeout: float,
+    device: torch.device,
+    *,
+    shares_gpu: bool,
+    neighbours: int = 0,
+) -> Collective:
+    """`nbytes`: the part of a rank that goes in one piece. `shares_gpu`: whether any two ranks of
+    the group do, which NCCL refuses. `neighbours`: ranks that may wait on one GPU, if those of
+    other groups are among them. Called by all ranks with the same."""
+    if group.size == 1:
+        return SingleRank()
+    if shares_gpu:
+        return DeviceCollective.create(group, nbytes, timeout, device, neighbours)
+    return NcclCollective(group, timeout, device)
+
+
+class DeviceCollective(Collective):
+    """Ranks whose kernels write into each other's memory (kernels/collectives.py).
+
+    Small tensors travel in one kernel. Large sums take two rounds: every rank sums a share and
+    reads from the others what it wants, since none knows what they want; between two ranks one
+    round reads less. Nothing waits on the host, and all of it can be captured in a graph. One
+    stream at a time uses a collective.
+
+    Kernels do not raise: `check` does, after the step. On CPU, where a kernel's twin has ended when
+    it returns, every operation checks by itself. All ranks name an operation alike.
+    """
+
+    def __init__(self, window: DeviceWindow, nbytes: int, lanes: int, lane_bytes: int) -> None:
+        """`window` has the planes and channels that `planes` and `channels` tell for the same."""
+        self.rank, self.size = window.rank, window.size
+        self.window = window
+        pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
+        self._board = Board(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
+        self._device = window.mail.state.device.type
+        self._parts: dict[int, tuple[str, str]] = {}
+
+    @classmethod
+    def create(
+        cls, group: Peers, nbytes: int, timeout: float, device: torch.device, neighbours: int = 0
+    ) -> DeviceCollective:
+        """Called by all ranks of a group with the same."""
+        if nbytes < 1:
+            raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
+        lanes, lane_bytes = lanes_of(max(group.size, neighbours))
+        specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
+        window = create(group, specs, timeout, cls.channels(lanes), device)
+        return cls(window, nbytes, lanes, lane_bytes)
+
+    @staticmethod
+    def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
+        pushed = (lanes, HALVES, size, HEAD_BYTES + lane_bytes)
+        return [
+            PlaneSpec("pushed", pushed, torch.uint8),
+            PlaneSpec("posted", (HALVES, HEAD_BYTES + _capacity(nbytes)), torch.uint8),
+        ]
+
+    @staticmethod
+    def channels(lanes: int) -> int:
+        return HALVES * (lanes + 1)
+
+    @classmethod
+    def window_bytes(cls, size: int, nbytes: int, device: torch.device, neighbours: int = 0) -> int:
+        """Memory of its device that a rank's collective takes."""
+        if size == 1:
+            return 0
+        lanes, lane_bytes = lanes_of(max(size, neighbours))
+        specs = cls.planes(size, nbytes, lanes, lane_bytes)
+        return window_bytes(specs, size, cls.channels(lanes), device)
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
+        x_N = self._flat(x_NH)
+        first = chosen.start * width
+        out_M = x_N.new_empty(len(chosen) * width)
+        tag = self._tag(operation, "sum_rows", x_N.dtype, (len(x_N),))
+        if len(x_N) and x_N.nbytes <= self._board.push_bytes:
+            call = ChannelCall(self.window.mail, 0, tag)
+            push(call, self._board, x_N, out_M, ElementRange(0, len(x_N)), Sum(first))
+        else:
+            self._sum_large(x_N, out_M, first, tag)
+        self._check_twins()
+        return out_M.view(len(chosen), *x_NH.shape[1:])
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        row = math.prod(x_TH.shape[1:])
+        out = self._room(x_TH, counts, (sum(counts), *x_TH.shape[1:]))
+        tag = self._tag(operation, "gather_rows", x_TH.dtype, (*counts, row))
+        self._gather(x_TH, out, [count * row for count in counts], range(1), tag)
+        return out
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        chosen = chosen_rows(rows, len(x_RV))
+        out = self._room(x_RV, widths, (len(chosen), sum(widths)))
+        tag = self._tag(operation, "gather_columns", x_RV.dtype, (len(x_RV), *widths))
+        self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
+        return out
+
+    def abandon(self, reason: str) -> None:
+        self.window.abort(reason)
+
+    def restart(self, generation: int) -> None:
+        super().restart(generation)
+        self.window.restart(generation)
+
+    def check(self) -> None:
+        """Raises what went wrong in a wait, as far as kernels have come."""
+        desk = self.window.mail.desk
+        if not desk[FailureWords.FAILURE]:
+            return
+        wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
+        operation, ours = self._parts.get(wanted & MAX_TAG, ("?", "?"))
+        if wanted != seen and wanted >> COUNT_SHIFT == seen >> COUNT_SHIFT:
+            peers = int(desk[FailureWords.PEERS])
+            strange = next(rank for rank in range(self.size) if peers >> rank & 1)
+            theirs = self._parts.get(seen & MAX_TAG, ("", "another operation"))[1]
+            raise PartsDiffer(
+                f"{operation}: rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+            )
+        channel = int(desk[FailureWords.CHANNEL])
+        # The window does not know what tags stand for: not all of them, on all channels.
+        flags = self.window.flags_seen(desk.tolist()).values()
+        for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
+            self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
+        self.window.check()
+
+    def close(self) -> None:
+        self.window.close()
+
+    def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
+        call, board = ChannelCall(self.window.mail, self._board.post_channel, tag), self._board
+        itemsize = x_N.element_size()
+        for piece in cut_into(len(x_N), board.post_bytes // itemsize):
+            cut = ElementRange(piece.start, piece.stop)
+            post(call, board, x_N, cut, Sum())
+            if self.size == 2:
+                pull(call, board, out_M, cut, Sum(first))
+                continue
+            unit = max(1, ALIGN // itemsize)
+            size = -(-len(cut) // (self.size * unit)) * unit
+            post_sums(call, board, x_N.dtype, cut, size)
+            limit = max(0, min(len(out_M), cut.stop - first))
+            shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
+            pull(call, board, out_M, ElementRange(0, size), shares)
+
+    def _gather(self, x: Tensor, out: Tensor, widths: Sequence[int], rows: range, tag: int) -> None:
+        """`widths`: elements of a row of each rank. `rows`: from the first that is wanted to the
+        last that there is."""
+        itemsize = x.element_size()
+        word = math.gcd(8, *(width * itemsize for width in widths))
+        x_N = self._flat(x).view(torch.uint8).view(WORDS[word])
+        out_M = out.view(-1).view(torch.uint8).view(WORDS[word])
+        words = [width * itemsize // word for width in widths]
+        even = len(set(words)) == 1
+        target = Columns(rows.stop, words[self.rank], even, sum(words), rows.start)
+        count, board = rows.stop * max(words), self._board
+        if count and count * word <= board.push_bytes:
+            push(
+                ChannelCall(self.window.mail, 0, tag),
+                board,
+                x_N,
+                out_M,
+                ElementRange(0, count),
+                target,
+            )
+        else:
+            call = ChannelCall(self.window.mail, board.post_channel, tag)
+            for piece in cut_into(count, board.post_bytes // word):
+                cut = ElementRange(piece.start, piece.stop)
+                post(call, board, x_N, cut, target)
+                pull(call, board, out_M, cut, target)
+        self._check_twins()
+
+    def _room(self, like: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+        """For a result. Where ranks tell how much they bring, and one does not come, nobody knows
+        where its part would have begun; but what is computed with it must not be anything."""
+        even = len(set(counts)) == 1
+        return like.new_empty(shape) if even else like.new_zeros(shape)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        if x.device.type != self._device:
+            raise ValueError(
+                f"a tensor on {x.device} for ranks that compute on {self._device}: give one there, "
+                "or use a collective of the host"
+            )
+        x_N = x.detach().contiguous().view(-1)
+        return x_N if x_N.data_ptr() % ALIGN == 0 else x_N.clone()
+
+    def _tag(self, operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+        """Of flags: differs, nearly always, where ranks do not bring parts of the same."""
+        tag, text = _tag_of(operation, kind, dtype, sizes)
+        self._parts[tag] = operation, text
+        return tag
+
+    def _check_twins(self) -> None:
+        if self._device == "cpu":
+            self.check()
+
+
+class NcclCollective(Collective):
+    """Ranks with a GPU each.
+
+    NCCL adds in an order of its own, in the type of the tensor, and rounds at every step: its sums
+    are not those of other collectives to the bit, nor the same for every number of rows.
+    Deterministic mode has no sums whose order matters: it cuts no inputs of a product. None knows
+    which rows of a sum the others want, so all of it is summed.
+
+    A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
+    unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
+    lives as long as they do: they must be dropped between `abandon` and `restart`.
+    """
+
+    keeps_graphs = False
+
+    def __init__(self, group: Peers, timeout: float, device: torch.device) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._timeout, self._device = timeout, device
+        # Keys that nobody has used: what another collective of the group left would be taken.
+        name = group.all_gather_bytes(os.urandom(8).hex().encode(), "name a communicator")[0]
+        # Its methods are Python's, which torch does not keep alive.
+        self._group_store = group.store
+        self._store = PrefixStore(f"nccl {name.decode()}", self._group_store)
+        self._nccl = self._form(self._store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._end: Future[None] | None = None
+        """That of the communicator, once it is abandoned for `_reason`."""
+
+    def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
+        chosen_rows(rows, len(x_NH))
+        total = x_NH.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            self._run(lambda nccl: nccl.allreduce([total]))
+        return total[rows]
+
+    def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
+        check_counts(self, counts, len(x_TH), "rows")
+        return torch.cat(self._gather(x_TH.detach(), counts))
+
+    def gather_columns(
+        self, x_RV: Tensor, widths: Sequence[int], rows: slice, operation: str
+    ) -> Tensor:
+        check_counts(self, widths, x_RV.shape[1], "columns")
+        parts = self._gather(x_RV.detach().t(), widths)
+        return torch.cat(parts).t()[rows].contiguous()
+
+    def abandon(self, reason: str) -> None:
+        """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
+        waited for here, as who abandons a step has yet to drop its graphs."""
+        with self._lock:
+            if self._end is None:
+                self._reason, self._end = reason, Future()
+                ends = (self._nccl, self._end)
+                threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
+
+    def restart(self, generation: int) -> None:
+        """Meets the others anew: after an operation that was abandoned ranks may have begun
+        different numbers of them."""
+        super().restart(generation)
+        self.abandon("it begins anew")
+        assert self._end is not None
+        try:
+            self._end.result(self._timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
+                "may still hold operations of it"
+            ) from None
+        self._nccl = self._form(PrefixStore(str(generation), self._store))
+        with self._lock:
+            self._reason, self._end = "", None
+
+    def check(self) -> None:
+        """What was abandoned has left no results. Anything else NCCL raises by itself."""
+        if self._end is not None:
+            raise WindowAborted(self._reason)
+
+    def close(self) -> None:
+        if self._end is None:
+            self._nccl.shutdown()
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        self.check()
+        try:
+            start(self._nccl).wait()
+        except RuntimeError as error:
+            if self._end is not None:  # abandoned meanwhile, which NCCL says in words of its own
+                raise WindowAborted(self._reason) from error
+            raise
+
+    def _form(self, store: Store) -> Any:
+        """Connects at once: later it might be in the midst of a graph's capture."""
+        factory: Any = torch.distributed.ProcessGroupNCCL
+        options = factory.Options()
+        options._timeout = timedelta(seconds=self._timeout)
+        nccl = factory(store, self.rank, self.size, options)
+        nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
+        return nccl
+
+    def _gather(self, x_NH: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The parts of all ranks, which travel with as many rows as the longest has."""
+        most = max(counts)
+        if not most * math.prod(x_NH.shape[1:]):
+            return [x_NH.new_empty(count, *x_NH.shape[1:]) for count in counts]
+        own = x_NH.new_empty(most, *x_NH.shape[1:])
+        own[: len(x_NH)] = x_NH
+        parts = [torch.empty_like(own) for _ in counts]
+        wires = [part.view(torch.uint8) for part in parts]
+        self._run(lambda nccl: nccl.allgather([wires], [own.view(torch.uint8)]))
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def _abort(nccl: Any, end: Future[None]) -> None:
+    try:
+        nccl.abort()
+    except Exception as error:
+        end.set_exception(error)
+    else:
+        end.set_result(None)
+
+
+@lru_cache(maxsize=4096)
+def _tag_of(
+    operation: str, kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[int, str]:
+    text = f"{kind} {str(dtype).removeprefix('torch.')} {' '.join(map(str, sizes))}"
+    return zlib.crc32(f"{operation} {text}".encode()) & MAX_TAG, text
+
+
+def lanes_of(size: int) -> tuple[int, int]:
+    """How many lanes, and bytes of each, for so many ranks that may wait on a GPU: 32 of 8 KiB for
+    2, 4 of 64 for 8, one of 64 from 30 on."""
+    share = PROCESSORS * processor_percent(size) // 100
+    lanes, most = MOST_LANES, min(MOST_WAITING, share - LEFT)
+    while lanes > 1 and (size - 1) * lanes > most:
+        lanes //= 2
+    return lanes, min(PUSH_BYTES // lanes, MOST_LANE_BYTES)
+
+
+def _capacity(nbytes: int) -> int:
+    """Of a part, rounded so that what follows begins at a whole block."""
+    return -(-nbytes // HEAD_BYTES) * HEAD_BYTES

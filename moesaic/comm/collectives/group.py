@@ -1,0 +1,242 @@
+"""A group of ranks and its collectives, over gloo and without torch.distributed's global state."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.network.store import StoreClient
+from moesaic.comm.network.torch_store import TorchStore
+from moesaic.comm.supervise.control_page import RankStatus
+
+if TYPE_CHECKING:
+    from moesaic.comm.windows.tcp_links import TcpLinks
+
+LOOPBACK: Final = "127.0.0.1"
+# How long a rank whose collective failed waits to hear from the others where they are.
+REPORT_SECONDS: Final = 0.5
+REPORT_POLL: Final = 0.02
+
+
+class Peers(ABC):
+    """Ranks that meet to make something together, such as a window.
+
+    `nodes`: the node of each of them, empty where all are on one. `links`: this rank's connections
+    to other nodes, needed where there are several. `seat`: this rank's line in its node's control
+    page, where waits look for a new epoch and say what they are in.
+    """
+
+    rank: int
+    size: int
+    name: str
+    timeout: float
+    nodes: tuple[int, ...] = ()
+    links: TcpLinks | None = None
+    seat: RankStatus | None = None
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
+        """What each rank gave, of any length."""
+
+    @property
+    def store(self) -> Store:
+        """Where its ranks meet, for what they form besides; keys are the group's own."""
+        raise NotImplementedError(f"group {self.name} has no store")
+
+    def collectives(self) -> RankGroup:
+        """The same ranks with collectives over gloo; all of them ask for it together."""
+        raise NotImplementedError(f"group {self.name} has no collectives")
+
+
+class RankGroup(Peers):
+    """Ranks that run the same collectives in the same order.
+
+    Every collective takes the name of the operation it serves; when it fails, PeerTimeout names the
+    ranks that did not come. The group is of no use after that: form another under a new name.
+    """
+
+    def __init__(self, gloo: Any, store: Store | None, name: str, timeout: float) -> None:
+        self.rank: int = gloo.rank() if gloo else 0
+        self.size: int = gloo.size() if gloo else 1
+        self.name = name
+        self.timeout = timeout
+        self._gloo = gloo
+        self._store = store
+        self._sequence = 0
+        self._last_complete = ""
+
+    @classmethod
+    def form(
+        cls,
+        store: StoreClient,
+        name: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        host: str = LOOPBACK,
+    ) -> RankGroup:
+        """Meet the others; `host` is the address that gloo binds. Use a name once per store."""
+        if size == 1:
+            return cls.alone(name, timeout)
+        own = TorchStore(store, name, timeout)
+        operation = f"form group {name}"
+        started = time.monotonic()
+        _await_all(own, rank, size, timeout, operation)
+        try:
+            gloo = _gloo(own, rank, size, timeout, host)
+        except RuntimeError as error:
+            raise PeerTimeout((), operation, time.monotonic() - started) from error
+        return cls(gloo, own, name, timeout)
+
+    @classmethod
+    def alone(cls, name: str = "alone", timeout: float = 0.0) -> RankGroup:
+        """A group of one rank: no store, no sockets."""
+        return cls(None, None, name, timeout)
+
+    def close(self) -> None:
+        self._gloo = None
+        self._store = None
+
+    def collectives(self) -> RankGroup:
+        return self
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            raise RuntimeError(f"group {self.name} is closed, or has one rank: it has no store")
+        return self._store
+
+    def barrier(self, operation: str) -> None:
+        self._run(lambda gloo: gloo.barrier(), operation)
+
+    def all_gather(self, tensor: Tensor, operation: str) -> list[Tensor]:
+        """The tensors of all ranks; shapes and types are equal on all of them."""
+        source = tensor.contiguous()
+        parts = [torch.empty_like(source) for _ in range(self.size)]
+        if self.size == 1:
+            parts[0].copy_(source)
+        wires = [_wire(part) for part in parts]
+        self._run(lambda gloo: gloo.allgather([wires], [_wire(source)]), operation)
+        return parts
+
+    def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
+        """What each rank gave, of any length."""
+        length = torch.tensor([len(data)])
+        lengths = [int(part) for part in self.all_gather(length, operation)]
+        padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
+        parts = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8), operation)
+        return [
+            part.numpy().tobytes()[:length] for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        source: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        operation: str,
+    ) -> None:
+        """Rows in_splits[r] of `source` go to rank r; rows out_splits[r] of `out` come from it."""
+        if self.size == 1:
+            out.copy_(source)
+        self._run(
+            lambda gloo: gloo.alltoall_base(
+                _wire(out), _wire(source), list(out_splits), list(in_splits)
+            ),
+            operation,
+        )
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> None:
+        """Sum over ranks, in place."""
+        self._run(lambda gloo: gloo.allreduce([tensor]), operation)
+
+    def broadcast(self, tensor: Tensor, root: int, operation: str) -> None:
+        """Overwrite `tensor` with the root's."""
+        # A rank may leave a broadcast before others came: it proves nothing about them.
+        self._run(lambda gloo: gloo.broadcast(_wire(tensor), root), operation, proves=False)
+
+    def _run(self, start: Callable[[Any], Any], operation: str, *, proves: bool = True) -> None:
+        """Run one collective; `proves`: who leaves it knows that all ranks reached it."""
+        if self.size == 1:
+            return
+        if self._gloo is None:
+            raise RuntimeError(
+                f"{operation!r} on group {self.name}, which is closed or has failed: form another"
+            )
+        self._sequence += 1
+        started = time.monotonic()
+        work = None
+        try:
+            work = start(self._gloo)
+            work.wait()
+        except RuntimeError as error:
+            seconds = time.monotonic() - started
+            # Closes the connections, so that peers which wait for this rank and not for the missing
+            # one fail now too, and report. The work holds on to them as well.
+            del work
+            self._gloo = None
+            raise self._failure(operation, seconds) from error
+        if proves:
+            self._last_complete = operation
+
+    def _failure(self, operation: str, seconds: float) -> PeerTimeout:
+        """Tell the others where this rank is, hear where they are, name those that are missing."""
+        seen = dict.fromkeys(range(self.size), (0, self._last_complete))
+        del seen[self.rank]
+        try:
+            self._exchange_reports(operation, seen)
+        except RuntimeError:
+            # The store went down with its host. Who is missing is then anybody's guess.
+            return PeerTimeout((), operation, seconds)
+        missing = tuple(rank for rank, (sequence, _) in seen.items() if sequence < self._sequence)
+        return PeerTimeout(missing, operation, seconds, {rank: seen[rank][1] for rank in missing})
+
+    def _exchange_reports(self, operation: str, seen: dict[int, tuple[int, str]]) -> None:
+        """Replace in `seen` what is known of each rank by its own report, where there is one."""
+        assert self._store is not None
+        self._store.set(f"failed/{self.rank}", f"{self._sequence} {operation}")
+        deadline = time.monotonic() + REPORT_SECONDS
+        late = set(seen)
+        while late and time.monotonic() < deadline:
+            for rank in sorted(late):
+                if self._store.check([f"failed/{rank}"]):
+                    sequence, _, text = self._store.get(f"failed/{rank}").decode().partition(" ")
+                    seen[rank] = (int(sequence), text)
+            late = {rank for rank in late if seen[rank][0] < self._sequence}
+            if late:
+                time.sleep(REPORT_POLL)
+
+
+def _await_all(store: Store, rank: int, size: int, timeout: float, operation: str) -> None:
+    """Wait until all ranks are about to connect: gloo itself could not say who is missing."""
+    keys = [f"joined/{peer}" for peer in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = tuple(peer for peer in range(size) if not store.check([keys[peer]]))
+        raise PeerTimeout(missing, operation, timeout) from error
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: float, host: str) -> Any:
+    factory: Any = torch.distributed.ProcessGroupGloo
+    options = factory._Options()
+    options._devices = [factory.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    return factory(store, rank, size, options)
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """A view that gloo carries: it refuses float8, whose bytes it can move."""
+    is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if is_float8 else tensor

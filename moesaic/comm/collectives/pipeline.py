@@ -1,0 +1,225 @@
+"""Hidden states and messages from stage to stage of a pipeline, and answers back to the first.
+
+T tokens · H hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.errors import PeerLost, PeerTimeout
+from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+
+# What stands before a message in its slot: words of the enumeration below.
+HEAD_BYTES: Final = 64
+NO_TENSOR: Final = -1
+# How long the first stage waits for a free slot without a look at what is replied to it.
+SHORTEST_GLANCE: Final = 0.002
+LONGEST_GLANCE: Final = 0.25
+
+
+class PipeWord(IntEnum):
+    """LEFT: bytes of the message from this slot on. TOKENS: rows of the tensor beside it."""
+
+    LEFT = 0
+    TOKENS = 1
+
+
+class PipeSignal(IntEnum):
+    """SENT: slots that a stage has filled. TAKEN: slots of the stage before that it has emptied."""
+
+    SENT = 0
+    TAKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PipeSpec:
+    """`depth`: slots that a stage may fill before the next has taken one. `message_bytes`: of a
+    slot; a longer message takes several."""
+
+    max_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+    message_bytes: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.max_tokens, self.hidden_size, self.message_bytes, self.depth)
+        if min(sizes) < 1:
+            raise ValueError(f"{self}: give sizes of 1 or more")
+
+    def planes(self) -> list[PlaneSpec]:
+        rows = (self.depth, self.max_tokens, self.hidden_size)
+        length = -(-self.message_bytes // HEAD_BYTES) * HEAD_BYTES
+        return [
+            PlaneSpec("texts", (self.depth, HEAD_BYTES + length), torch.uint8),
+            PlaneSpec("tensors", rows, self.dtype),
+        ]
+
+    def window_bytes(self, size: int) -> int:
+        """Shared memory that a pipe of so many stages takes, for all of them together."""
+        return window_bytes(self.planes(), size, len(PipeSignal))
+
+
+class Pipe:
+    """The ranks of a group are the stages in order. Each fills slots of its own in turn, which the
+    next one empties; those of the last stage go to the first, and hold answers.
+
+    A stage that has filled `depth` slots waits for the next to take one. The first one, while it
+    waits, empties those of the last: else all stages could be waiting for each other.
+    """
+
+    def __init__(self, group: Peers, spec: PipeSpec, timeout: float) -> None:
+        """Called by all stages with the same spec."""
+        if group.size < 2:
+            raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
+        self.spec, self.rank, self.size = spec, group.rank, group.size
+        self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self._window = SharedWindow.create(group, spec.planes(), timeout, len(PipeSignal))
+        self._texts = self._window.plane("texts")
+        self._tensors = self._window.plane("tensors")
+        self._outbox = self._texts.numpy()
+        self._inbox = self._window.plane("texts", self._previous).numpy()
+        self._inbox_tensors = self._window.plane("tensors", self._previous)
+        self._room = self._outbox.shape[1] - HEAD_BYTES
+        self._start = self._sent = self._taken = 0
+        self._pieces: list[bytes] = []
+        self._arrived: deque[tuple[bytes, Tensor | None]] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def send(self, message: bytes, x_TH: Tensor | None = None) -> None:
+        """To the next stage; waits for a free slot."""
+        assert not self.is_last, "the last stage has nobody to send to: use reply"
+        if x_TH is not None:
+            self._check(x_TH)
+        self._put(message, x_TH, "step")
+
+    def receive(self, timeout: float | None = None) -> tuple[bytes, Tensor | None]:
+        """From the stage before: what it sent, in order. `timeout`: the pipe's own if None."""
+        assert not self.is_first, "the first stage has nobody before it: use take_reply"
+        return self._take("step", timeout)
+
+    def reply(self, message: bytes) -> None:
+        """From the last stage to the first."""
+        assert self.is_last, f"stage {self.rank} of {self.size}: only the last one replies"
+        self._put(message, None, "reply")
+
+    def take_reply(self, timeout: float | None = None) -> bytes:
+        """On the first stage: what the last one replied, in order."""
+        assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
+        return self._take("reply", timeout)[0]
+
+    def restart(self, generation: int) -> None:
+        """Forgets what is under way. All stages call it with one number, higher than any before,
+        and none sends before all have stopped."""
+        self._window.forget()
+        self._start = self._sent = self._taken = first_epoch(generation)
+        self._pieces = []
+        self._arrived.clear()
+
+    def close(self) -> None:
+        """Give the memory back. May be repeated."""
+        nothing = torch.empty(0)
+        self._texts = self._tensors = self._inbox_tensors = nothing
+        self._outbox = self._inbox = nothing.numpy()
+        self._window.close()
+
+    def _put(self, message: bytes, x_TH: Tensor | None, what: str) -> None:
+        """The message in as many slots as it takes; the tensor with the last of them."""
+        route = f"{what} from stage {self.rank} to stage {self._next}"
+        starts = range(0, max(1, len(message)), self._room)
+        for start in starts:
+            if self._sent - self._start >= self.spec.depth:
+                self._await_free(self._sent + 1 - self.spec.depth, f"take {route}")
+            self._fill(message, start, x_TH if start == starts[-1] else None, f"send {route}")
+
+    def _await_free(self, taken: int, operation: str) -> None:
+        if not self.is_first:
+            self._window.wait(PipeSignal.TAKEN, taken, operation, (self._next,))
+            return
+        seconds, pause = self._window.timeout, SHORTEST_GLANCE
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._window.wait(PipeSignal.TAKEN, taken, operation, (self._next,), pause)
+                return
+            except PeerLost:
+                raise
+            except PeerTimeout as late:
+                if time.monotonic() >= deadline:
+                    raise PeerTimeout(late.missing, operation, seconds, late.last_seen) from None
+            pause = SHORTEST_GLANCE if self._empty_all() else min(2 * pause, LONGEST_GLANCE)
+
+    def _empty_all(self) -> bool:
+        """On the first stage: take what has been replied so far; whether there was anything."""
+        before = self._taken
+        try:
+            while True:
+                self._empty("reply", timeout=0.0)
+        except PeerLost:
+            raise
+        except PeerTimeout:
+            return self._taken > before
+
+    def _fill(self, message: bytes, start: int, x_TH: Tensor | None, operation: str) -> None:
+        slot = self._sent % self.spec.depth
+        piece = message[start : start + self._room]
+        line = self._outbox[slot]
+        words = line[:HEAD_BYTES].view(np.int64)
+        words[PipeWord.LEFT] = len(message) - start
+        words[PipeWord.TOKENS] = NO_TENSOR if x_TH is None else len(x_TH)
+        line[HEAD_BYTES : HEAD_BYTES + len(piece)] = np.frombuffer(piece, np.uint8)
+        self._window.touch(self._texts[slot, : HEAD_BYTES + len(piece)], (self._next,))
+        if x_TH is not None and len(x_TH):
+            place = self._tensors[slot, : len(x_TH)].copy_(x_TH.detach())
+            self._window.touch(place, (self._next,))
+        self._sent += 1
+        self._window.signal(PipeSignal.SENT, self._sent, operation)
+
+    def _take(self, what: str, timeout: float | None) -> tuple[bytes, Tensor | None]:
+        while not self._arrived:
+            self._empty(what, timeout)
+        return self._arrived.popleft()
+
+    def _empty(self, what: str, timeout: float | None) -> None:
+        """Take what is in the next slot; with its last piece a message has arrived."""
+        route = f"{what} from stage {self._previous} to stage {self.rank}"
+        self._window.wait(
+            PipeSignal.SENT, self._taken + 1, f"send {route}", (self._previous,), timeout
+        )
+        slot = self._taken % self.spec.depth
+        line = self._inbox[slot]
+        words = line[:HEAD_BYTES].view(np.int64)
+        left, tokens = int(words[PipeWord.LEFT]), int(words[PipeWord.TOKENS])
+        self._pieces.append(line[HEAD_BYTES : HEAD_BYTES + min(left, self._room)].tobytes())
+        x_TH = None if tokens == NO_TENSOR else self._inbox_tensors[slot, :tokens].clone()
+        self._taken += 1
+        self._window.signal(PipeSignal.TAKEN, self._taken, f"take {route}")
+        if left <= self._room:
+            self._arrived.append((b"".join(self._pieces), x_TH))
+            self._pieces = []
+
+    def _check(self, x_TH: Tensor) -> None:
+        spec = self.spec
+        fits = x_TH.ndim == 2 and x_TH.shape[1] == spec.hidden_size and x_TH.dtype == spec.dtype
+        if not fits or len(x_TH) > spec.max_tokens:
+            raise ValueError(
+                f"hidden states {list(x_TH.shape)} {x_TH.dtype}: this pipe carries up to "
+                f"[{spec.max_tokens}, {spec.hidden_size}] {spec.dtype}"
+            )

@@ -1,0 +1,106 @@
+"""Under torchrun: it starts one process a rank; here the first of each node launches, and the
+others wait for its end.
+
+Ranks are started by the launcher and its supervisor, so that they are watched, named and ended as
+anywhere else. torchrun's own store is at MASTER_ADDR:MASTER_PORT; nodes meet at the next port.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moesaic.comm.supervise.run_folder import held, mark_of, user_folder
+
+NAMES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+POLL_SECONDS: Final = 0.1
+LAST_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    """What torchrun's environment says; `nnodes`, `node_rank` and `dist_init_addr` are to override
+    the flags of the same names."""
+
+    world: int
+    local_rank: int
+    nnodes: int
+    node_rank: int
+    dist_init_addr: str | None
+    restarts: int
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
+        """None where this process was not started by torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in environment:
+            return None
+        missing = [name for name in NAMES if not environment.get(name, "").isdigit()]
+        if missing:
+            raise ValueError(f"TORCHELASTIC_RUN_ID is set, but {missing} are not: use torchrun")
+        _, local_rank, world, local_world, node_rank = (int(environment[name]) for name in NAMES)
+        if world % local_world:
+            raise ValueError(
+                f"{world} processes of torchrun, {local_world} of them here: give each node as many"
+            )
+        nnodes = world // local_world
+        return cls(
+            world=world,
+            local_rank=local_rank,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            dist_init_addr=_meeting_point(environment) if nnodes > 1 else None,
+            restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+    @property
+    def is_launcher(self) -> bool:
+        return self.local_rank == 0
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """For the launcher, while the service lives. The kernel drops the lock when it dies; the
+        file stays for those who look later, until torchrun is gone."""
+        path = self._path()
+        with held(path.parent):
+            file = path.open("w", encoding="ascii")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(str(os.getpid()))
+            file.flush()
+        try:
+            yield
+        finally:
+            file.close()
+
+    def wait_for_launcher(self) -> None:
+        """For the others: returns when the launcher has ended, however it did."""
+        parent = os.getppid()
+        path = self._path()
+        while not _is_written(path):
+            if os.getppid() != parent:
+                return  # torchrun itself is gone
+            time.sleep(POLL_SECONDS)
+        with suppress(FileNotFoundError), path.open(encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    def _path(self) -> Path:
+        """All processes of one torchrun on a node have the same parent."""
+        return user_folder() / mark_of("torchrun", os.getppid(), self.restarts)
+
+
+def _is_written(path: Path) -> bool:
+    """Whether the launcher has come: what it writes, it writes under its lock."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def _meeting_point(environment: Mapping[str, str]) -> str:
+    port = int(environment["MASTER_PORT"])
+    return f"{environment['MASTER_ADDR']}:{port + 1 if port < LAST_PORT else port - 1}"

@@ -1,0 +1,141 @@
+"""A listening socket whose callers prove themselves before they are served. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from moesaic.comm.network.handshake import Identity, Role, Session, identify, welcome
+from moesaic.comm.network.quiet_log import QuietLog
+
+logger = logging.getLogger(__name__)
+
+# Connections that have not proved anything yet.
+MOST_UNPROVED: Final = 64
+# Until the next try, when no connection can be accepted.
+PAUSE_SECONDS: Final = 0.05
+# A machine that vanished without a word is noticed after this many seconds.
+SILENCE_SECONDS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RoleHandler:
+    """What a role gets: `serve` runs in a thread of its own until the connection is over; it gets
+    the connection, the session and a name for messages."""
+
+    secret: bytes
+    serve: Callable[[socket.socket, Session, str], None]
+
+
+class Listener:
+    """Accepts connections, each in a thread of its own.
+
+    When too many have not proved themselves yet, the address that has most of these loses its
+    oldest: a flood from one machine does not keep out a caller from another.
+    """
+
+    def __init__(
+        self, listening: socket.socket, identity: Identity, handlers: Mapping[Role, RoleHandler]
+    ) -> None:
+        self._listening, self._identity, self._handlers = listening, identity, handlers
+        self._secrets = {role: handler.secret for role, handler in handlers.items()}
+        self._lock = threading.Lock()
+        self._unproved: dict[socket.socket, str] = {}
+        """Where each comes from, the oldest first."""
+        self._proved: set[socket.socket] = set()
+        self._log = QuietLog(logger)
+        self.closed = False
+        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        """End the listener and all of its connections. May be repeated."""
+        with self._lock:
+            self.closed = True
+            connections = [*self._unproved, *self._proved]
+        # Closing alone would not wake the threads that wait on these.
+        for waiting in (self._listening, *connections):
+            _wake(waiting)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                connection, address = self._listening.accept()
+            except OSError:
+                # The listener is closed, there are no descriptors, or the caller has gone already.
+                time.sleep(PAUSE_SECONDS)
+                continue
+            host, port = address[:2] if isinstance(address, tuple) else ("this machine", "socket")
+            self._admit(connection, str(host))
+            where = f"{host}:{port}"
+            thread = threading.Thread(target=self._serve, args=(connection, where), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # this process has as many threads as it may
+                self._settle(connection)
+                connection.close()
+                self._log.warn(f"refused a connection from {where}: {error}")
+                time.sleep(PAUSE_SECONDS)
+
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        """Note a connection that has proved nothing, and close one where there are too many."""
+        with self._lock:
+            self._unproved[connection] = host
+            if len(self._unproved) <= MOST_UNPROVED:
+                return
+            largest = Counter(self._unproved.values()).most_common(1)[0][0]
+            oldest = next(one for one, found in self._unproved.items() if found == largest)
+            del self._unproved[oldest]
+        _wake(oldest)
+
+    def _settle(self, connection: socket.socket, *, proved: bool = False) -> bool:
+        """Whether a connection was still waiting to prove itself; now it has, or never will."""
+        with self._lock:
+            was_waiting = self._unproved.pop(connection, None) is not None
+            if proved and was_waiting and not self.closed:
+                self._proved.add(connection)
+            return was_waiting and not self.closed
+
+    def _serve(self, connection: socket.socket, where: str) -> None:
+        """The life of a connection."""
+        with connection:
+            try:
+                session = identify(connection, self._identity, self._secrets)
+                # From here on it is not closed for others; only then is it told that it is served.
+                if not self._settle(connection, proved=True):
+                    return
+                connection.settimeout(None)
+                tune(connection)
+                welcome(connection)
+                self._handlers[session.role].serve(connection, session, f"{session.peer} ({where})")
+            except OSError as error:
+                if not self.closed:
+                    self._log.warn(f"refused a connection from {where}: {error}")
+            finally:
+                self._settle(connection)
+                with self._lock:
+                    self._proved.discard(connection)
+
+
+def tune(connection: socket.socket) -> None:
+    """The kernel sizes the buffers itself, beyond what an explicit size may reach."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS - 2)
+
+
+def _wake(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

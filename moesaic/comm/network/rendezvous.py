@@ -1,0 +1,105 @@
+"""A group of ranks that meet at a store and nowhere else: enough to make windows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from moesaic.comm.collectives.group import LOOPBACK, Peers, RankGroup
+from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.network.store import StoreClient
+from moesaic.comm.network.torch_store import TorchStore
+from moesaic.comm.supervise.control_page import RankStatus
+
+
+class StoreGroup(Peers):
+    """Ranks that exchange bytes through a store, operation after operation in the same order.
+
+    Use a name once per store. A group of one needs no store. Like a wait on a window, a wait here
+    ends with EpochChanged when the supervisor declares a new epoch. `timeout`: of a meeting, which
+    ranks may come to at very different times while they load.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient | None,
+        name: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        nodes: Sequence[int] = (),
+        seat: RankStatus | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of group {name}: give one of 0..{size - 1}")
+        if nodes and len(nodes) != size:
+            raise ValueError(f"nodes {list(nodes)} of group {name}: give {size}, one for each rank")
+        if size > 1 and store is None:
+            raise ValueError(f"group {name} of {size} ranks: give the store where they meet")
+        self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
+        self.nodes, self.seat = tuple(nodes), seat
+        self._store = store if size > 1 else None
+        self._sequence = 0
+        self._last_complete = ""
+        self.host = LOOPBACK
+        """The address that gloo binds, if collectives are asked for."""
+        self.collective_timeout = timeout
+        """Of those collectives."""
+        self._collectives: RankGroup | None = None
+        self._torch_store: TorchStore | None = None
+
+    @property
+    def store(self) -> TorchStore:
+        if self._torch_store is None:
+            if self._store is None:
+                raise RuntimeError(f"group {self.name} has one rank: it has no store")
+            self._torch_store = TorchStore(self._store, f"{self.name}/torch", self.timeout)
+        return self._torch_store
+
+    def collectives(self) -> RankGroup:
+        if self._collectives is None:
+            if self._store is None:
+                self._collectives = RankGroup.alone(self.name, self.collective_timeout)
+            else:
+                self.barrier("form a group")
+                self._collectives = RankGroup.form(
+                    self._store,
+                    f"{self.name}/gloo",
+                    self.rank,
+                    self.size,
+                    self.collective_timeout,
+                    host=self.host,
+                )
+        return self._collectives
+
+    def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:
+        """What each rank gave, of any length."""
+        if self._store is None:
+            return [data]
+        self._sequence += 1
+        started = time.monotonic()
+        keys = [self._key(self._sequence, rank) for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], data)
+            check = None if self.seat is None else self.seat.check
+            missing = self._store.wait(keys, self.timeout, check)
+            parts = [] if missing else self._store.get_now(keys)
+            # All have come here, so all have read what was given before.
+            if self._sequence > 1 and not missing:
+                self._store.delete(self._key(self._sequence - 1, self.rank))
+        except OSError as error:
+            # The store went down with its host. Who is missing is then anybody's guess.
+            raise PeerTimeout((), operation, time.monotonic() - started) from error
+        if missing:
+            late = tuple(keys.index(key) for key in missing)
+            raise PeerTimeout(
+                late, operation, self.timeout, dict.fromkeys(late, self._last_complete)
+            )
+        self._last_complete = operation
+        return [part for part in parts if part is not None]
+
+    def barrier(self, operation: str) -> None:
+        self.all_gather_bytes(b"", operation)
+
+    def _key(self, sequence: int, rank: int) -> str:
+        return f"{self.name}/{sequence}/{rank}"

@@ -1,0 +1,251 @@
+"""The store of a service: names and bytes, by which ranks meet. No torch here.
+
+The supervisor of node 0 serves it: on a Unix socket in its private run folder where all ranks are
+on one machine, at --dist-init-addr where there are several nodes. A process that connects proves
+that it knows the secret of the service (comm.handshake), and every message is authenticated
+(comm.stream).
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.comm.network.handshake import Identity, Role, Session, introduce
+from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.network.message_stream import MessageStream
+
+# All keys and values together. Ranks exchange a few kilobytes each.
+MOST_BYTES: Final = 1 << 28
+ANSWER_SECONDS: Final = 60.0
+CONNECT_PAUSE: Final = 0.1
+# How long a client sleeps between two looks for a key: short at first, as peers mostly come
+# together, then a twentieth of what it has waited, so that the store can serve many ranks.
+FIRST_PAUSE: Final = 0.001
+LONGEST_PAUSE: Final = 0.25
+PAUSE_SHARE: Final = 0.05
+
+Answer = bool | int | list[bytes | None] | None
+
+
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
+    """`operation`: the name of a method of Table."""
+
+    operation: str
+    keys: list[str]
+    value: bytes = b""
+    number: int = 0
+
+
+class StoreReply(msgspec.Struct, array_like=True, frozen=True):
+    value: Answer = None
+    error: str = ""
+
+
+_REQUESTS: Final = msgspec.msgpack.Decoder(StoreRequest)
+_REPLIES: Final = msgspec.msgpack.Decoder(StoreReply)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """`host`: of `port`, or the path of a Unix socket where that is 0."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+    def connect(self, seconds: float, identity: Identity) -> StoreClient:
+        """OSError if the store is not there within that time, or of another service."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return self._connect(identity)
+            except PermissionError as error:
+                raise PermissionError(f"the store at {self}: {error}") from error
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(f"no store at {self}: {error}") from error
+                time.sleep(CONNECT_PAUSE)
+
+    def _connect(self, identity: Identity) -> StoreClient:
+        if self.port:
+            connection = socket.create_connection((self.host, self.port), ANSWER_SECONDS)
+        else:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(ANSWER_SECONDS)
+        try:
+            if not self.port:
+                connection.connect(self.host)
+            session = introduce(connection, Role.STORE, identity, self.secret)
+            connection.settimeout(ANSWER_SECONDS)
+            tune(connection)
+        except OSError:
+            connection.close()
+            raise
+        return StoreClient(connection, session)
+
+
+class StoreTable:
+    """What is stored. Any thread may call the methods, which never wait."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def serve(self, connection: socket.socket, session: Session, name: str) -> None:
+        """Answer one client until it goes."""
+        stream = MessageStream(connection, session, calls=False)
+        with suppress(OSError, ValueError):
+            while True:
+                stream.send(msgspec.msgpack.encode(self.answer(stream.receive())))
+
+    def answer(self, data: bytes) -> StoreReply:
+        try:
+            request = _REQUESTS.decode(data)
+            with self._lock:
+                return StoreReply(OPERATIONS[request.operation](self, request))
+        except (msgspec.DecodeError, KeyError, ValueError) as error:
+            return StoreReply(error=f"{type(error).__name__}: {error}")
+
+    def set(self, request: StoreRequest) -> None:
+        for key in request.keys:
+            self._put(key, request.value)
+
+    def get(self, request: StoreRequest) -> list[bytes | None]:
+        return [self._values.get(key) for key in request.keys]
+
+    def has(self, request: StoreRequest) -> bool:
+        return all(key in self._values for key in request.keys)
+
+    def add(self, request: StoreRequest) -> int:
+        (key,) = request.keys
+        total = int(self._values.get(key, b"0")) + request.number
+        self._put(key, str(total).encode())
+        return total
+
+    def delete(self, request: StoreRequest) -> bool:
+        (key,) = request.keys
+        return self._drop(key)
+
+    def count(self, request: StoreRequest) -> int:
+        return len(self._values)
+
+    def _put(self, key: str, value: bytes) -> None:
+        old = self._values.get(key)
+        grown = self._bytes + len(key) + len(value) - (0 if old is None else len(key) + len(old))
+        if grown > MOST_BYTES:
+            raise ValueError(f"the store holds {MOST_BYTES} bytes, not {grown}")
+        self._values[key], self._bytes = value, grown
+
+    def _drop(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= len(key) + len(value)
+        return value is not None
+
+
+OPERATIONS: Final[dict[str, Callable[[StoreTable, StoreRequest], Answer]]] = {
+    method.__name__: method
+    for method in (
+        StoreTable.set,
+        StoreTable.get,
+        StoreTable.has,
+        StoreTable.add,
+        StoreTable.delete,
+        StoreTable.count,
+    )
+}
+
+
+class StoreClient:
+    """A rank's connection to the store. Any thread may use it; a request waits for no other rank.
+
+    OSError means that the store is gone.
+    """
+
+    def __init__(self, connection: socket.socket, session: Session) -> None:
+        self._connection = connection
+        self._stream = MessageStream(connection, session, calls=True)
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(StoreRequest("set", [key], value))
+
+    def get_now(self, keys: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = self._ask(StoreRequest("get", list(keys)))
+        return found
+
+    def has(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(StoreRequest("has", list(keys))))
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask(StoreRequest("add", [key], number=number)))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._ask(StoreRequest("delete", [key])))
+
+    def count(self) -> int:
+        return int(self._ask(StoreRequest("count", [])))
+
+    def wait(
+        self, keys: Sequence[str], seconds: float, look: Callable[[], object] | None = None
+    ) -> list[str]:
+        """Waits until all keys are there, and returns those that are missing after `seconds`.
+        Meanwhile it calls `look`, which may raise."""
+        begun = time.monotonic()
+        while not self.has(keys):
+            if look is not None:
+                look()
+            waited = time.monotonic() - begun
+            if waited >= seconds:
+                values = self.get_now(keys)
+                return [key for key, value in zip(keys, values, strict=True) if value is None]
+            pause = min(max(FIRST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE)
+            time.sleep(min(pause, seconds - waited))
+        return []
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(self, request: StoreRequest) -> Any:
+        with self._lock:
+            try:
+                self._stream.send(msgspec.msgpack.encode(request))
+                reply = _REPLIES.decode(self._stream.receive())
+            except BaseException:
+                # What comes later would be taken for the answer to the next request.
+                self._connection.close()
+                raise
+        if reply.error:
+            raise RuntimeError(f"the store refuses {request.operation!r}: {reply.error}")
+        return reply.value
+
+
+class LocalStore:
+    """A store for processes of this machine, served by threads of this one."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: one that other users cannot enter."""
+        path = folder / "store"
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen(128)
+        self.address = StoreAddress(str(path), 0, secrets.token_bytes(32))
+        handler = RoleHandler(self.address.secret, StoreTable().serve)
+        self._listener = Listener(listening, Identity(-1, 0), {Role.STORE: handler})
+
+    def close(self) -> None:
+        self._listener.close()

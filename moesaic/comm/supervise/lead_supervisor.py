@@ -1,0 +1,384 @@
+"""The supervisor of node 0: membership, the journal, and who gets which request."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from moesaic.comm.network.store import LocalStore
+from moesaic.comm.supervise.address import family_of, numeric
+from moesaic.comm.supervise.config_check import differences, facts_of
+from moesaic.comm.supervise.control_page import RankState, Seen
+from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.node_supervisor import NodeSupervisor
+from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
+from moesaic.comm.supervise.step_rollback import StepRollbacks
+from moesaic.comm.supervise.step_watchdog import StepWatchdog
+from moesaic.comm.supervise.supervisor_links import (
+    BEAT_SECONDS,
+    WAIT_SECONDS,
+    Disconnected,
+    FollowerLinks,
+    SightingsReporter,
+)
+from moesaic.core.messages import (
+    Abort,
+    AnyMessage,
+    Asleep,
+    Beat,
+    Failed,
+    Fault,
+    Finish,
+    Hello,
+    Message,
+    NewRequest,
+    Query,
+    QueryReply,
+    Ready,
+    Relay,
+    RequestDelta,
+    SlowStep,
+    StepAbandoned,
+    StepFailed,
+    StepOutput,
+    Stop,
+    Submit,
+    Wake,
+    decode,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Replica:
+    """Asleep, its ranks wait for a Wake; awake, they step together, and say when they stop."""
+
+    ranks: range
+    groups: range
+    recalls: StepRollbacks
+    awake: bool = False
+    round: int = 0
+
+
+class LeadSupervisor(NodeSupervisor):
+    def __init__(
+        self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        super().__init__(spec, folder, context)
+        mesh, times = spec.mesh, spec.timeouts
+        self.journal = Journal(mesh.num_groups, spec.load_balance)
+        self._guard = StepWatchdog(mesh, times.guard, times.hang)
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._replicas = [self._replica(number) for number in range(mesh.replicas)]
+        self._begun = time.monotonic()
+        self._said = -math.inf
+        """When it was last said which nodes are missing."""
+        self._others: FollowerLinks | None = None
+        self._elsewhere = SightingsReporter({})
+        self._beaten = 0.0
+
+    def _replica(self, number: int) -> Replica:
+        mesh = self.mesh
+        ranks, groups = (
+            mesh.ranks_of_replica(number),
+            range(number * mesh.dp, (number + 1) * mesh.dp),
+        )
+        leaders = [mesh.leader(group) for group in groups]
+        return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
+
+    def begin(self) -> None:
+        """Starts the ranks; those of other nodes are started there."""
+        if self.mesh.nnodes == 1:
+            self.start_ranks(LocalStore(self.folder).address)
+            return
+        try:
+            host, port = split_address(self.spec.dist_init_addr or "")
+            host = numeric(host)
+            listening = socket.create_server((host, port), family=family_of(host), backlog=128)
+        except (OSError, ValueError) as error:
+            self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
+            return
+        self._others = FollowerLinks(self.spec, listening)
+        self.loop.add(self._others.inbox.bell, self._on_others)
+        self.start_ranks(self._others.store, self.spec.host or host)
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self._look_after_others(now)
+        if self.exit_code is not None:
+            return
+        if not self.is_serving:
+            self._check_start(now)
+            return
+        if not self.is_fair:
+            self._guard.pause()
+            return
+        hung = self._guard.look(self.sights(now), now)
+        if hung is not None:
+            self.fail(hung.text, hung.ranks)
+
+    def sights(self, now: float) -> dict[int, Seen]:
+        """What each rank was last seen doing."""
+        here = {rank: self.page.seen(rank) for rank in self.spec.ranks}
+        return here | self._elsewhere.at(now)
+
+    def fail(self, message: str, ranks: Sequence[int]) -> None:
+        if self.exit_code is not None:
+            return
+        self.exit_code = 1
+        self.log_end(logging.ERROR, f"the service ends: {message}")
+        self._tell_others(Fault(message, list(ranks)))
+        self.fence(ranks, message)
+        self.tell_client(Fault(message, list(ranks)))
+
+    def stop(self, reason: str) -> None:
+        if self.exit_code is not None:
+            return
+        self.exit_code = 0
+        self.log_end(logging.INFO, f"the service stops: {reason}")
+        for answer in self.journal.end_all(f"the service stops: {reason}"):
+            self.tell_client(answer)
+        self._tell_others(Stop())
+        self.stop_ranks()
+        self.tell_client(Stop())
+
+    def on_client(self, message: AnyMessage) -> None:
+        match message:
+            case Submit(requests):
+                self._submit(requests)
+            case Abort(rid):
+                entry = self.journal.entries.get(rid)
+                if entry is not None:
+                    self.send_rank(self.mesh.leader(entry.group), encode(message))
+            case Query():
+                self._ask(message)
+            case Stop(reason):
+                self.stop(reason)
+
+    def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
+        """What a leader gives out goes on as it came: it is not encoded again."""
+        match message:
+            case StepOutput():
+                self.journal.take(message)
+                self.tell_client(data)
+                self._replica_of(rank).recalls.note_progress()
+            case QueryReply():
+                self.tell_client(data)
+            case Asleep(replica, round_):
+                self._on_asleep(self._replicas[replica], round_)
+            case SlowStep():
+                logger.warning(
+                    "%s", self._guard.explain_slow(message, self.sights(time.monotonic()))
+                )
+            case Ready(facts=facts):
+                self._facts[rank] = facts
+                self._check_ready()
+            case StepFailed():
+                self._on_step_failed(message)
+            case StepAbandoned():
+                self._on_abandoned(message)
+            case Failed():
+                self._on_failed(message)
+
+    def send_rank(self, rank: int, data: bytes) -> None:
+        """To a rank of any node."""
+        node = self.mesh.node_of(rank)
+        if node == 0:
+            self.tell_rank(rank, data)
+        elif self._others is not None:
+            self._others.send(node, Relay(rank, data))
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.close()
+        super().close()
+
+    def _tell_others(self, message: Message) -> None:
+        if self._others is not None:
+            self._others.tell_all(message)
+
+    def _on_others(self) -> None:
+        assert self._others is not None
+        now = time.monotonic()
+        for node, message in self._others.receive(now):
+            match message:
+                case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
+                    self.on_rank(rank, decode(data), data)
+                case Beat():
+                    self._elsewhere.take(message, now)
+                case Fault(text, ranks):
+                    self.fail(text, ranks)
+                case Hello(facts=facts):
+                    self._admit(node, facts)
+                case Disconnected(reason):
+                    self._lose(node, f"its connection ended ({reason})")
+
+    def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
+        assert self._others is not None
+        unlike = differences(facts_of(self.spec), facts, node)
+        if unlike:
+            self.fail(f"nodes 0 and {node} were not started alike: {unlike}", [])
+            return
+        self._others.welcome(node)
+        here = self.mesh.nnodes - len(self._others.missing)
+        logger.info("node %d is here (%d of %d nodes)", node, here, self.mesh.nnodes)
+
+    def _await_nodes(self, now: float) -> None:
+        """Ranks of this node load meanwhile."""
+        assert self._others is not None
+        missing, nnodes = self._others.missing, self.mesh.nnodes
+        if not missing:
+            return
+        names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        address, limit = self.spec.dist_init_addr, self.spec.timeouts.meet
+        if now - self._begun > limit:
+            flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
+            self.fail(f"{names} did not come to {address} within {limit:.0f} s: start {flags}", [])
+        elif now - self._said > WAIT_SECONDS:
+            self._said = now
+            here = nnodes - len(missing)
+            logger.info("waiting for %s (%d of %d nodes are here)", names, here, nnodes)
+
+    def _look_after_others(self, now: float) -> None:
+        if self._others is None or self.exit_code is not None:
+            return
+        if self.was_late:
+            self._others.forgive(now)
+        if now - self._beaten >= BEAT_SECONDS:
+            self._beaten = now
+            self._others.tell_all(Beat(0))
+        self._await_nodes(now)
+        lost = self._others.lost(now)
+        if lost is not None:
+            node, seconds = lost
+            self._lose(node, f"silent for {seconds:.1f} s")
+
+    def _lose(self, node: int, why: str) -> None:
+        ranks = self.mesh.ranks_of_node(node)
+        told = f"ranks {ranks.start} to {ranks.stop - 1}"
+        self.fail(f"node {node} ({told}) is lost: {why}", ranks)
+
+    def _submit(self, requests: Sequence[NewRequest]) -> None:
+        by_group: dict[int, list[NewRequest]] = {}
+        for request in requests:
+            if request.rid in self.journal.entries:
+                self._refuse(request.rid)
+            else:
+                by_group.setdefault(self.journal.add(request), []).append(request)
+        for group, chosen in by_group.items():
+            self.send_rank(self.mesh.leader(group), encode(Submit(chosen)))
+        for replica in self._replicas:
+            self._wake_if_due(replica)
+
+    def _refuse(self, rid: str) -> None:
+        why = f"request id {rid!r} is in use: give another"
+        self.tell_client(
+            StepOutput([RequestDelta(rid, [], finish=Finish("abort", message=why, failed=True))])
+        )
+
+    def _ask(self, question: Query) -> None:
+        if question.what in ("info", "stats"):
+            self.tell_client(QueryReply(question.number, -1, self._overview()))
+        leaders = map(self.mesh.leader, range(self.mesh.num_groups))
+        # They answer in their sleep, too.
+        for rank in range(self.mesh.world) if question.every else leaders:
+            self.send_rank(rank, encode(question))
+
+    def _overview(self) -> list[dict[str, Any]]:
+        """Every rank: where it stands, what it holds, and what it does now."""
+        seen = self.sights(time.monotonic())
+        return [
+            {"rank": rank, "place": self.mesh.describe(rank), **self._facts[rank]}
+            | (asdict(seen[rank]) | {"state": seen[rank].state.name.lower()})
+            for rank in sorted(seen)
+            if rank in self._facts
+        ]
+
+    def _replica_of(self, rank: int) -> Replica:
+        return self._replicas[self.mesh.place(rank).replica]
+
+    def _on_asleep(self, replica: Replica, round_: int) -> None:
+        """While ranks are called back they are as good as awake: all will step once more."""
+        if not replica.recalls.under_way:
+            replica.awake, replica.round = False, round_
+            self._wake_if_due(replica)
+
+    def _on_step_failed(self, failed: StepFailed) -> None:
+        replica = self._replica_of(failed.rank)
+        recall = replica.recalls.begin(failed)
+        if recall is None:
+            return
+        if replica.recalls.is_hopeless:
+            steps = f"the last {replica.recalls.in_vain} steps have failed, with nothing done"
+            message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}; {steps}"
+            self.fail(message, [failed.rank])
+            return
+        recall.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
+        logger.warning("a step is abandoned: %s", recall.error)
+        replica.awake = True
+        self._tell_others(recall)
+        self.call_back(recall)
+
+    def _on_abandoned(self, abandoned: StepAbandoned) -> None:
+        replica = self._replica_of(abandoned.rank)
+        resume = replica.recalls.take(abandoned)
+        if resume is not None:
+            for rank in replica.ranks:
+                self.send_rank(rank, encode(resume))
+
+    def _wake_if_due(self, replica: Replica) -> None:
+        if replica.awake or not any(self.journal.requests[group] for group in replica.groups):
+            return
+        replica.awake = True
+        for rank in replica.ranks:
+            self.send_rank(rank, encode(Wake(replica.round)))
+
+    def _check_ready(self) -> None:
+        if len(self._facts) == self.mesh.world and not self.is_serving:
+            self.is_serving = True
+            ranks = [self._facts[rank] for rank in range(self.mesh.world)]
+            ready = Ready(0, {**ranks[0], "ranks": ranks})
+            self._tell_others(ready)
+            self.tell_client(ready)
+
+    def _check_start(self, now: float) -> None:
+        if now - self._begun < self.spec.timeouts.start:
+            return
+        late = [rank for rank in range(self.mesh.world) if rank not in self._facts]
+        seen = self.sights(now)
+        told = "; ".join(
+            f"{self.mesh.describe(rank)}: {seen.get(rank, 'not seen')}" for rank in late
+        )
+        self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {told}", late)
+
+    def _on_failed(self, failed: Failed) -> None:
+        """Who waited in vain is not to blame, if one can be seen that kept it waiting."""
+        seen = self.sights(time.monotonic())
+        where = f"; {seen[failed.rank]}" if failed.rank in seen else ""
+        message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}{where}"
+        ranks = self._idlers(failed.rank, seen) if failed.waited else []
+        for rank in ranks:
+            message = f"{self.mesh.describe(rank)} did not take part: {seen[rank]}. {message}"
+        self.fail(message, ranks or [failed.rank])
+
+    def _idlers(self, waiter: int, seen: Mapping[int, Seen]) -> list[int]:
+        """The ranks of the same replica that neither wait nor have moved for a while."""
+        replica = self._replica_of(waiter)
+        return [
+            rank
+            for rank in replica.ranks
+            if rank != waiter
+            and rank in seen
+            and seen[rank].state != RankState.WAITING
+            and seen[rank].state_age > self.spec.timeouts.guard
+        ]

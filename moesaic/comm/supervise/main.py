@@ -1,0 +1,145 @@
+"""The supervisor's process: `python -m moesaic.comm.supervise.main`, started by comm.launch.
+
+It reads a ServiceSpec from its standard input, which stays open: its end means that the client is
+gone, and the service stops. It answers with one line on its standard output, "ok ROUTE FOLDER" or
+"error TEXT", and keeps that open as well: its end tells the client that the supervisor is gone.
+
+It runs in a session of its own, so the terminal's Ctrl-C and Ctrl-Z go to the client alone, which
+decides. SIGTERM or SIGINT sent to it stop the service in order, with status 0; a fault ends it with
+status 1. Ranks ignore both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Final
+
+import zmq
+
+from moesaic.comm.supervise.agent import FollowerSupervisor
+from moesaic.comm.supervise.child_process import name_process
+from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
+from moesaic.comm.supervise.node_supervisor import NodeSupervisor
+from moesaic.comm.supervise.run_folder import RunFolder
+from moesaic.comm.supervise.service_spec import ServiceSpec, unpack_spec
+
+LENGTH_BYTES: Final = 8
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    name_process("moesaic-super")
+    requests, answers = _take_pipes()
+    spec = _read_spec(requests)
+    logging.basicConfig(
+        level=spec.log_level.upper(), format="[%(asctime)s] [supervisor] %(message)s"
+    )
+    try:
+        folder = RunFolder.create()
+    except (OSError, RuntimeError) as error:
+        os.write(answers, f"error {error}\n".encode())
+        return 1
+    # What multiprocessing makes goes there too, and with it when it is swept.
+    tempfile.tempdir = str(folder.path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        node = _make(spec, folder, context)
+        _watch_client(node, requests)
+        _watch_signals(node)
+        os.write(answers, f"ok {node.client_route.decode()} {folder.path}\n".encode())
+        try:
+            return _run(node)
+        finally:
+            node.close()
+            context.term()
+    finally:
+        folder.remove()
+
+
+def _make(
+    spec: ServiceSpec, folder: RunFolder, context: zmq.Context[zmq.Socket[bytes]]
+) -> NodeSupervisor:
+    return (FollowerSupervisor if spec.node_rank else LeadSupervisor)(spec, folder.path, context)
+
+
+def _run(node: NodeSupervisor) -> int:
+    try:
+        return node.run()
+    except Exception as error:
+        logger.exception("the supervisor failed")
+        node.fail(f"the supervisor failed: {error!r}", [])
+        return 1
+
+
+def _take_pipes() -> tuple[int, int]:
+    """The two pipes under other numbers, so that no child of ours holds them open."""
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, answers
+
+
+def _read_spec(pipe: int) -> ServiceSpec:
+    length = int.from_bytes(_read(pipe, LENGTH_BYTES), "little")
+    return unpack_spec(_read(pipe, length))
+
+
+def _read(pipe: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = os.read(pipe, length - len(data))
+        if not part:
+            raise SystemExit("the client ended before it said what to start")
+        data += part
+    return data
+
+
+def _watch_client(node: NodeSupervisor, pipe: int) -> None:
+    """The pipe ends with the client, unless a child of the client's holds it; its process then
+    tells."""
+
+    number = f"node {node.spec.node_rank}'s" if node.mesh.nnodes > 1 else "the"
+
+    def gone() -> None:
+        node.has_client = False
+        node.stop(f"the process that started {number} ranks ended")
+
+    node.loop.add(pipe, gone)
+    with suppress(OSError, AttributeError):
+        node.loop.add(os.pidfd_open(os.getppid()), gone)
+
+
+def _watch_signals(node: NodeSupervisor) -> None:
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+
+    def caught() -> None:
+        for number in os.read(reader, 16):
+            if number in (signal.SIGTERM, signal.SIGINT):
+                node.stop(f"the supervisor got {signal.Signals(number).name}")
+
+    node.loop.add(reader, caught)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """The number has gone through the pipe."""
+
+
+def _leave(code: int) -> None:
+    """Without waiting for threads that still wait for the fork server."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main())

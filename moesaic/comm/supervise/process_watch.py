@@ -1,0 +1,160 @@
+"""Whether the processes of this node live: ended, stopped, or silent."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moesaic.comm.supervise.control_page import ControlPage, RankState
+from moesaic.comm.supervise.service_spec import Timeouts
+
+logger = logging.getLogger(__name__)
+
+# A supervisor that was itself held up for so long cannot judge what it sees.
+LATE: Final = 1.0
+# Loading a model may hold Python's lock for long, and so may a machine with too much to do.
+PATIENT_FACTOR: Final = 6
+# From this share of the time that is allowed on, a silence is looked into.
+SUSPECT_SHARE: Final = 0.2
+# Who has waited for a core for this share of its silence is starved, and does not hang.
+STARVED_SHARE: Final = 0.5
+# What multiprocessing gives when the fork server, which would know better, is gone.
+LOST: Final = 255
+
+
+@dataclass(slots=True)
+class Silence:
+    """Of a rank: since when it is looked into, and how long each of its threads had waited for a
+    core until then."""
+
+    since: float
+    delays: Mapping[str, float]
+    is_told: bool = False
+
+    def starved_for(self, pid: int) -> float:
+        """The longest that a thread has waited for a core since then."""
+        now = run_delays(pid)
+        return max((now[t] - self.delays.get(t, 0.0) for t in now), default=0.0)
+
+
+class ProcessWatch:
+    """Looks at all ranks of the node, about every 0.1 s."""
+
+    def __init__(self, page: ControlPage, timeouts: Timeouts) -> None:
+        self._page, self._timeouts = page, timeouts
+        self._stopped: dict[int, float] = {}
+        self._silent: dict[int, Silence] = {}
+        self._looked = 0.0
+        self.was_late = False
+        """Whether the last look came long after the one before."""
+        self._fair_from = 0.0
+        self.is_fair = False
+        """Whether enough time has passed since then to judge by what is seen."""
+
+    def look(
+        self, pids: Mapping[int, int], now: float, *, starting: bool
+    ) -> tuple[int, str] | None:
+        """The first rank that hangs, and how it shows."""
+        self.was_late = now - self._looked > LATE
+        if self.was_late:
+            self._stopped.clear()
+            self._silent.clear()
+            self._fair_from = now + LATE
+        self._looked = now
+        self.is_fair = now >= self._fair_from
+        if not self.is_fair:
+            return None
+        for rank, pid in pids.items():
+            why = self._stopped_for(rank, pid, now) or self._silent_for(rank, pid, now, starting)
+            if why:
+                return rank, why
+        return None
+
+    def _stopped_for(self, rank: int, pid: int, now: float) -> str:
+        if process_state(pid) != "T":
+            self._stopped.pop(rank, None)
+            return ""
+        seconds = now - self._stopped.setdefault(rank, now)
+        if seconds < self._timeouts.stopped:
+            return ""
+        return f"hangs: its process {pid} has been stopped (state T) for {seconds:.1f} s"
+
+    def _silent_for(self, rank: int, pid: int, now: float, starting: bool) -> str:
+        seen, limit = self._page.seen(rank), self._timeouts.beat
+        if seen.state == RankState.ABSENT or seen.beat_age < SUSPECT_SHARE * limit:
+            self._silent.pop(rank, None)
+            return ""
+        silence = self._silent.setdefault(rank, Silence(now, run_delays(pid)))
+        patience = limit * (PATIENT_FACTOR if starting else 1)
+        if seen.beat_age < patience:
+            return ""
+        if seen.beat_age < limit * PATIENT_FACTOR and self._is_starved(rank, pid, silence, now):
+            return ""
+        return f"hangs: it has given no heartbeat for {seen.beat_age:.1f} s"
+
+    def _is_starved(self, rank: int, pid: int, silence: Silence, now: float) -> bool:
+        """Whether it is the machine that keeps a rank from its heartbeat."""
+        waited, seconds = silence.starved_for(pid), now - silence.since
+        if waited < STARVED_SHARE * seconds:
+            return False
+        if not silence.is_told:
+            silence.is_told = True
+            logger.warning(
+                "rank %d has waited for a core for %.1f s of the last %.1f s: the machine has too "
+                "much to do",
+                rank,
+                waited,
+                seconds,
+            )
+        return True
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc/PID/stat: R, S, D, T (stopped), t (traced), Z; empty if it is gone."""
+    return _stat(pid, 0)
+
+
+def started_at(pid: int) -> str:
+    """Tells a process from a later one with its number; empty if it is gone."""
+    return _stat(pid, 19)
+
+
+def run_delays(pid: int) -> dict[str, float]:
+    """Seconds for which each thread of a process was ready to run and no core was free for it; none
+    where the kernel does not tell."""
+    found = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            found[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def _stat(pid: int, field: int) -> str:
+    """A field of /proc/PID/stat, counted from the one behind the name."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    # The name stands in brackets, and may hold any character.
+    return stat.rpartition(b")")[2].split()[field].decode()
+
+
+def obituary(exit_code: int | None) -> str:
+    """How a process ended, from its exit code as multiprocessing gives it."""
+    if exit_code is None:
+        return "is gone"
+    if exit_code == LOST:
+        return "is lost: the fork server has died, and all of its processes with it"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = f" ({signal.Signals(-exit_code).name})"
+    except ValueError:
+        name = ""
+    return f"was killed by signal {-exit_code}{name}"

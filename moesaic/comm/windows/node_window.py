@@ -1,0 +1,277 @@
+"""A window between ranks of several nodes.
+
+Every node has one mapping with the planes of all ranks, laid out alike, so that a rank reads from
+its own node's mapping whoever wrote it. What a rank writes it touches; with its next signal that
+goes to the other nodes, ahead of the signal itself. Each sender has one rank in every other node
+that receives for all of them there, so a word or a byte of a mapping still has one writer.
+
+A write reaches another node between its writer's signal before and its next one: later than in the
+writer's own node, never earlier. So where a protocol lets nobody overwrite what others may still
+read, because it has heard from them that they have read it, that holds in every node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.network.handshake import Identity
+from moesaic.comm.supervise.control_page import RankStatus
+from moesaic.comm.windows.signals import Signals, page_bytes
+from moesaic.comm.windows.tcp_links import MOST_PIECES, FrameKind, Inlet, Outlet, TcpLinks, frame
+from moesaic.comm.windows.window import (
+    PlaneSpec,
+    SharedWindow,
+    control_bytes,
+    layout_of,
+    share_memory,
+    window_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoute:
+    """To one other node, and the ranks of the group that are there."""
+
+    outlet: Outlet
+    node: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups:
+    """Who receives for whom: of each node that has a part in the group, its ranks."""
+
+    ranks_of: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, nodes: Sequence[int]) -> NodeGroups:
+        return cls(
+            {n: tuple(r for r, m in enumerate(nodes) if m == n) for n in dict.fromkeys(nodes)}
+        )
+
+    def receiver(self, sender: int, node: int) -> int:
+        """The rank of `node` that receives what `sender` of another node sends: those of a node
+        share the work."""
+        home = next(ranks for ranks in self.ranks_of.values() if sender in ranks)
+        there = self.ranks_of[node]
+        return there[home.index(sender) % len(there)]
+
+
+class Ferry:
+    """What a rank has written and not yet sent: pieces of the mapping, and to which routes."""
+
+    def __init__(self, window: int, memory: mmap.mmap, routes: Sequence[NodeRoute]) -> None:
+        self.window, self.routes = window, routes
+        self._bytes = memoryview(memory)
+        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._everywhere = (1 << len(routes)) - 1
+        self._mask_of = {rank: 1 << i for i, route in enumerate(routes) for rank in route.ranks}
+        self._pieces: list[tuple[int, int, int]] = []
+
+    def load(self, view: Tensor, ranks: Sequence[int] | None) -> None:
+        mask = self._everywhere
+        if ranks is not None:
+            mask = 0
+            for rank in ranks:
+                mask |= self._mask_of.get(rank, 0)
+        if not mask or not view.numel():
+            return
+        assert view.is_contiguous(), f"a part of {tuple(view.shape)} {view.stride()} has gaps"
+        start = view.data_ptr() - self._address
+        stop = start + view.nbytes
+        assert 0 <= start < stop <= len(self._bytes), "what is touched is not part of the window"
+        if self._pieces and self._pieces[-1][1:] == (start, mask):
+            start = self._pieces.pop()[0]
+        self._pieces.append((start, stop, mask))
+
+    def post(
+        self, channel: int, epoch: int, operation: str, seconds: float, seat: RankStatus | None
+    ) -> None:
+        """Send what was loaded, and the signal behind it."""
+        loaded, self._pieces = self._pieces, []
+        for number, route in enumerate(self.routes):
+            pieces = [(start, stop) for start, stop, mask in loaded if mask >> number & 1]
+            assert len(pieces) <= MOST_PIECES, f"{len(pieces)} pieces between two signals"
+            table = [(start, stop - start) for start, stop in pieces]
+            head = frame(FrameKind.POST, self.window, channel, epoch, operation, table)
+            data = [self._bytes[start:stop] for start, stop in pieces]
+            route.outlet.send([head, *data], seconds, seat)
+
+    def tell(self, kind: FrameKind, seconds: float, text: str = "") -> None:
+        for route in self.routes:
+            route.outlet.send([frame(kind, self.window, text=text)], seconds)
+
+    def unload(self) -> None:
+        self._pieces.clear()
+
+    def release(self) -> None:
+        self._pieces.clear()
+        self._bytes.release()
+
+    def unreachable(self) -> dict[int, str]:
+        """The ranks of nodes to which nothing can be sent any more, and why."""
+        return {
+            rank: f"node {route.node} (ranks {', '.join(map(str, route.ranks))}): {broken}"
+            for route in self.routes
+            if (broken := route.outlet.broken)
+            for rank in route.ranks
+        }
+
+
+class NodeSignals(Signals):
+    """Signals that other nodes hear of too."""
+
+    def __init__(
+        self,
+        page: memoryview,
+        address: int,
+        group: Peers,
+        channels: int,
+        ferry: Ferry,
+        timeout: float,
+    ) -> None:
+        super().__init__(page, address, group.rank, group.size, channels, group.seat)
+        self._ferry, self._timeout = ferry, timeout
+
+    def post(self, channel: int, epoch: int, operation: str) -> None:
+        super().post(channel, epoch, operation)
+        self._ferry.post(channel, epoch, operation, self._timeout, self._seat)
+        if any(route.outlet.broken for route in self._ferry.routes):
+            self.unreachable.update(self._ferry.unreachable())
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._ferry.tell(FrameKind.ABORT, self._timeout, reason)
+
+
+class NodeWindow(SharedWindow):
+    """`signal` sends: it returns when the kernel has taken what was touched."""
+
+    bridged = True
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        specs: Sequence[PlaneSpec],
+        group: Peers,
+        timeout: float,
+        channels: int,
+        ferry: Ferry,
+    ) -> None:
+        self._ferry = ferry
+        super().__init__(memory, specs, group, timeout, channels)
+        self._retire = weakref.finalize(
+            self, _retire, [route.outlet for route in ferry.routes], ferry.window
+        )
+
+    def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
+        self._ferry.load(view, ranks)
+
+    def forget(self) -> None:
+        self._ferry.unload()
+
+    def close(self) -> None:
+        super().close()
+        if self._retire.alive:
+            self._retire()
+            for route in self._ferry.routes:
+                route.outlet.send([], self.timeout)
+            self._ferry.release()
+
+    def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
+        return NodeSignals(page, address, group, self._channels + 1, self._ferry, self.timeout)
+
+
+def _retire(outlets: list[Outlet], window: int) -> None:
+    for outlet in outlets:
+        outlet.retire(window)
+
+
+def bridge(group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int) -> NodeWindow:
+    """Called by all ranks of the group with the same planes."""
+    links = group.links
+    if links is None:
+        raise ValueError(
+            f"group {group.name} is on nodes {sorted(set(group.nodes))}: give it links"
+        )
+    name = links.next_window(group.name)
+    window = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    found: list[Ferry] = []
+
+    def join(memory: mmap.mmap, notes: list[str]) -> str:
+        peers = [_Peer(*json.loads(note)) for note in notes]
+        _expect(links, group, memory, peers, channels, window)
+        try:
+            found.append(Ferry(window, memory, _routes(links, group, peers)))
+        except OSError as error:
+            return str(error)
+        return ""
+
+    length = window_bytes(specs, group.size, channels)
+    layout = f"{name}: {layout_of(specs, channels)}"
+    me = links.identity
+    note = json.dumps((me.rank, me.node, links.address, links.port))
+    try:
+        memory = share_memory(group, length, layout, note, join)
+    except BaseException:
+        links.forget(window)
+        raise
+    ferry = found[0]
+    # From here on the receivers notice when this rank goes.
+    ferry.tell(FrameKind.OPEN, timeout)
+    return NodeWindow(memory, specs, group, timeout, channels, ferry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A member of the group, as it presents itself."""
+
+    rank: int
+    node: int
+    address: str
+    port: int
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.rank, self.node)
+
+
+def _expect(
+    links: TcpLinks,
+    group: Peers,
+    memory: mmap.mmap,
+    peers: Sequence[_Peer],
+    channels: int,
+    window: int,
+) -> None:
+    """Make ready for those senders for which this rank receives."""
+    plan, here = NodeGroups.of(group.nodes), group.nodes[group.rank]
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for sender, node in enumerate(group.nodes):
+        if node == here or plan.receiver(sender, here) != group.rank:
+            continue
+        page = memoryview(memory)[: page_bytes(group.size, channels + 1)]
+        signals = Signals(page, address, sender, group.size, channels + 1)
+        first = control_bytes(group.size, channels)
+        inlet = Inlet(memoryview(memory), first, channels + 1, signals)
+        links.expect(window, peers[sender].rank, inlet)
+
+
+def _routes(links: TcpLinks, group: Peers, peers: Sequence[_Peer]) -> list[NodeRoute]:
+    plan, here = NodeGroups.of(group.nodes), group.nodes[group.rank]
+    routes = []
+    for node, ranks in plan.ranks_of.items():
+        if node != here:
+            peer = peers[plan.receiver(group.rank, node)]
+            outlet = links.connect(peer.address, peer.port, peer.identity)
+            routes.append(NodeRoute(outlet, node, ranks))
+    return routes

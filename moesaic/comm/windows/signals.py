@@ -1,0 +1,274 @@
+"""The control page of a shared window: who has come how far, who sleeps, what each rank does.
+
+Words are aligned int64, which a memoryview loads and stores in one piece. Every word has one
+writer, except the doorbells and the abort line; no two ranks' words share a cache line. For a rank
+of another node somebody in this node writes (bridge.py).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
+from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.windows import futex
+
+WORD: Final = 8
+LINE: Final = 8  # words of a cache line
+TEXT_BYTES: Final = 128
+# Ranks of a wait are a mask in one signed word.
+MAX_RANKS: Final = 63
+
+# A yield lets a peer run on a machine with more ranks than cores, and costs a microsecond where
+# there is none to run.
+SPINS: Final = 12
+# The longest sleep without a look around: what a lost wake may cost, and how long a new epoch may
+# go unnoticed.
+SLICE: Final = 0.05
+
+# The line of a sleeper. The ticket is 0 while it is awake, and written last.
+TICKET, CHANNEL, EPOCH, MASK = range(4)
+# The line of its doorbell is the futex word and, next to it, the ticket that was rung for. Then,
+# whether the rank is lost; its text says why.
+RUNG, LOST = 1, 2
+
+# Whether somebody aborted, and whether any rank is lost.
+ABORT, LOSSES = range(2)
+ABORT_TEXT: Final = LINE
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order this rank's accesses before and after.
+
+    Taking and giving back a free lock runs locked instructions, each a full fence on x86. On ARM
+    they are an acquire and a release: that keeps data and signals in order, but a sleeper and its
+    waker could miss each other, which then costs one SLICE.
+    """
+    _lock.acquire()
+    _lock.release()
+
+
+def page_bytes(size: int, channels: int) -> int:
+    return _base(size, size, channels) * WORD
+
+
+class Signals:
+    """Post, wait and abort over a control page that all ranks map. For one thread of each rank."""
+
+    def __init__(
+        self,
+        page: memoryview,
+        address: int,
+        rank: int,
+        size: int,
+        channels: int,
+        seat: RankStatus | None = None,
+    ) -> None:
+        self._rank = rank
+        self._seat = seat
+        self.unreachable: dict[int, str] = {}
+        """Ranks to which this one cannot send any more, and why: waits for them fail."""
+        self._size = size
+        self._bytes = page
+        self._words = page.cast("q")
+        self._bells = page.cast("I")
+        self._address = address
+        posts = _round_up(channels)
+        self._posted = [_base(peer, size, channels) for peer in range(size)]
+        self._sleeper = [base + posts for base in self._posted]
+        self._bell = [base + LINE for base in self._sleeper]
+        self._text = [(base + LINE) * WORD for base in self._bell]
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._said = ""
+        self._ticket = 0
+        self._rings = 0
+
+    def post(self, channel: int, epoch: int, operation: str) -> None:
+        """Publish `epoch`, after all earlier writes, and wake those who waited for just that."""
+        words = self._words
+        mine = self._posted[self._rank] + channel
+        assert epoch >= words[mine], f"epoch {epoch} after {words[mine]} in {operation!r}"
+        self._say(operation)
+        fence()
+        words[mine] = epoch
+        fence()
+        for peer in self._peers:
+            if words[self._sleeper[peer]]:
+                self._wake_if_due(peer)
+
+    def wait(
+        self, channel: int, epoch: int, operation: str, ranks: Sequence[int], timeout: float
+    ) -> None:
+        self._say(operation)
+        pending = [self._posted[rank] + channel for rank in ranks]
+        if self._arrived(pending, epoch):
+            return
+        started = time.monotonic_ns()
+        for _ in range(SPINS):
+            os.sched_yield()
+            if self._arrived(pending, epoch):
+                if self._seat is not None:
+                    self._seat.note_wait(time.monotonic_ns() - started)
+                return
+        if self._sleep(channel, epoch, ranks, pending, timeout):
+            return
+        missing = tuple(r for r in ranks if self._words[self._posted[r] + channel] < epoch)
+        fence()
+        # None, if the last one came just now.
+        if missing:
+            seen = {rank: self._operation_of(rank) for rank in missing}
+            raise PeerTimeout(missing, operation, timeout, seen)
+
+    def posted(self, channel: int) -> int:
+        """What this rank has posted last."""
+        return self._words[self._posted[self._rank] + channel]
+
+    def abort(self, reason: str) -> None:
+        """Make every wait, those in progress too, raise WindowAborted. The first reason stays."""
+        if self._words[ABORT]:
+            return
+        start = ABORT_TEXT * WORD
+        self._bytes[start : start + TEXT_BYTES] = _encode(reason)
+        fence()
+        self._words[ABORT] = 1
+        fence()
+        for peer in self._peers:
+            self._ring(peer)
+
+    def lose(self, reason: str) -> None:
+        """This rank will post no more: make every wait for it raise PeerLost."""
+        seen = self._operation_of(self._rank)
+        self._say(f"{reason} (last seen: {seen!r})" if seen else reason)
+        fence()
+        self._words[self._bell[self._rank] + LOST] = 1
+        self._words[LOSSES] = 1
+        fence()
+        for peer in self._peers:
+            self._ring(peer)
+
+    def release(self) -> None:
+        for view in (self._words, self._bells, self._bytes):
+            view.release()
+
+    def _arrived(self, pending: list[int], epoch: int) -> bool:
+        """Strike off the words that reached the epoch; whether none is left."""
+        words = self._words
+        while pending and words[pending[-1]] >= epoch:
+            pending.pop()
+        if words[ABORT]:
+            raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
+        if self._seat is not None and self._seat.changed:
+            self._seat.check_epoch()
+            # Who has what it waited for goes on: its part of an abandoned step may be done.
+            if pending:
+                self._seat.check()
+        if pending:
+            if words[LOSSES] or self.unreachable:
+                self._check_lost(pending, epoch)
+            return False
+        fence()
+        return True
+
+    def _check_lost(self, pending: list[int], epoch: int) -> None:
+        lost = {}
+        for word in pending:
+            rank = bisect_right(self._posted, word) - 1
+            if self._words[self._bell[rank] + LOST]:
+                fence()
+                # What it posted before it was lost counts.
+                if self._words[word] < epoch:
+                    lost[rank] = self._operation_of(rank)
+            elif rank in self.unreachable:
+                lost[rank] = self.unreachable[rank]
+        if lost:
+            raise PeerLost(tuple(sorted(lost)), self._said, 0.0, lost)
+
+    def _sleep(
+        self, channel: int, epoch: int, ranks: Sequence[int], pending: list[int], timeout: float
+    ) -> bool:
+        """Sleep until all have arrived; False if time ran out."""
+        words, line, bell = self._words, self._sleeper[self._rank], self._bell[self._rank]
+        words[line + CHANNEL] = channel
+        words[line + EPOCH] = epoch
+        words[line + MASK] = sum(1 << rank for rank in ranks)
+        self._ticket += 1
+        words[line + TICKET] = self._ticket
+        deadline = time.monotonic() + timeout
+        if self._seat is not None:
+            self._seat.enter(RankState.WAITING, self._said)
+        try:
+            while True:
+                rung = self._bells[2 * bell]
+                # Between publishing the condition and the last look at it: who posts after the look
+                # sees the condition. Who rings after `rung` was read makes the sleep end at once.
+                fence()
+                if self._arrived(pending, epoch):
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                futex.wait(self._address + bell * WORD, rung, min(left, SLICE))
+        finally:
+            words[line + TICKET] = 0
+            if self._seat is not None:
+                self._seat.enter(RankState.COMPUTING)
+
+    def _wake_if_due(self, peer: int) -> None:
+        """Wake a sleeper whose whole condition holds, unless somebody has done so already."""
+        words, line = self._words, self._sleeper[peer]
+        ticket, channel, epoch, mask = words[line : line + 4].tolist()
+        if not ticket or words[self._bell[peer] + RUNG] == ticket:
+            return
+        for rank, posted in enumerate(self._posted):
+            if mask >> rank & 1 and words[posted + channel] < epoch:
+                return
+        # A hint only: a late writer of an old ticket causes one needless wake.
+        words[self._bell[peer] + RUNG] = ticket
+        self._ring(peer)
+
+    def _ring(self, peer: int) -> None:
+        # No two rings write the same value, so a sleeper that read any earlier one sees a change.
+        self._rings += 1
+        value = (self._rings * self._size + self._rank) & 0xFFFFFFFF
+        self._bells[2 * self._bell[peer]] = value
+        futex.wake(self._address + self._bell[peer] * WORD)
+
+    def _say(self, operation: str) -> None:
+        if operation != self._said:
+            start = self._text[self._rank]
+            self._bytes[start : start + TEXT_BYTES] = _encode(operation)
+            self._said = operation
+
+    def _operation_of(self, rank: int) -> str:
+        return _decode(self._bytes, self._text[rank])
+
+
+def _base(rank: int, size: int, channels: int) -> int:
+    """The first word of a rank's block: its posts, its sleeper line, its doorbell, its text."""
+    head = LINE + TEXT_BYTES // WORD
+    return head + rank * (_round_up(channels) + 2 * LINE + TEXT_BYTES // WORD)
+
+
+def _round_up(words: int) -> int:
+    return -(-words // LINE) * LINE
+
+
+@lru_cache(maxsize=4096)
+def _encode(text: str) -> bytes:
+    """A length and that many bytes of UTF-8, cut to fit."""
+    data = text.encode()[: TEXT_BYTES - 1]
+    return (bytes([len(data)]) + data).ljust(TEXT_BYTES, b"\0")
+
+
+def _decode(page: memoryview, start: int) -> str:
+    """The text at `start`; one that is being overwritten gives a mixture, and no error."""
+    data = bytes(page[start : start + TEXT_BYTES])
+    return data[1 : 1 + data[0]].decode(errors="replace")

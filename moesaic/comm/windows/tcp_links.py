@@ -1,0 +1,330 @@
+"""TCP between the nodes of a service: frames that a rank sends into another node's memory.
+
+A frame is a head, a text, a table of pieces (offset, length) and their bytes. It goes to one rank
+of the other node, whose thread receives it straight into the node's mapping of a window and then
+posts the signal there on behalf of the sender. Both ends of a connection prove that they know the
+service's secret before anything else is read (comm.handshake). No torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from moesaic.comm.network.handshake import (
+    Identity,
+    Role,
+    Session,
+    check_secret,
+    introduce,
+    read_exactly,
+)
+from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
+from moesaic.comm.windows.signals import SLICE, Signals
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS: Final = 10.0
+
+HEAD: Final = struct.Struct("<4sHHIIQq")
+MARK: Final = b"MOEf"
+PIECE_BYTES: Final = 16
+MOST_TEXT: Final = 1024
+MOST_PIECES: Final = 1 << 16
+# What one call of the kernel takes.
+MOST_BUFFERS: Final = 1024
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FrameKind(IntEnum):
+    """OPEN: the sender will use a window. CLOSE: it will no more."""
+
+    OPEN = 0
+    POST = 1
+    ABORT = 2
+    CLOSE = 3
+
+
+class Malformed(Exception):
+    """A frame that nobody could have sent who follows the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inlet:
+    """Where frames of one sender for one window land. `first`: the first byte that it may write;
+    `signals` act for it."""
+
+    memory: memoryview
+    first: int
+    channels: int
+    signals: Signals
+
+    def place(self, offset: int, length: int) -> memoryview:
+        if offset < self.first or length == 0 or offset + length > len(self.memory):
+            raise Malformed(
+                f"a piece of {length} bytes at {offset}: planes are at {self.first}.."
+                f"{len(self.memory)}"
+            )
+        return self.memory[offset : offset + length]
+
+
+def frame(
+    kind: FrameKind,
+    window: int,
+    channel: int = 0,
+    epoch: int = 0,
+    text: str = "",
+    pieces: Sequence[tuple[int, int]] = (),
+) -> bytes:
+    """All of a frame but the bytes of its pieces."""
+    assert len(pieces) <= MOST_PIECES, f"{len(pieces)} pieces in one frame"
+    data = text.encode(errors="replace")[:MOST_TEXT]
+    head = HEAD.pack(MARK, kind, len(data), channel, len(pieces), window, epoch)
+    numbers = [number for piece in pieces for number in piece]
+    return head + data + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+class Outlet:
+    """A connection to a rank of another node, on which this process only sends. Once `broken`, what
+    is sent is dropped; make another with Links.connect."""
+
+    def __init__(self, connection: socket.socket, peer: Identity, address: str) -> None:
+        self.peer, self.address = peer, address
+        self.broken = ""
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._farewells: deque[int] = deque()
+
+    def send(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None = None) -> None:
+        """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait. A
+        new generation does not: those who go on need the connection, and a frame must be whole."""
+        with self._lock:
+            if self.broken:
+                return
+            try:
+                while self._farewells:
+                    last = frame(FrameKind.CLOSE, self._farewells.popleft())
+                    self._send_all([last], seconds, seat)
+                self._send_all(buffers, seconds, seat)
+            except OSError as error:
+                self._break(f"{self.peer} ({self.address}) cannot be reached: {error}")
+            except EpochChanged:
+                # Part of a frame may have gone: nothing can follow it.
+                self._break(f"a frame to {self.peer} ({self.address}) was given up")
+                raise
+
+    def retire(self, window: int) -> None:
+        """A window is gone here; the peer is told with the next frame. Any thread may call it, also
+        one that is sending."""
+        self._farewells.append(window)
+
+    def close(self) -> None:
+        with self._lock:
+            self._break("closed")
+
+    def _send_all(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None) -> None:
+        left = [memoryview(buffer) for buffer in buffers]
+        left.reverse()
+        deadline = time.monotonic() + seconds
+        while left:
+            try:
+                sent = self._connection.sendmsg(left[: -MOST_BUFFERS - 1 : -1])
+            except TimeoutError:
+                if seat is not None:
+                    seat.check_epoch()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
+                continue
+            deadline = time.monotonic() + seconds
+            _advance(left, sent)
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or why
+        self._connection.close()
+
+
+class TcpLinks:
+    """This process's end of the connections between nodes: a listener on the node's own address,
+    a thread for each rank that sends here, and connections to send on, made when first needed.
+
+    `rank` and `node` are those of the service. Everybody has the same secret.
+    """
+
+    def __init__(self, rank: int, node: int, address: str, secret: bytes) -> None:
+        check_secret(secret)
+        if address in ("", "0.0.0.0", "::"):
+            raise ValueError(f"address {address!r}: give the one by which other nodes reach this")
+        self.identity = Identity(rank, node)
+        self.address = address
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._expected: dict[tuple[int, int], Inlet] = {}
+        self._outlets: dict[tuple[str, int], Outlet] = {}
+        self._windows: dict[str, int] = {}
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family, backlog=128)
+        self.port: int = listening.getsockname()[1]
+        handler = RoleHandler(secret, self._serve)
+        self._listener = Listener(listening, self.identity, {Role.LINK: handler})
+
+    def next_window(self, group: str) -> str:
+        """A name for the next window of a group: all its ranks make them in the same order."""
+        self._windows[group] = self._windows.get(group, 0) + 1
+        return f"{group}/{self._windows[group]}"
+
+    def expect(self, window: int, sender: int, inlet: Inlet) -> None:
+        """Frames of a rank of the service for a window land there, from the first on."""
+        with self._lock:
+            assert (window, sender) not in self._expected, f"window {window:x} is there already"
+            self._expected[window, sender] = inlet
+
+    def forget(self, window: int) -> None:
+        """Of a window that came to nothing."""
+        with self._lock:
+            for key in [key for key in self._expected if key[0] == window]:
+                del self._expected[key]
+
+    def connect(self, host: str, port: int, peer: Identity) -> Outlet:
+        """OSError, with the address, where there is nobody, or somebody without the secret."""
+        with self._connecting:
+            known = self._outlets.get((host, port))
+            if known is not None and not known.broken:
+                return known
+            connection = self._call(host, port, peer)
+            tune(connection)
+            # So that a sender which is stuck looks around.
+            connection.settimeout(SLICE)
+            outlet = Outlet(connection, peer, f"{host}:{port}")
+            self._outlets[host, port] = outlet
+            return outlet
+
+    def _call(self, host: str, port: int, peer: Identity) -> socket.socket:
+        """A connection whose ends have proved themselves. One that a busy listener closed before
+        that is tried again."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                connection = socket.create_connection(
+                    (host, port), CONNECT_SECONDS, source_address=(self.address, 0)
+                )
+            except OSError as error:
+                raise OSError(f"{peer} ({host}:{port}) cannot be reached: {error}") from error
+            try:
+                session = introduce(connection, Role.LINK, self.identity, self._secret)
+                if session.peer != peer:
+                    raise PermissionError(f"it is {session.peer}")
+                return connection
+            except OSError as error:
+                connection.close()
+                if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                    raise OSError(f"{peer} ({host}:{port}) refused: {error}") from error
+
+    def close(self) -> None:
+        """End all connections and the listener. May be repeated."""
+        self._listener.close()
+        with self._lock:
+            outlets = list(self._outlets.values())
+            self._expected.clear()
+        for outlet in outlets:
+            outlet.close()
+
+    def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
+        """Receive until the connection ends; then the sender is lost to the windows it used."""
+        inlets: dict[int, Inlet] = {}
+        why = "is no longer listened to"
+        try:
+            while self._receive_frame(connection, session.peer, inlets):
+                pass
+            why = "closed its connection"
+        except Malformed as error:
+            why = f"sent {error}"
+            logger.error("%s %s", name, why)
+        except OSError as error:
+            why = f"broke its connection: {error}"
+        finally:
+            if self._listener.closed:
+                why = f"was cut off by {self.identity}, which closed its links"
+            for inlet in inlets.values():
+                inlet.signals.lose(f"{name} {why}")
+
+    def _receive_frame(
+        self, connection: socket.socket, peer: Identity, inlets: dict[int, Inlet]
+    ) -> bool:
+        """One frame, into memory and then signalled; False if the connection has ended."""
+        head = bytearray(HEAD.size)
+        if not _receive(connection, [memoryview(head)]):
+            return False
+        mark, kind, text_bytes, channel, count, window, epoch = HEAD.unpack(head)
+        if mark != MARK or text_bytes > MOST_TEXT or count > MOST_PIECES:
+            raise Malformed(f"a frame that begins with {bytes(head).hex()}")
+        rest = read_exactly(connection, text_bytes + count * PIECE_BYTES)
+        if kind == FrameKind.OPEN:
+            inlets[window] = self._open(window, peer)
+            return True
+        inlet = inlets.get(window)
+        if inlet is None:
+            raise Malformed(f"a frame of kind {kind} for window {window:x}, which it has not open")
+        text = rest[:text_bytes].decode(errors="replace")
+        if kind == FrameKind.CLOSE:
+            del inlets[window]
+        elif kind == FrameKind.ABORT:
+            inlet.signals.abort(text)
+        elif kind == FrameKind.POST:
+            _check_signal(inlet, channel, epoch)
+            numbers = struct.unpack(f"<{2 * count}Q", rest[text_bytes:])
+            pieces = zip(numbers[::2], numbers[1::2], strict=True)
+            _receive(connection, [inlet.place(*piece) for piece in pieces], inside=True)
+            inlet.signals.post(channel, epoch, text)
+        else:
+            raise Malformed(f"a frame of kind {kind}")
+        return True
+
+    def _open(self, window: int, peer: Identity) -> Inlet:
+        with self._lock:
+            inlet = self._expected.pop((window, peer.rank), None)
+        if inlet is None:
+            raise Malformed(f"a frame for window {window:x}, which is not expected of it")
+        return inlet
+
+
+def _check_signal(inlet: Inlet, channel: int, epoch: int) -> None:
+    if channel >= inlet.channels:
+        raise Malformed(f"a signal on channel {channel} of {inlet.channels}")
+    if epoch < inlet.signals.posted(channel):
+        raise Malformed(f"epoch {epoch} after {inlet.signals.posted(channel)}")
+
+
+def _receive(connection: socket.socket, places: list[memoryview], *, inside: bool = False) -> bool:
+    """Fill the places in order. False if the connection had ended before, unless `inside`."""
+    left = [place for place in reversed(places) if len(place)]
+    while left:
+        count = connection.recvmsg_into(left[: -MOST_BUFFERS - 1 : -1], 0, socket.MSG_WAITALL)[0]
+        if count == 0:
+            if inside:
+                raise ConnectionError("it ended in the middle")
+            return False
+        inside = True
+        _advance(left, count)
+    return True
+
+
+def _advance(left: list[memoryview], count: int) -> None:
+    """Strike off so many bytes; the first buffer is the last of the list."""
+    while count:
+        length = len(left[-1])
+        if length > count:
+            left[-1] = left[-1][count:]
+            return
+        left.pop()
+        count -= length

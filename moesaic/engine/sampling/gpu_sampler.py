@@ -1,0 +1,57 @@
+"""Sampling that the host does not wait for: the tokens stay on the device.
+
+R rows · V vocabulary. Rows that need more than their logits (penalties, biases, grammars, logprobs)
+are left to engine/sampling/sampler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.kernels.sampling import (
+    MASK,
+    MAX_TEMPERATURE,
+    RowSampling,
+    SampleParams,
+    greedy_rows,
+    sample_rows,
+)
+
+GREEDY = RowSampling()
+
+
+class DeviceSampler:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def draw(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """[2, R] on the device: tokens, and 1 for rows that have none."""
+        assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
+        if all(row.params.greedy for row in rows):
+            return greedy_rows(logits_RV)
+        packed = _packed(rows)
+        params = SampleParams(self._upload(packed.values), packed.any_top_p)
+        return sample_rows(logits_RV, params)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+
+def _packed(rows: Sequence[SampleRow]) -> SampleParams:
+    """On the host."""
+    return SampleParams.pack(map(_draw_of, rows))
+
+
+def _draw_of(row: SampleRow) -> RowSampling:
+    params = row.params
+    if params.greedy:
+        return GREEDY
+    temperature = min(params.temperature, MAX_TEMPERATURE)
+    numbers = (params.top_k, params.top_p, params.min_p)
+    return RowSampling(temperature, *numbers, row.seed & MASK, row.position)

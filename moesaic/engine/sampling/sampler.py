@@ -1,0 +1,484 @@
+"""From logits to tokens: pure, vectorised, and the same for a row alone or in any batch.
+
+R rows · V vocabulary · N blocks of the vocabulary · W tokens a block · M blocks that matter
+
+Two choices make a row independent of its neighbours:
+
+* Probabilities become integers in float64, `round(exp((score - best) / temperature) * scale)`.
+  Their sums are exact, so no order of summation on any device can change them.
+* top-k and top-p are thresholds on the score: tokens that tie with the last one kept are kept too.
+  The draw walks the survivors in vocabulary order with one random number per (seed, position).
+
+So it does not matter which shortcut finds the thresholds, and a request that is replayed from its
+emitted tokens continues as it would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.sampling.token_masks import forbid
+from moesaic.kernels.sampling import MAX_TEMPERATURE, uniform, weight_scale
+
+TopLogprobs = list[tuple[float, int]]
+
+BLOCK: Final = 128
+# Work goes in pieces of rows: small enough for the cache of a CPU, bounded in memory on a GPU.
+CPU_PIECE: Final = 2**19
+DEVICE_PIECE: Final = 2**24
+# A row that may keep more tokens than this takes the histogram instead of the nearest blocks.
+NARROW_TOP_K = 512
+NARROW_TOP_P = 128
+TIE_SLACK: Final = 32
+
+
+class NonFiniteLogits(RuntimeError):
+    """Rows that cannot be sampled; `rows` lets the engine fail those requests and no others."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        super().__init__(
+            f"logits of rows {list(rows)} hold NaN or +inf, or leave no token to choose: "
+            "fail these requests and sample the others again"
+        )
+
+
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
+    """What one row of logits needs; `position` counts the tokens before the one sampled."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    eos_ids: frozenset[int] = frozenset()
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry a row; logprobs are of the model's own distribution, None where not asked for."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top_logprobs: list[TopLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The random rows of a batch as columns [R, 1]; `top_k` is V where it is off."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+    def rows(self, index: Tensor) -> Knobs:
+        return Knobs(
+            self.temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
+            self.uniform[index],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores cut into blocks: `ids_RN` says which block of the vocabulary each one is."""
+
+    blocks_RNW: Tensor
+    peaks_RN: Tensor
+    best_R1: Tensor
+    ids_RN: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, scores_RV: Tensor) -> Scores:
+        vocab = scores_RV.shape[1]
+        if vocab % BLOCK:
+            scores_RV = F.pad(scores_RV, (0, -vocab % BLOCK), value=-math.inf)
+        blocks_RNW = scores_RV.reshape(len(scores_RV), -1, BLOCK)
+        peaks_RN = blocks_RNW.amax(-1)
+        ids_N = torch.arange(peaks_RN.shape[1], device=scores_RV.device)
+        scale = weight_scale(vocab)
+        best_R1 = peaks_RN.amax(-1, keepdim=True)
+        return cls(blocks_RNW, peaks_RN, best_R1, ids_N.expand_as(peaks_RN), scale)
+
+    def rows(self, index: Tensor) -> Scores:
+        return replace(
+            self,
+            blocks_RNW=self.blocks_RNW[index],
+            peaks_RN=self.peaks_RN[index],
+            best_R1=self.best_R1[index],
+            ids_RN=self.ids_RN[index],
+        )
+
+    def nearest(self, count: int) -> Scores:
+        """Only the `count` blocks with the highest peaks, still in vocabulary order."""
+        ids_RM = self.peaks_RN.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+        blocks_RMW = self.blocks_RNW.gather(1, ids_RM[:, :, None].expand(-1, -1, BLOCK))
+        peaks_RM = self.peaks_RN.gather(1, ids_RM)
+        return replace(self, blocks_RNW=blocks_RMW, peaks_RN=peaks_RM, ids_RN=ids_RM)
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The blocks and threshold that a shortcut found; rows not `settled` need the long way."""
+
+    scores: Scores
+    floor_R1: Tensor
+    settled_R: Tensor
+
+
+def sample(
+    logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
+) -> Sampled:
+    """One token a row; NonFiniteLogits names every row that has none. `masks`: as token_masks."""
+    assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
+    out = Sampled([], [], [])
+    bad: list[int] = []
+    for piece in _pieces(logits_BV):
+        raw_RV = logits_BV[piece].float()
+        chosen = rows[piece]
+        tokens, broken = _pick(forbid(_adjust(raw_RV, chosen), masks[piece]), chosen)
+        bad += [piece.start + i for i in broken]
+        if not bad:
+            _extend(out, raw_RV, tokens, chosen)
+    if bad:
+        raise NonFiniteLogits(bad)
+    return out
+
+
+def token_logprobs(
+    logits_TV: Tensor, target_ids: Sequence[int], top_n: int = 0
+) -> tuple[list[float], list[TopLogprobs]]:
+    """Logprob of each row's target, and the row's `top_n` most likely tokens; NaN for rows that
+    hold NaN or +inf, or nothing but -inf."""
+    assert logits_TV.shape[0] == len(target_ids), (logits_TV.shape, len(target_ids))
+    logprobs: list[float] = []
+    top: list[TopLogprobs] = []
+    for piece in _pieces(logits_TV):
+        raw_RV = logits_TV[piece].float()
+        targets = target_ids[piece]
+        some, some_top = _logprobs(raw_RV, targets, [top_n] * len(targets))
+        logprobs += some
+        top += some_top
+    return logprobs, top
+
+
+def _pieces(logits_BV: Tensor) -> Iterator[slice]:
+    limit = CPU_PIECE if logits_BV.device.type == "cpu" else DEVICE_PIECE
+    step = max(1, limit // max(1, logits_BV.shape[1]))
+    for start in range(0, logits_BV.shape[0], step):
+        yield slice(start, min(start + step, logits_BV.shape[0]))
+
+
+def _pick(scores_RV: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
+    """Token of each row, and the rows that have none."""
+    scores = Scores.of(scores_RV)
+    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if len(random) == len(rows):
+        ids_R = _draw(scores, rows)
+    else:
+        ids_R = _argmax(scores)
+        if random:
+            index = torch.tensor(random, device=scores_RV.device)
+            ids_R[index] = _draw(scores.rows(index), [rows[i] for i in random])
+    # float64 holds both exactly, and one transfer brings both to the host.
+    tokens, best = torch.stack([ids_R.double(), scores.best_R1[:, 0].double()]).tolist()
+    return [int(t) for t in tokens], [i for i, b in enumerate(best) if not math.isfinite(b)]
+
+
+def _argmax(scores: Scores) -> Tensor:
+    """First token with the highest score, found by way of the block maxima that exist already."""
+    block_R1 = scores.peaks_RN.argmax(-1, keepdim=True)
+    inside_RW = scores.blocks_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    return block_R1[:, 0] * BLOCK + inside_RW.argmax(-1)
+
+
+def _adjust(raw_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Scores after penalties, bias and forbidden ends; the raw logits stay as they were."""
+    edits: list[tuple[Callable[[SampleRow], dict[int, float]], Callable[..., Tensor]]] = [
+        (_repeated, lambda x, by: torch.where(x > 0, x / by, x * by)),
+        (_counted, torch.sub),
+        (lambda row: dict(row.params.logit_bias), torch.add),
+        (_forbidden, torch.add),
+    ]
+    scores_RV = raw_RV
+    for amounts_of, apply in edits:
+        where = [
+            (i, token, by)
+            for i, row in enumerate(rows)
+            for token, by in amounts_of(row).items()
+            if token < raw_RV.shape[1]
+        ]
+        if where:
+            if scores_RV is raw_RV:
+                scores_RV = raw_RV.clone()
+            index = torch.tensor([w[:2] for w in where], device=raw_RV.device).unbind(1)
+            by = torch.tensor([w[2] for w in where], dtype=torch.float32, device=raw_RV.device)
+            scores_RV[index] = apply(scores_RV[index], by)
+    return scores_RV
+
+
+def _repeated(row: SampleRow) -> dict[int, float]:
+    if row.params.repetition_penalty == 1.0:
+        return {}
+    return dict.fromkeys({*row.prompt_ids, *row.output_ids}, row.params.repetition_penalty)
+
+
+def _counted(row: SampleRow) -> dict[int, float]:
+    frequency, presence = row.params.frequency_penalty, row.params.presence_penalty
+    if frequency == 0.0 and presence == 0.0:
+        return {}
+    return {t: frequency * n + presence for t, n in Counter(row.output_ids).items()}
+
+
+def _forbidden(row: SampleRow) -> dict[int, float]:
+    if len(row.output_ids) >= row.params.min_new_tokens:
+        return {}
+    return dict.fromkeys({*row.eos_ids, *row.params.stop_token_ids}, -math.inf)
+
+
+def _knobs(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Knobs:
+    columns = [
+        (
+            min(row.params.temperature, MAX_TEMPERATURE),
+            vocab if row.params.top_k == -1 else min(row.params.top_k, vocab),
+            row.params.top_p,
+            row.params.min_p,
+            uniform(row.seed, row.position),
+        )
+        for row in rows
+    ]
+    table = torch.tensor(columns, dtype=torch.float64, device=device)
+    temperature, top_k, top_p, min_p, uniform_R1 = (c[:, None] for c in table.unbind(1))
+    return Knobs(temperature.float(), top_k.long(), top_p, min_p.float(), uniform_R1)
+
+
+def _draw(scores: Scores, rows: Sequence[SampleRow]) -> Tensor:
+    """Draw one token a row; rows without top-k and top-p walk the whole vocabulary."""
+    vocab = scores.blocks_RNW.shape[1] * BLOCK
+    device = scores.blocks_RNW.device
+    knobs = _knobs(rows, vocab, device)
+    ids_R = torch.empty(len(rows), dtype=torch.int64, device=device)
+    near, wide, plain = _sort_rows(rows)
+    if near:
+        index, some, their = _take(scores, knobs, near)
+        need = max(_blocks_needed(rows[i].params) for i in near)
+        open_rows = [n for n, i in enumerate(near) if rows[i].params.top_k == -1]
+        found = _near(some, their, need, open_rows)
+        ids_R[index] = _walk(found.scores, their, found.floor_R1)
+        settled = found.settled_R.tolist()
+        wide = sorted(wide + [i for i, ok in zip(near, settled, strict=True) if not ok])
+    if wide:
+        index, some, their = _take(scores, knobs, wide)
+        any_top_k = any(rows[i].params.top_k != -1 for i in wide)
+        ids_R[index] = _walk(some, their, _floor_by_histogram(some, their, any_top_k))
+    if plain:
+        index, some, their = _take(scores, knobs, plain)
+        ids_R[index] = _walk(some, their, None)
+    return ids_R
+
+
+def _take(scores: Scores, knobs: Knobs, group: list[int]) -> tuple[Tensor, Scores, Knobs]:
+    """The rows of a group (in ascending order), without a copy when that is all of them."""
+    index = torch.tensor(group, device=scores.best_R1.device)
+    if len(group) == len(scores.best_R1):
+        return index, scores, knobs
+    return index, scores.rows(index), knobs.rows(index)
+
+
+def _sort_rows(rows: Sequence[SampleRow]) -> tuple[list[int], list[int], list[int]]:
+    near: list[int] = []
+    wide: list[int] = []
+    plain: list[int] = []
+    for i, row in enumerate(rows):
+        if row.params.top_k == -1 and row.params.top_p == 1.0:
+            plain.append(i)
+        else:
+            (near if _blocks_needed(row.params) else wide).append(i)
+    return near, wide, plain
+
+
+def _blocks_needed(params: SamplingParams) -> int:
+    """Blocks that hold the tokens kept, unless many tie; 0 if too many to be cheap."""
+    if params.top_k == -1:
+        return NARROW_TOP_P
+    return params.top_k + TIE_SLACK if params.top_k <= NARROW_TOP_K else 0
+
+
+def _weights(
+    scores: Scores, knobs: Knobs, floor_R1: Tensor | None = None, min_p: bool = False
+) -> Tensor:
+    """Integer weights [R, N * W] of the tokens at or above the floor."""
+    flat = scores.blocks_RNW.flatten(1)
+    # Its weight is 0 either way, but torch takes ten times as long for the exponential of -inf.
+    share = (flat - scores.best_R1).div_(knobs.temperature).clamp_(min=-80.0).exp_()
+    if floor_R1 is not None:
+        share.masked_fill_(flat < floor_R1, 0.0)
+    if min_p:
+        share.masked_fill_(share < knobs.min_p, 0.0)
+    return share.mul_(scores.scale).round_().double()
+
+
+def _walk(scores: Scores, knobs: Knobs, floor_R1: Tensor | None) -> Tensor:
+    """Inverse CDF in vocabulary order: first the block, then the token in it."""
+    weights_RNW = _weights(scores, knobs, floor_R1, min_p=True).view(scores.blocks_RNW.shape)
+    sums_RN = weights_RNW.sum(-1)
+    ends_RN = sums_RN.cumsum(-1)
+    total_R1 = ends_RN[:, -1:]
+    mark_R1 = torch.minimum((knobs.uniform * total_R1).floor(), total_R1 - 1)
+    block_R1 = _first_above(ends_RN, mark_R1)
+    mark_R1 = mark_R1 - (ends_RN - sums_RN).gather(1, block_R1)
+    inside_RW = weights_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    offset_R1 = _first_above(inside_RW.cumsum(-1), mark_R1)
+    return (scores.ids_RN.gather(1, block_R1) * BLOCK + offset_R1)[:, 0]
+
+
+def _first_above(ends: Tensor, mark_R1: Tensor) -> Tensor:
+    """Index of the first end beyond the mark; rows of NaN get a valid index and fail later."""
+    found = torch.searchsorted(ends, mark_R1.contiguous(), right=True)
+    return found.clamp_(max=ends.shape[1] - 1)
+
+
+def _near(scores: Scores, knobs: Knobs, need: int, open_rows: list[int]) -> Near:
+    """Thresholds from the `need` highest blocks; `open_rows` have top-p without top-k."""
+    blocks = min(need, scores.peaks_RN.shape[1])
+    near = scores.nearest(blocks)
+    sorted_RC, order_RC = near.blocks_RNW.flatten(1).topk(min(need, blocks * BLOCK), dim=-1)
+    is_open_R1 = knobs.top_k == scores.blocks_RNW.shape[1] * BLOCK
+    rank_R1 = torch.where(is_open_R1, 1, knobs.top_k) - 1
+    kth_R1 = sorted_RC.gather(1, rank_R1)
+    floor_k_R1 = torch.where(is_open_R1, -math.inf, kth_R1)
+
+    weights_RK = _weights(near, knobs, floor_k_R1)
+    total_R1 = weights_RK.sum(-1, keepdim=True)
+    if open_rows:
+        index = torch.tensor(open_rows, device=total_R1.device)
+        total_R1[index] = _weights(scores.rows(index), knobs.rows(index)).sum(-1, keepdim=True)
+    enough_RC = weights_RK.gather(1, order_RC).cumsum(-1) >= knobs.top_p * total_R1
+    first_R1 = enough_RC.int().argmax(-1, keepdim=True)
+    floor_p_R1 = torch.maximum(sorted_RC.gather(1, first_R1), floor_k_R1)
+    floor_R1 = torch.where(knobs.top_p < 1, floor_p_R1, floor_k_R1)
+
+    reached_R = enough_RC[:, -1] | (knobs.top_p[:, 0] == 1)
+    inside_R = (scores.peaks_RN >= torch.minimum(floor_R1, kth_R1)).sum(-1) <= blocks
+    return Near(near, floor_R1, reached_R & inside_R)
+
+
+def _floor_by_histogram(scores: Scores, knobs: Knobs, any_top_k: bool) -> Tensor:
+    """Lowest score kept, whatever the shape of the distribution, without sorting the vocabulary."""
+    flat = scores.blocks_RNW.flatten(1)
+    floor_k_R1 = None
+    if any_top_k:
+        ones = (flat > -math.inf).double()
+        count_R1 = torch.minimum(knobs.top_k.double(), ones.sum(-1, keepdim=True))
+        floor_k_R1 = _score_reaching(flat, ones, count_R1)
+    weights_RK = _weights(scores, knobs, floor_k_R1)
+    target_R1 = knobs.top_p * weights_RK.sum(-1, keepdim=True)
+    floor_p_R1 = _score_reaching(flat, weights_RK, target_R1)
+    return (
+        floor_p_R1 if floor_k_R1 is None else torch.where(knobs.top_p < 1, floor_p_R1, floor_k_R1)
+    )
+
+
+def _score_reaching(scores_RK: Tensor, weights_RK: Tensor, target_R1: Tensor) -> Tensor:
+    """Highest score such that the tokens at or above it weigh at least the target.
+
+    A radix selection on float32 bits made monotone: the first 12 bits by a histogram of the whole
+    vocabulary, two more digits of 10 bits by histograms of the tokens that share what is known.
+    """
+    keys_RK = _monotone(scores_RK.contiguous().view(torch.int32))
+    digit_RK = (keys_RK >> 20).long() + 2**11
+    hist_RD = torch.zeros(len(keys_RK), 2**12, dtype=torch.float64, device=keys_RK.device)
+    digit_R1, target_R1 = _digit_reaching(hist_RD.scatter_add_(1, digit_RK, weights_RK), target_R1)
+    answer_R1 = (digit_R1 - 2**11) << 20
+    row, column = torch.nonzero(digit_RK == digit_R1, as_tuple=True)
+    key, weight = keys_RK[row, column], weights_RK[row, column]
+    for shift in (10, 0):
+        digit = (key >> shift) & 0x3FF
+        hist_RD = torch.zeros(len(keys_RK), 2**10, dtype=torch.float64, device=key.device)
+        hist_RD.view(-1).index_add_(0, (row << 10) + digit, weight)
+        digit_R1, target_R1 = _digit_reaching(hist_RD, target_R1)
+        answer_R1 |= digit_R1 << shift
+        same = torch.nonzero(digit == digit_R1[row, 0])[:, 0]
+        key, weight, row = key[same], weight[same], row[same]
+    return _monotone(answer_R1.int()).view(torch.float32)
+
+
+def _digit_reaching(hist_RD: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """From the top: the digit at which the target is reached, and what is then left of it."""
+    falling_RD = hist_RD.flip(-1)
+    ends_RD = falling_RD.cumsum(-1)
+    found_R1 = torch.searchsorted(ends_RD, target_R1).clamp_(max=hist_RD.shape[1] - 1)
+    left_R1 = target_R1 - (ends_RD - falling_RD).gather(1, found_R1)
+    return hist_RD.shape[1] - 1 - found_R1, left_R1
+
+
+def _monotone(bits: Tensor) -> Tensor:
+    """Float bits as integers that compare like the floats; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _extend(out: Sampled, raw_RV: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> None:
+    asked = [i for i, row in enumerate(rows) if row.return_logprob]
+    logprobs: list[float | None] = [None] * len(rows)
+    top: list[TopLogprobs | None] = [None] * len(rows)
+    if asked:
+        some_RV = raw_RV if len(asked) == len(rows) else raw_RV[asked]
+        counts = [rows[i].top_logprobs_num for i in asked]
+        found, found_top = _logprobs(some_RV, [tokens[i] for i in asked], counts)
+        for i, logprob, best in zip(asked, found, found_top, strict=True):
+            logprobs[i], top[i] = logprob, best
+    out.token_ids.extend(tokens)
+    out.logprobs.extend(logprobs)
+    out.top_logprobs.extend(top)
+
+
+def _logprobs(
+    raw_RV: Tensor, targets: Sequence[int], counts: Sequence[int]
+) -> tuple[list[float], list[TopLogprobs]]:
+    scores = Scores.of(raw_RV)
+    share = (scores.blocks_RNW - scores.best_R1[:, :, None]).exp_()
+    total_R = share.mul_(scores.scale).round_().sum((1, 2), dtype=torch.float64)
+    target_R1 = torch.tensor(targets, device=raw_RV.device)[:, None]
+    table = [raw_RV.gather(1, target_R1)[:, 0], scores.best_R1[:, 0], total_R]
+    picked, best, totals = torch.stack([column.double() for column in table]).tolist()
+    norms = [b + math.log(t / scores.scale) for b, t in zip(best, totals, strict=True)]
+    top = _most_likely(raw_RV, norms, counts)
+    return [p - norm for p, norm in zip(picked, norms, strict=True)], top
+
+
+def _most_likely(
+    raw_RV: Tensor, norms: Sequence[float], counts: Sequence[int]
+) -> list[TopLogprobs]:
+    """The `counts[i]` highest of each row, ties by token id; impossible tokens are left out."""
+    most = max(counts)
+    if most <= 0:
+        return [[] for _ in counts]
+    found = raw_RV.topk(min(most + TIE_SLACK, raw_RV.shape[1]), dim=-1)
+    values, ids = found.values.tolist(), found.indices.tolist()
+    top = []
+    for i, count in enumerate(counts):
+        pairs = sorted(zip(values[i], ids[i], strict=True), key=lambda p: (-p[0], p[1]))
+        if 0 < count < len(pairs) < raw_RV.shape[1] and pairs[count - 1][0] == pairs[-1][0]:
+            # More ties at the border than the slack holds: which of them topk returned is chance.
+            tied = torch.nonzero(raw_RV[i] >= pairs[-1][0])[:, 0]
+            pairs = list(zip(raw_RV[i][tied].tolist(), tied.tolist(), strict=True))
+            pairs.sort(key=lambda p: (-p[0], p[1]))
+        top.append([(v - norms[i], t) for v, t in pairs[:count] if v > -math.inf])
+    return top

@@ -1,0 +1,110 @@
+"""Pages for requests: from the prefix tree, from the free ones, or by evicting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moesaic.core.request import Request
+from moesaic.engine.schedule.kv_cache import Key, PageAllocator, PrefixNode, PrefixTree
+
+
+class KVManager:
+    """`on_take` is told which pages were newly handed out, before they are used."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        on_take: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.tree = PrefixTree(page_size, self.allocator, prefix_cache)
+        self._on_take = on_take
+        self._place: dict[Request, PrefixNode] = {}
+
+    @property
+    def num_available(self) -> int:
+        return self.allocator.num_free + self.tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that running requests hold; cached ones that nobody reads do not count."""
+        return self.allocator.num_pages - self.num_available
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def lookup(self, request: Request) -> tuple[PrefixNode, list[int]]:
+        """The cached prefix that a request may use."""
+        return self.tree.match(request.token_ids, self._reusable(request))
+
+    def awaited(self, request: Request, num_cached: int) -> Key | None:
+        """The page after the `num_cached` ones that `lookup` gave, if `lookup` gives it as well
+        once another request has computed it."""
+        return self._key(request, num_cached, self._reusable(request))
+
+    def frontier(self, request: Request) -> tuple[PrefixNode, Key | None]:
+        """The page that a running request adds to the tree next, if its tokens fill one."""
+        node = self._place[request]
+        return node, self._key(request, node.depth, len(request.token_ids))
+
+    def _key(self, request: Request, page: int, limit: int) -> Key | None:
+        """The tokens of a page that lies within the first `limit` tokens."""
+        if (page + 1) * self.page_size > limit:
+            return None
+        return self.tree.key(request.token_ids, page)
+
+    def _reusable(self, request: Request) -> int:
+        """How many tokens a request may take from the cache: its last one must be computed anew,
+        and so must every one whose successor's logprob is wanted."""
+        if not self.tree.enabled:
+            return 0
+        limit = len(request.token_ids) - 1
+        if request.wants_input_logprobs:
+            limit = min(limit, request.next_input_logprob)
+        return limit
+
+    def admit(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
+        self.tree.acquire(node)
+        self._place[request] = node
+        request.pages = list(pages)
+        request.num_computed = len(pages) * self.page_size
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the request's first `num_tokens` tokens; False if there is none."""
+        missing = self.pages_for(num_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if missing > self.allocator.num_free:
+            self.tree.evict(missing - self.allocator.num_free)
+        taken = self.allocator.take(missing)
+        self._on_take(taken)
+        request.pages.extend(taken)
+        return True
+
+    def share(self, request: Request, num_tokens: int) -> None:
+        """Moves the full pages of the request's first tokens, which are computed, to the tree."""
+        if not self.tree.enabled:
+            return
+        node = self._place[request]
+        for number in range(node.depth, num_tokens // self.page_size):
+            key = self.tree.key(request.token_ids, number)
+            node = self.tree.extend(node, key, request.pages[number])
+            request.pages[number] = node.page
+        self._place[request] = node
+
+    def release(self, request: Request) -> None:
+        """Takes all pages from a request; what it shared stays in the tree."""
+        node = self._place.pop(request)
+        self.allocator.give_back(request.pages[node.depth :])
+        self.tree.release(node)
+        request.pages = []
+        request.num_computed = 0
+
+    def flush(self) -> int:
+        """Empties the prefix cache but for what is in use; says how many pages became free."""
+        return self.tree.evict(self.tree.num_evictable)

@@ -1,0 +1,200 @@
+"""Which tokens are computed in the next step.
+
+Every step takes one token of each request that decodes and fills up with chunks of prompts, so that
+both share one pass over the weights. Older requests come first everywhere: when pages run out, the
+youngest running request is retracted (its tokens kept, its pages freed) and resumed later, so the
+oldest always gets on and every request ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from moesaic.core.request import Request
+from moesaic.engine.schedule.kv_cache import PrefixNode
+from moesaic.engine.schedule.kv_manager import KVManager
+
+# Share of the tokens a running request may still emit for which pages are kept free when another is
+# admitted: it falls while nothing goes wrong and rises with each retraction.
+RESERVE_START, RESERVE_MIN, RESERVE_DECAY, RESERVE_STEP = 0.5, 0.1, 0.002, 0.2
+# Nobody is assumed to emit more than this many tokens when pages are reserved.
+RESERVE_TOKENS = 4096
+_arrival = attrgetter("arrival")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_running: int
+    chunk_tokens: int
+    conservativeness: float = 1.0
+
+
+class Scheduled(NamedTuple):
+    """`length` tokens of a request, from its first that is not computed; `decodes`: as opposed to
+    a part of what was given."""
+
+    request: Request
+    length: int
+    decodes: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.request.num_computed + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step yields the request's next token."""
+        return self.stop == self.request.num_tokens
+
+
+Plan = dict[Request, Scheduled]
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+        self.config, self.kv = config, kv
+        self.waiting: deque[Request] = deque()
+        self.running: set[Request] = set()
+        self._by_age: list[Request] | None = None
+        """The running ones, unless they have changed since."""
+        self.num_retractions = 0
+        self._admitted = (0, 0)
+        self._least_reserve = min(1.0, RESERVE_MIN * config.conservativeness)
+        self._reserve = min(1.0, RESERVE_START * config.conservativeness)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(
+        self, parts: int = 1, only: frozenset[Request] | None = None, ahead: bool = False
+    ) -> list[Scheduled]:
+        """The next step's work; empty only if there is no request but those whose next token is
+        under way. `parts`: steps that are to be under way at once, each with its share of them.
+        `only`: who may take part, running or waiting; everybody unless given. `ahead`: also those
+        whose next token is under way, if they can do without knowing it."""
+        planned: Plan = {}
+        decoding: list[Request] = []
+        filling: list[Request] = []
+        for request in self._running_by_age():
+            if request.pending and not (ahead and request.can_run_ahead):
+                continue
+            if only is None or request in only:
+                (decoding if request.is_decoding else filling).append(request)
+        page_size = self.kv.page_size
+        for request in decoding[: -(-len(self.running) // parts)]:
+            # Mostly its last page has room; one that was retracted just now has no pages.
+            has_room = request.num_computed < len(request.pages) * page_size
+            if has_room or self._plan(request, 1, planned):
+                planned[request] = Scheduled(request, 1, True)
+        budget = self.config.chunk_tokens
+        for request in filling:
+            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+        if self.waiting:
+            self._admit(budget, planned, only)
+        self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
+        return list(planned.values())
+
+    def _running_by_age(self) -> list[Request]:
+        if self._by_age is None:
+            self._by_age = sorted(self.running, key=_arrival)
+        return self._by_age
+
+    def take_admitted(self) -> tuple[int, int]:
+        """Requests admitted since the last call, and how many of their tokens were cached."""
+        taken, self._admitted = self._admitted, (0, 0)
+        return taken
+
+    def finish(self, request: Request) -> None:
+        """Forgets a request, wherever it is."""
+        if request in self.running:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _plan(self, request: Request, length: int, planned: Plan) -> int:
+        """Plans `length` tokens, retracting the youngest while pages are missing; says how many
+        were planned, which is none if the request itself had to go."""
+        if length == 0 or request not in self.running:
+            return 0
+        while not self.kv.grow(request, request.num_computed + length):
+            youngest = max(self.running, key=_arrival)
+            planned.pop(youngest, None)
+            self._retract(youngest)
+            if youngest is request:
+                return 0
+        planned[request] = Scheduled(request, length)
+        return length
+
+    def _retract(self, request: Request) -> None:
+        assert len(self.running) > 1, "a request that was admitted alone must fit"
+        self._leave(request)
+        request.retractions += 1
+        self.num_retractions += 1
+        self._reserve = min(1.0, self._reserve + RESERVE_STEP)
+        self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._by_age = None
+        self.kv.release(request)
+
+    def _admit(self, budget: int, planned: Plan, only: frozenset[Request] | None) -> None:
+        """Admits waiting requests in order; one stays behind while another request computes a page
+        that it can reuse."""
+        # What the step with its first token computes is shared when that has come.
+        computing = {
+            self.kv.frontier(r) for r in self.running if r.num_output == 0 or not r.is_decoding
+        }
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_running:
+                break
+            if only is not None and request not in only:
+                continue
+            if request.pending:  # retracted while its next token is in flight
+                break
+            node, pages = self.kv.lookup(request)
+            key = self.kv.awaited(request, len(pages))
+            if key is not None and (node, key) in computing:
+                continue
+            if not self._fits(request, node, len(pages)):
+                break
+            self._begin(request, node, pages)
+            computing.add(self.kv.frontier(request))
+            budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
+
+    def _begin(self, request: Request, node: PrefixNode, pages: list[int]) -> None:
+        self.kv.admit(request, node, pages)
+        self.waiting.remove(request)
+        self.running.add(request)
+        self._by_age = None
+        if request.num_output == 0 and request.retractions == 0:
+            request.cached_tokens = request.num_computed
+            request.queue_seconds = time.monotonic() - request.created
+        self._admitted = (self._admitted[0] + 1, self._admitted[1] + request.num_computed)
+
+    def _fits(self, request: Request, node: PrefixNode, num_cached: int) -> bool:
+        """Whether the whole sequence has room, beside what the running ones are likely to need."""
+        needed = self.kv.pages_for(len(request.token_ids) + 1) - num_cached
+        available = self.kv.num_available - self.kv.tree.num_idle(node)
+        if not self.running:
+            return needed <= available
+        promised = sum(self._expected_pages(r) for r in self.running)
+        return needed + promised <= available
+
+    def _expected_pages(self, request: Request) -> int:
+        """Pages that a running request is likely to take from now on."""
+        growth = int(self._reserve * min(request.remaining_tokens, RESERVE_TOKENS))
+        tokens = max(len(request.token_ids) + growth, request.num_computed)
+        return self.kv.pages_for(tokens) - len(request.pages)
+
+
+def _uncomputed(request: Request) -> int:
+    return request.num_tokens - request.num_computed

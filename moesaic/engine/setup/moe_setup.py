@@ -1,0 +1,207 @@
+"""From flags and a checkpoint's declarations to how the MoE layers run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from moesaic.comm.mesh import Mesh
+from moesaic.config import ServerArgs
+from moesaic.config.deepep import read_deepep_config
+from moesaic.engine.worker.rank_context import RankContext
+from moesaic.models.blocks import CausalLM
+from moesaic.moe.backends import load_backends
+from moesaic.moe.context import DTYPE_NAMES, MoeContext
+from moesaic.moe.dispatch.base import DispatchConfig
+from moesaic.moe.dispatch.long_sequences import MIB, summarise
+from moesaic.moe.layer import FusedMoE
+from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
+from moesaic.moe.registry import (
+    A2A_REGISTRY,
+    PHASES,
+    RUNNER_REGISTRY,
+    MoeProblem,
+    provider_name,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most tokens that the scheduler puts into one step."""
+
+    tokens: int
+    decode_tokens: int
+
+
+# What `--quantization` makes of an unquantised checkpoint's experts while loading it.
+ONLINE = {
+    "fp8": "fp8_block",
+    "w8a8_fp8": "fp8_channel",
+    "modelopt_fp8": "fp8_tensor",
+    "w8a8_int8": "int8_w8a8",
+    "modelopt_fp4": "nvfp4",
+    "mxfp4": "mxfp4",
+}
+# And what a quantised checkpoint may call itself under each of its values.
+METHODS = {"modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt", "w8a8_fp8": "fp8"}
+
+
+def weight_format(
+    asked: str | None, method: str, declared: WeightFormat | None
+) -> WeightFormat | None:
+    """The format of the experts: what the checkpoint has (`method`, `declared`), or what
+    `--quantization` asks to make of an unquantised one; None: unquantised."""
+    if asked is None:
+        return declared
+    if method == "none":
+        if asked not in ONLINE:
+            raise ValueError(
+                f"--quantization {asked}: the checkpoint is not quantised, and experts can only be "
+                f"quantised while loading as {', '.join(ONLINE)}; for other formats make a "
+                f"checkpoint with moesaic quantize"
+            )
+        return WEIGHT_FORMATS[ONLINE[asked]]
+    if method not in (asked, METHODS.get(asked)):
+        raise ValueError(
+            f"--quantization {asked}: the checkpoint is quantised as {method}; leave the flag out"
+        )
+    return declared
+
+
+def kind_of(args: ServerArgs) -> str:
+    """cpu or cuda; `resolve` leaves nothing else open."""
+    return "cuda" if args.device == "cuda" else "cpu"
+
+
+def moe_problem(
+    args: ServerArgs,
+    dtype: torch.dtype,
+    weights: WeightFormat | None,
+    outline: CausalLM,
+    mesh: Mesh,
+) -> MoeProblem:
+    """`outline`: the model without memory, for its sizes."""
+    name = DTYPE_NAMES[dtype]
+    role = args.disaggregation_mode
+    layers = [module.config for module in outline.modules() if isinstance(module, FusedMoE)]
+    return MoeProblem(
+        a2a=args.moe_a2a_backend,
+        mode=args.deepep_mode,
+        runner=args.moe_runner_backend,
+        payload=args.deepep_dispatch_output_dtype,
+        weights=weights or WEIGHT_FORMATS[name],
+        dtype=name,
+        ep=mesh.ep,
+        tp=mesh.tp,
+        phases=(role,) if role in PHASES else PHASES,
+        device=kind_of(args),
+        hidden_size=layers[0].hidden_size if layers else 0,
+        intermediate_size=layers[0].intermediate_size if layers else 0,
+        experts=layers[0].num_experts if layers else 0,
+        redundant=args.ep_num_redundant_experts,
+    )
+
+
+def moe_context(
+    args: ServerArgs,
+    dtype: torch.dtype,
+    weights: WeightFormat | None,
+    limits: StepLimits,
+    outline: CausalLM,
+    ranks: RankContext,
+) -> MoeContext:
+    """`weights` is None for unquantised experts."""
+    load_backends([args.moe_backend_module] if args.moe_backend_module is not None else [])
+    mesh, deterministic = ranks.mesh, args.enable_deterministic_inference
+    # Sums over cut experts would depend on the cut.
+    copies = mesh.moe_tp if deterministic else 1
+    if copies > 1:
+        logger.info("moe: deterministic: experts are not cut, %d ranks hold each", copies)
+    problem = moe_problem(args, dtype, weights, outline, mesh)
+    if copies > 1:  # placement() lays out the copies
+        problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
+    replicated = problem.a2a == "none" and ranks.replicated
+    own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
+    context = MoeContext.make(
+        problem,
+        dtype,
+        ranks.stage_peers,
+        timeout=ranks.timeout,
+        max_tokens=own(limits.tokens),
+        max_decode_tokens=own(limits.decode_tokens),
+        redundant_experts=args.ep_num_redundant_experts,
+        copies=copies,
+        deterministic=deterministic,
+        replicated=replicated,
+        **({"lanes": 1} if kind_of(args) == "cuda" else {}),
+        **_programs(args),
+    )
+    _log_choice(context)
+    return context
+
+
+def _programs(args: ServerArgs) -> dict[str, int]:
+    """What --deepep-config allows: as many programs take as many multiprocessors at most."""
+    if args.deepep_config is None:
+        return {}
+    config = read_deepep_config(args.deepep_config)
+    if config.idle:
+        logger.warning(
+            "--deepep-config: nothing here is sent in chunks: %s", ", ".join(config.idle)
+        )
+    return {"dispatch_programs": config.dispatch, "combine_programs": config.combine}
+
+
+def _log_choice(context: MoeContext) -> None:
+    choice = context.choice
+    for reason in context.reasons:
+        logger.info("moe: %s", reason)
+    logger.info(
+        "moe: a2a %s (%s, %s), runner %s (%s) on %s, %s weights, %s sent",
+        choice.a2a,
+        choice.mode,
+        provider_name(A2A_REGISTRY[choice.a2a].providers[choice.device]),
+        choice.runner,
+        provider_name(RUNNER_REGISTRY[choice.runner].providers[choice.device]),
+        choice.device,
+        choice.weights.name,
+        choice.payload,
+    )
+
+
+def report_buffers(context: MoeContext, model: CausalLM) -> int:
+    """Says what the dispatchers' buffers will take, from a model without memory; their bytes."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    configs = [
+        context.dispatch_config(
+            context.layout(len(layer.placement.slots)),
+            layer.config.top_k,
+            layer.config.hidden_size,
+            layer.dispatcher.config.layer,
+        )
+        for layer in layers
+    ]
+    report = context.buffers(configs)
+    for number, layer_buffers in report.layers.items():
+        logger.debug("moe: layer %d: %s", number, layer_buffers)
+    if report.total:
+        rows = sorted({f"{b.payload} ({b.row_bytes} bytes)" for b in report.layers.values()})
+        logger.info(
+            "moe: buffers of %.1f MiB a rank for %d layers, rows sent as %s",
+            report.total / MIB,
+            len(report.layers),
+            ", ".join(rows),
+        )
+    if configs and A2A_REGISTRY[context.choice.a2a].rounds and context.choice.mode != "low_latency":
+        _report_rounds(configs[0])
+    return report.total
+
+
+def _report_rounds(config: DispatchConfig) -> None:
+    summary = summarise(config)
+    if summary is not None:
+        logger.log(logging.WARNING if summary.short else logging.INFO, "moe: %s", summary.text)

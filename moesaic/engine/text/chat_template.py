@@ -1,0 +1,179 @@
+"""Chat templates of a model: messages become the text of a prompt, in a limited process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+from moesaic.engine.errors import QueueFull
+from moesaic.engine.frontend.fair_queue import FairExecutor
+from moesaic.engine.text.limited_child import (
+    ANSWER_SECONDS,
+    Allowance,
+    ChildUnresponsive,
+    Exceeded,
+    LimitedChild,
+)
+from moesaic.engine.text.template_child import INVALID, TEXT
+from moesaic.models.tiny_chat import CHAT_TEMPLATES
+
+Message = Mapping[str, Any]
+
+# The largest body that a server takes is rendered in a tenth of it.
+ALLOWANCE: Final = Allowance(seconds=2.0, room=512 * 2**20)
+
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+_CALL: Final = {
+    "id": "abcdefgh1",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"word": "tile"}},
+}
+_TURNS: Final = (
+    {"role": "user", "content": "What is a tile?"},
+    {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "A part of a mosaic."},
+    {"role": "assistant", "content": "A part of a mosaic."},
+)
+_SYSTEM: Final = {"role": "system", "content": "Be brief."}
+# What a template is tried with when a server starts: short and long ones, with and without tools.
+TRIALS: Final[tuple[tuple[tuple[Message, ...], list[Any] | None], ...]] = (
+    (_TURNS[:1], None),
+    ((_SYSTEM, *_TURNS), [_TOOL]),
+    ((_SYSTEM, *(_TURNS * 64), {"role": "user", "content": "word " * 20000}), [_TOOL] * 32),
+)
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, or it does not accept the messages."""
+
+
+class CallArguments(str):
+    """Arguments of a call as the model has written them, which are JSON: templates that put them
+    out as JSON get the values, and those that take them for a text get this one."""
+
+
+class ChatTemplates:
+    """By name, as the folder has them; `variables` are given to each. Any thread may render."""
+
+    def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], folder: str) -> None:
+        self.texts, self._variables, self._folder = dict(texts), dict(variables), folder
+        self._turns = FairExecutor("moesaic-templates")
+        setup = json.dumps(self.texts).encode()
+        self._child = LimitedChild("moesaic.engine.text.template_child", setup, ALLOWANCE)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that renders, while there is one."""
+        return self._child.pid
+
+    def submit(
+        self,
+        client: Hashable,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> Future[str]:
+        """The prompt as text, in the client's turn. The future may have a ChatTemplateError, or
+        QueueFull where the machine is too busy."""
+        variables: dict[str, Any] = {
+            **self._variables,
+            "documents": None,
+            **kwargs,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        name = self._name(tools)
+        return self._turns.submit(client, lambda: self._render(name, variables))
+
+    def check(self) -> None:
+        """ChatTemplateError for a template that is not Jinja, or takes too much for conversations
+        of the usual kind. Many templates refuse some of these, which is their right."""
+        for name, text in self.texts.items():
+            if text in CHAT_TEMPLATES:  # ours: a start need not wait for a process
+                continue
+            for messages, tools in TRIALS:
+                given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+                try:
+                    self._render(name, {**self._variables, **given})
+                except Unusable as error:
+                    raise ChatTemplateError(
+                        f"{error}: mend it, or give another with --chat-template"
+                    ) from None
+                except QueueFull:
+                    raise ChatTemplateError(
+                        f"chat template {name!r} of {self._folder} could not be tried: its process "
+                        f"did not answer within {ANSWER_SECONDS:g} s, or was killed; start again "
+                        "when this machine has processor time and memory to spare"
+                    ) from None
+                except ChatTemplateError:
+                    continue
+
+    def close(self) -> None:
+        self._turns.close(RuntimeError("the engine is shut down: make a new Engine"))
+        self._child.close()
+
+    def _render(self, name: str, variables: Mapping[str, Any]) -> str:
+        try:
+            question = json.dumps(
+                {"template": name, "variables": variables, "parsed": _parsed(variables["messages"])}
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from None
+        try:
+            answer = self._child.ask(question.encode())
+        except Exceeded as error:
+            raise Unusable(
+                f"chat template {name!r} of {self._folder} takes {error} to render these messages"
+            ) from None
+        except ChildUnresponsive:
+            raise QueueFull("the messages could not be rendered now: try again later") from None
+        kind, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
+        if kind == INVALID:
+            raise Unusable(f"chat template {name!r} of {self._folder} is not valid Jinja: {text}")
+        if kind != TEXT:
+            raise ChatTemplateError(f"the chat template does not accept these messages: {text}")
+        return text
+
+    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        name = "tool_use" if tools and "tool_use" in self.texts else "default"
+        if name in self.texts:
+            return name
+        if self.texts:
+            raise ChatTemplateError(
+                f"{self._folder} has chat templates {sorted(self.texts)} and none is the "
+                "default: choose one by name with chat_template"
+            )
+        raise ChatTemplateError(
+            f"{self._folder} has no chat template: give one with chat_template (a file or the "
+            "template itself), or send a prompt instead of messages"
+        )
+
+
+class Unusable(ChatTemplateError):
+    """The template is at fault."""
+
+
+def _parsed(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Where calls have arguments that templates may take in two ways: message and call."""
+    return [
+        (number, position)
+        for number, message in enumerate(messages)
+        if isinstance(calls := message.get("tool_calls"), list)
+        for position, call in enumerate(calls)
+        if isinstance(call, Mapping) and _is_parsed(call.get("function"))
+    ]
+
+
+def _is_parsed(function: Any) -> bool:
+    return isinstance(function, Mapping) and isinstance(function.get("arguments"), CallArguments)

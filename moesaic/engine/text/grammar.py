@@ -1,0 +1,195 @@
+"""Structured output by llguidance: from what users write to a matcher of tokens.
+
+llguidance is imported where it is used: an engine without it serves all that has no grammar.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import tokenizers
+
+from moesaic.core.redact import LONGEST_WORD
+from moesaic.core.sampling import Grammar
+from moesaic.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_DEPTH: Final = 64
+# A model that has nothing to say may go on with white space for ever.
+WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
+# A state takes one or two kB. Time and memory of compiling are bounded by grammar_check.
+MAX_LEXER_STATES: Final = 50_000
+SHOWN: Final = 240
+QUOTES: Final = "\"'`,.:;()[]{}"
+VOID: Final = "<|moesaic:no-end|>"
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def check_depth(grammar: Grammar) -> None:
+    """ValueError for what is nested too deep, or is not JSON where it must be."""
+    if grammar.kind == "json_schema":
+        depth = _json_depth(_parse_json(grammar.text))
+    else:
+        depth = _bracket_depth(grammar.text)
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested {depth} deep, give at most {MAX_DEPTH}")
+
+
+def _parse_json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it holds {constant}, which JSON does not have")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError(f"it is nested too deep, give at most {MAX_DEPTH}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at character {error.pos}") from None
+
+
+def _json_depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return depth
+
+
+def _bracket_depth(text: str) -> int:
+    """At least as deep as a parser may have to go; brackets behind a backslash do not count."""
+    deepest = depth = 0
+    escaped = False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _from_json_schema(text: str) -> str:
+    from llguidance import LLMatcher
+
+    match json.loads(text):
+        case True:
+            text = "{}"
+        case False:
+            raise ValueError("nothing matches it")
+    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
+
+
+def _from_regex(text: str) -> str:
+    """The whole answer must match, so anchors at its ends say nothing new; llguidance has none."""
+    from llguidance import LLMatcher
+
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("its last backslash has nothing behind it")
+    text = text.removeprefix("^")
+    body = text.removesuffix("$")
+    backslashes = len(body) - len(body.rstrip("\\"))
+    return LLMatcher.grammar_from_regex(text if backslashes % 2 else body)
+
+
+def _from_ebnf(text: str) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+    except Exception as error:  # of several types, Exception itself among them
+        # Behind the line's number it shows the line.
+        why = re.sub(r"(at line \d+), .*", r"\1", str(error), flags=re.DOTALL)
+        raise ValueError(f"it is not GBNF: {why}") from error
+
+
+def _from_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
+
+
+SOURCES: Final[dict[str, Callable[[str], str]]] = {
+    "json_schema": _from_json_schema,
+    "regex": _from_regex,
+    "ebnf": _from_ebnf,
+    "lark": _from_lark,
+}
+
+
+class Compiler:
+    """Makes matchers for one tokenizer. `vocab_size`: the model's; without `eos_ids` the token
+    `void` ends an answer, which no model has."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        known = [token for token in sorted(eos_ids) if backend.id_to_token(token) is not None]
+        self.eos_ids = [token for token in known if token < vocab_size]
+        self.void: int | None = None
+        if not self.eos_ids:
+            backend.add_special_tokens([VOID])
+            self.void = backend.token_to_id(VOID)
+        self._backend = backend
+        highest = max(backend.get_vocab(with_added_tokens=True).values())
+        self.num_tokens = max(vocab_size, highest + 1)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of a mask: a bit for each token, in whole words."""
+        return (self.num_tokens + 31) // 32 * 4
+
+    @cached_property
+    def tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        ends = self.eos_ids if self.void is None else [self.void]
+        return LLTokenizer(self._backend.to_str(), n_vocab=self.num_tokens, eos_token=ends)
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """ValueError with llguidance's reason, cut to a readable length, if it refuses."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        try:
+            source = SOURCES[grammar.kind](grammar.text)
+        except ValueError as error:
+            raise ValueError(shown(str(error), grammar)) from error
+        matcher = LLMatcher(self.tokens, source, limits=limits, log_level=0)
+        if matcher.is_error():
+            raise ValueError(shown(matcher.get_error(), grammar))
+        return matcher
+
+
+def _unquoted(word: str, text: str) -> str:
+    """A word of a message; of what was sent only plain names are repeated."""
+    core = word.strip(QUOTES)
+    plain = (core + "a").replace("_", "").replace("$", "").isalnum() and len(core) <= LONGEST_WORD
+    return word if plain or core not in text else word.replace(core, "…")
+
+
+def shown(message: str, grammar: Grammar) -> str:
+    """A message of llguidance without the grammar in it, and without its drawings."""
+    lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
+    told = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
+    told = told.rpartition("… error: ")[2]  # of the regex crate, which shows the regex before it
+    told = " ".join(_unquoted(word, grammar.text) for word in told.split())
+    return told if len(told) <= SHOWN else told[:SHOWN] + "…"

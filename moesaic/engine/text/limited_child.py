@@ -1,0 +1,260 @@
+"""Work that may take too much time or memory, in a process of its own that dies of it.
+
+No check of what is asked bounds this work: the process has a limit of processor time and one of
+memory for each question, both kept by the kernel. This file has both sides: the child calls
+`serve`, its parent makes a `LimitedChild`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import BinaryIO, Final
+
+from moesaic.core.process import child_environment
+
+logger = logging.getLogger(__name__)
+
+LENGTH_BYTES: Final = 4
+START_SECONDS: Final = 120.0
+# Of real time, for what has a limit of processor time: the machine may be busy.
+ANSWER_SECONDS: Final = 30.0
+
+PIECE: Final = 1 << 18
+# Exit statuses of the child. An uncaught exception gives 1.
+RECYCLED, OUT_OF_MEMORY = 0, 3
+
+Answer = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What one question may take: seconds of processor time, and bytes beyond what is in use."""
+
+    seconds: float
+    room: int
+
+
+class Exceeded(Exception):
+    """The work took more than it may, and its process has ended: it would do so again."""
+
+
+class ChildUnresponsive(Exception):
+    """The process did not get enough of the machine's time to answer, or something other than its
+    limits ended it. The same question may be answered later."""
+
+
+def serve(begin: Callable[[bytes], Answer]) -> None:
+    """The child's side: makes what answers questions from the first message, then answers one after
+    another until its input ends. The answer to the first message is empty, or why it cannot be.
+    The allowance is on the command line."""
+    allowance = Allowance(float(sys.argv[1]), int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        answer = begin(_read(source))
+    except Exception as error:
+        _write(sink, str(error).encode() or repr(error).encode())
+        return
+    _write(sink, b"")
+    least = _memory()
+    while question := _read(source):
+        _write(sink, _limited(answer, question, allowance))
+        if _memory() > least + 2 * allowance.room:  # what was freed is not given back: begin anew
+            os._exit(RECYCLED)
+
+
+def _limited(answer: Answer, question: bytes, allowance: Allowance) -> bytes:
+    """The signal of the timer ends the process, whatever it computes."""
+    most = _memory() + allowance.room
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_PROF, allowance.seconds)
+    try:
+        return answer(question)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@cache
+def _status() -> int:
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _memory() -> int:
+    return int(os.pread(_status(), 64, 0).split()[0]) * resource.getpagesize()
+
+
+def _write(stream: BinaryIO, data: bytes) -> None:
+    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """Nothing at the end."""
+    head = stream.read(LENGTH_BYTES)
+    return stream.read(int.from_bytes(head, "little")) if head else b""
+
+
+class LimitedChild:
+    """The parent's side: a process that runs `module` and is started with `setup` when it is first
+    asked, and again after it has died. One thread asks at a time; any thread may close it."""
+
+    def __init__(self, module: str, setup: bytes, allowance: Allowance) -> None:
+        self._module, self._setup, self.allowance = module, setup, allowance
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_resort: weakref.finalize[..., LimitedChild]
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process, while there is one."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def ask(self, question: bytes) -> bytes:
+        """Exceeded with the limit that was reached, NoAnswer, or ValueError if no process can be
+        made from `setup`."""
+        status = self._attempt(question)
+        if status == RECYCLED:  # after the question before, which this one has nothing to do with
+            status = self._attempt(question)
+        if not isinstance(status, int):
+            return status
+        raise self._error_of(status)
+
+    def _attempt(self, question: bytes) -> bytes | int:
+        """The answer, or the exit status of a process that ended instead."""
+        if self._process is None or self._process.poll() is not None:
+            self._end(0.0)
+            self._start()
+        try:
+            return self._exchange(question, ANSWER_SECONDS)
+        except EOFError:
+            return self._end(ANSWER_SECONDS)
+        except TimeoutError:
+            self._end(0.0)
+            logger.warning("%s did not answer within %g s", self._module, ANSWER_SECONDS)
+            raise ChildUnresponsive from None
+
+    def close(self) -> None:
+        """A question that is being answered ends with RuntimeError. May be repeated."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        allowed = self.allowance
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine is shut down: make a new Engine")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, str(allowed.seconds), str(allowed.room)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # The limit of memory counts addresses, of which each arena reserves 64 MB.
+                env=child_environment() | {"MALLOC_ARENA_MAX": "1"},
+                start_new_session=True,
+                bufsize=0,
+            )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+            self._last_resort = weakref.finalize(self, _kill, self._process)
+        try:
+            why = self._exchange(self._setup, START_SECONDS).decode()
+        except (EOFError, TimeoutError) as error:
+            why = f"{self._module} did not start: {error!r}"
+        if why:
+            self._end(0.0)
+            raise ValueError(why)
+
+    def _end(self, seconds: float) -> int:
+        """The exit status; a process that does not end in time is killed."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return 0
+        self._last_resort.detach()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        status = process.wait()
+        process.stdout.close()
+        return status
+
+    def _error_of(self, status: int) -> Exception:
+        if self._closed:
+            return RuntimeError("the engine is shut down: make a new Engine")
+        if status == -signal.SIGPROF:
+            return Exceeded(f"more than {self.allowance.seconds:g} s")
+        # Rust aborts where there is no memory. Nothing else sends SIGABRT, as SIGKILL may be sent.
+        if status in (OUT_OF_MEMORY, -signal.SIGABRT):
+            return Exceeded(f"more than {self.allowance.room // 2**20} MB of memory")
+        logger.warning("%s ended with status %d instead of an answer", self._module, status)
+        return ChildUnresponsive()
+
+    def _exchange(self, question: bytes, seconds: float) -> bytes:
+        process, deadline = self._process, time.monotonic() + seconds
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        _put(process.stdin.fileno(), question, deadline)
+        source = process.stdout.fileno()
+        found = _take(source, LENGTH_BYTES, deadline)
+        end = LENGTH_BYTES + int.from_bytes(found[:LENGTH_BYTES], "little")
+        return bytes((found + _take(source, end - len(found), deadline))[LENGTH_BYTES:])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process of an owner that was never closed."""
+    process.kill()
+    process.wait()
+
+
+def _put(sink: int, data: bytes, deadline: float) -> None:
+    """Writes a message to a pipe that does not block."""
+    rest = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    while rest:
+        _wait_for(sink, select.POLLOUT, deadline)
+        try:
+            rest = rest[os.write(sink, rest) :]
+        except BlockingIOError:  # the pipe has some room, but not for a whole page
+            continue
+        except BrokenPipeError:
+            raise EOFError from None
+
+
+def _take(source: int, least: int, deadline: float) -> bytearray:
+    """What there is to read, and no less."""
+    found = bytearray()
+    while len(found) < least:
+        _wait_for(source, select.POLLIN, deadline)
+        piece = os.read(source, PIECE)
+        if not piece:
+            raise EOFError
+        found += piece
+    return found
+
+
+def _wait_for(pipe: int, event: int, deadline: float) -> None:
+    poller = select.poll()
+    poller.register(pipe, event)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

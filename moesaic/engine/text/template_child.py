@@ -1,0 +1,162 @@
+"""The limited process in which chat templates run.
+
+A template is a program of the checkpoint's author, and what it loops over is the client's: no check
+of either bounds its work, since loops may be empty and filters may be slow. Only Jinja is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moesaic.engine.text.limited_child import Answer, serve
+
+MAX_RENDERED: Final = 16 << 20
+MAX_MESSAGE: Final = 500
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+# The first byte of an answer: what follows is the text, or why there is none.
+TEXT, INVALID, REFUSED = b"tir"
+
+
+class TemplateArguments(dict[str, Any]):
+    """Arguments of a call for templates: some put them out as JSON, some take them for a text."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+class Renderer:
+    """`render` with the name of a template gives a text. TemplateError: it is not Jinja."""
+
+    def __init__(self, templates: Mapping[str, str]) -> None:
+        self._templates = templates
+        self._compiled: dict[str, Template] = {}
+
+    def compile(self, name: str) -> Template:
+        if name not in self._compiled:
+            self._compiled[name] = _environment().from_string(self._templates[name])
+        return self._compiled[name]
+
+    def render(self, name: str, variables: dict[str, Any]) -> str:
+        messages = [_with_reasoning(message) for message in variables["messages"]]
+        return _joined(self.compile(name).generate({**variables, "messages": messages}))
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    size, found = 0, []
+    for piece in pieces:
+        size += len(piece)
+        found.append(piece)
+        if size > MAX_RENDERED:
+            raise ValueError(f"it would be more than {MAX_RENDERED} characters: send less")
+    return "".join(found)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Templates read a turn's reasoning under different names: give it under those in use."""
+    for key in REASONING_KEYS:
+        if (reasoning := message.get(key)) is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _begin(data: bytes) -> Answer:
+    renderer = Renderer(json.loads(data))
+    # Jinja imports parts of itself with the first template, which is not that one's fault.
+    Renderer({"": "{% for a in messages %}{{ a }}{% endfor %}"}).render("", {"messages": [{}]})
+
+    def answer(question: bytes) -> bytes:
+        try:
+            return _rendered(renderer, question)
+        except MemoryError:
+            raise
+        except Exception as error:
+            return _say(REFUSED, (str(error) or repr(error))[:MAX_MESSAGE])
+
+    return answer
+
+
+def _rendered(renderer: Renderer, question: bytes) -> bytes:
+    asked = json.loads(question)
+    name, variables = asked["template"], asked["variables"]
+    try:
+        renderer.compile(name)
+    except TemplateError as error:
+        return _say(INVALID, str(error)[:MAX_MESSAGE])
+    for message, call in asked["parsed"]:
+        function = variables["messages"][message]["tool_calls"][call]["function"]
+        text = function["arguments"]
+        function["arguments"] = TemplateArguments(text, json.loads(text or "{}"))
+    return _say(TEXT, renderer.render(name, variables))
+
+
+def _say(kind: int, text: str) -> bytes:
+    return bytes([kind]) + text.encode("utf-8", "surrogatepass")
+
+
+if __name__ == "__main__":
+    serve(_begin)

@@ -1,0 +1,115 @@
+"""A rank among others: whom it computes with, and how they agree."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from moesaic.comm.collectives.collective import Collective, SingleRank
+from moesaic.comm.collectives.device_collective import device_collective
+from moesaic.comm.collectives.group import Peers, RankGroup
+from moesaic.comm.launch.mps import cramped, crowd
+from moesaic.comm.mesh import Mesh, RankPlace, share
+from moesaic.comm.supervise.control_page import RankStatus
+from moesaic.layers.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+# What a rank's part may have to go in one piece between GPUs: most of a step of prompts.
+DEVICE_BYTES = 32 << 20
+
+
+def neighbours(mesh: Mesh) -> int:
+    """How many ranks may wait on a GPU at once."""
+    return max(mesh.tp, crowd())
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """`replica`: all ranks of this copy of the model. `stage`: the tensor-parallel ranks of this
+    stage; `attention`: those that share its requests. Alone unless made otherwise."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    place: RankPlace = field(default_factory=lambda: Mesh().place(0))
+    replica: Peers = field(default_factory=RankGroup.alone)
+    stage_peers: Peers = field(default_factory=RankGroup.alone)
+    stage: Collective = field(default_factory=SingleRank)
+    attention: Collective = field(default_factory=SingleRank)
+    attention_peers: Peers = field(default_factory=RankGroup.alone)
+    seat: RankStatus | None = None
+    timeout: float = 60.0
+    on_device: Collective | None = None
+    """By which layers put their parts together, where these lie on a GPU; `attention` and `stage`
+    are for what the host knows."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place.stage == self.mesh.pp - 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks of the stage hold the same tokens."""
+        return self.mesh.dp == 1
+
+    def tokens_of_rank(self, tokens: int) -> int:
+        """The most tokens that a rank brings to an expert layer, of so many of its group."""
+        return -(-tokens // self.mesh.attention_tp)
+
+    def computing_on(self, device: torch.device, shares_gpu: bool) -> RankContext:
+        """The same, with what its layers need on a GPU, or where a GPU's code runs. Attention
+        groups of one rank put nothing together."""
+        if device.type == "cuda" and self.place.rank == 0:
+            facts = torch.cuda.get_device_properties(device)
+            if warning := cramped(facts.multi_processor_count):
+                logger.warning("%s", warning)
+        if self.mesh.attention_tp == 1:
+            return self
+        collective = device_collective(
+            self.attention_peers,
+            DEVICE_BYTES,
+            self.timeout,
+            device,
+            shares_gpu=shares_gpu or device.type == "cpu",
+            neighbours=neighbours(self.mesh),
+        )
+        return replace(self, on_device=collective)
+
+    def parallel(self, num_layers: int, deterministic: bool) -> Parallel:
+        layers = share(num_layers, self.place.stage, self.mesh.pp)
+        if not layers:
+            raise ValueError(
+                f"--pp-size {self.mesh.pp} is more than the model's {num_layers} layers: give at "
+                f"most {num_layers}"
+            )
+        group = self.on_device or self.attention
+        return Parallel(
+            attention=group,
+            # With several groups nothing is cut over all of them on a GPU.
+            stage=group if self.mesh.dp == 1 else self.stage,
+            dp=self.mesh.dp,
+            dense_tp=self.mesh.dense_tp,
+            vocab_tp=self.mesh.vocab_tp,
+            layers=layers,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            deterministic=deterministic,
+        )
+
+    def restart(self, generation: int) -> None:
+        """After a step that was abandoned; all ranks do so with one number, higher than any
+        before."""
+        for collective in (self.stage, self.attention, self.on_device):
+            if collective is not None:
+                collective.restart(generation)
+
+    def least(self, value: int, operation: str) -> int:
+        """The smallest value of all ranks of the replica."""
+        told = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)
+        return min(int(json.loads(text)) for text in told)

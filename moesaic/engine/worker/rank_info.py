@@ -1,0 +1,128 @@
+"""What a rank has: backends and who provides them, experts, memory. One rank or many: one shape."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from moesaic.comm.mesh import Mesh
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.setup.memory_plan import collective_bytes, expert_bytes
+from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY, provider_name
+
+logger = logging.getLogger(__name__)
+
+MIB: Final = 1 << 20
+# Ranks that the log names one by one.
+TOLD_RANKS: Final = 16
+# Figures of the serving groups that add up to those of the service.
+SUMMED: Final = (
+    "running",
+    "waiting",
+    "pages_used",
+    "pages_cached",
+    "pages_free",
+    "retractions",
+    "steps",
+    "failed_steps",
+)
+# And those of ranks: memory in bytes.
+MEMORY: Final = ("weight_bytes", "expert_bytes", "cache_bytes", "buffer_bytes")
+
+
+def holdings(runner: ModelRunner) -> dict[str, Any]:
+    """Of this rank. `weight_bytes` hold `expert_bytes`; `buffer_bytes` are those of dispatchers and
+    collectives, whether touched or not; `experts`: the logical expert in each slot."""
+    layers, config = runner.moe_layers, runner.model.config
+    buffers = runner.moe.buffers(layer.dispatcher.config for layer in layers).total
+    gpu = runner.device if runner.kind == "cuda" else None
+    sizes = (config.hidden_size, config.dtype, gpu)
+    return {
+        "pid": os.getpid(),
+        "weight_bytes": runner.model.nbytes,
+        "expert_bytes": sum(map(expert_bytes, layers)),
+        "cache_bytes": runner.cache.num_bytes,
+        "buffer_bytes": buffers + collective_bytes(runner.ranks.mesh, runner.limits, *sizes),
+        "moe_layers": [layer.dispatcher.config.layer for layer in layers],
+        "first_slot": layers[0].layout.first_slot if layers else 0,
+        "experts": list(layers[0].local_experts) if layers else [],
+        "providers": providers(runner),
+        **runner.device_holdings(),
+    }
+
+
+def providers(runner: ModelRunner) -> dict[str, Any]:
+    """What carries tokens to experts and computes them here, and why it was chosen."""
+    choice = runner.moe.choice
+    a2a, runners = A2A_REGISTRY[choice.a2a], RUNNER_REGISTRY[choice.runner]
+    return {
+        "device": choice.device,
+        "a2a": choice.a2a,
+        "a2a_mode": choice.mode,
+        "a2a_provider": provider_name(a2a.providers[choice.device]),
+        "runner": choice.runner,
+        "runner_provider": provider_name(runners.providers[choice.device]),
+        "payload": choice.payload,
+        "weights": choice.weights.name,
+        "reasons": list(runner.moe.reasons),
+    }
+
+
+def log_ranks(ranks: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
+    """At the end of a start: which experts lie where, and what memory every rank has taken."""
+    for number, rank in enumerate(ranks[:TOLD_RANKS]):
+        weights, experts, cache, buffers = (rank[key] / MIB for key in MEMORY)
+        layers = len(rank["moe_layers"])
+        logger.info(
+            "%s: %s of %d MoE layer%s; weights %.1f MiB (experts %.1f), KV cache %.1f, buffers "
+            "%.1f; process %d",
+            mesh.describe(number),
+            spoken(rank["experts"]),
+            layers,
+            "" if layers == 1 else "s",
+            weights,
+            experts,
+            cache,
+            buffers,
+            rank["pid"],
+        )
+    if len(ranks) > TOLD_RANKS:
+        logger.info("and %d ranks more: see /server_info", len(ranks) - TOLD_RANKS)
+
+
+def spoken(experts: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> experts 0-2, 5"""
+    runs: list[list[int]] = []
+    for expert in experts:
+        if runs and expert == runs[-1][-1] + 1:
+            runs[-1].append(expert)
+        else:
+            runs.append([expert])
+    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"experts {', '.join(told)}" if told else "no experts"
+
+
+def service_info(
+    args: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    ranks: Sequence[Mapping[str, Any]],
+    num_experts: int,
+) -> dict[str, Any]:
+    """The flags as resolved, the figures of all groups, and what the ranks hold."""
+    first = next((rank for rank in ranks if rank["experts"]), ranks[0])
+    return {
+        **args,
+        **groups[0],
+        **{key: sum(group[key] for group in groups) for key in SUMMED},
+        "providers": first["providers"],
+        "placement": {
+            "num_experts": num_experts,
+            "redundant_experts": args["ep_num_redundant_experts"],
+            "experts_of_rank": [rank["experts"] for rank in ranks],
+        },
+        "memory": {key: sum(rank[key] for rank in ranks) for key in MEMORY},
+        "groups": list(groups),
+        "ranks": [{k: v for k, v in rank.items() if k != "providers"} for rank in ranks],
+    }

@@ -1,0 +1,123 @@
+"""What a rank tells of itself when it is asked: statistics, and what it has recorded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from moesaic.core.stats import GroupStats, RankStats, TrafficStats
+from moesaic.engine.runner.model_runner import ModelRunner
+
+# Spans in one answer: about a third of a MiB, so that tokens do not wait behind it.
+CHUNK: Final = 10_000
+
+
+class RankTold(msgspec.Struct, array_like=True):
+    """The answer to `stats`; of its group only by a leader."""
+
+    rank: RankStats
+    group: GroupStats | None = None
+
+
+class RecordTold(msgspec.Struct, array_like=True):
+    """The answer to questions about a recording. `first`: the first step that it has in full;
+    `step`: the step that the rank is in; `now`: its clock."""
+
+    now: int
+    on: bool
+    first: int
+    step: int
+    count: int
+    lost: int
+    data: bytes = b""
+
+
+class RankStatsReporter:
+    """`group`: the figures of the serving group, where this rank leads one."""
+
+    def __init__(
+        self, runner: ModelRunner, rank: int = 0, group: Callable[[], GroupStats] | None = None
+    ) -> None:
+        self._runner, self._rank, self._group = runner, rank, group
+        self._spans, self._layers = runner.spans, runner.moe_layers
+        self.steps = 0
+        self.busy = 0.0
+        """Seconds in steps, where no seat in a control page counts them."""
+        self._answers: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "stats": lambda _: RankTold(self.stats(), self._group and self._group()),
+            "record": self._record,
+            "record_until": self._record_until,
+            "record_state": self._state,
+            "record_stop": self._record_stop,
+            "record_read": self._record_read,
+        }
+
+    def knows(self, what: str) -> bool:
+        return what in self._answers
+
+    def answer(self, what: str, options: dict[str, Any]) -> Any:
+        return self._answers[what](options)
+
+    def stats(self) -> RankStats:
+        runner, ranks = self._runner, self._runner.ranks
+        computed, waited = (self.busy, 0.0) if ranks.seat is None else ranks.seat.totals
+        layers = [layer for layer in self._layers if layer.load.counts]
+        return RankStats(
+            rank=self._rank,
+            place=ranks.mesh.describe(self._rank),
+            steps=self.steps,
+            compute_seconds=computed,
+            wait_seconds=waited,
+            runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,
+            traffic={
+                name: TrafficStats(
+                    dispatches=moved.dispatches,
+                    dispatch_rows=moved.dispatch_rows,
+                    dispatch_bytes=moved.dispatch_bytes,
+                    dispatch_seconds=moved.dispatch_ns / 1e9,
+                    combines=moved.combines,
+                    combine_rows=moved.combine_rows,
+                    combine_bytes=moved.combine_bytes,
+                    combine_seconds=moved.combine_ns / 1e9,
+                )
+                for name, moved in runner.moe.comm.traffic.items()
+            },
+            layers=[layer.load.layer for layer in layers],
+            experts=[list(layer.local_experts) for layer in layers],
+            expert_tokens=[layer.load.tokens for layer in layers],
+            pid=os.getpid(),
+        )
+
+    def _record(self, _: dict[str, Any]) -> RecordTold:
+        self._spans.start()
+        return self._state()
+
+    def _record_until(self, options: dict[str, Any]) -> RecordTold:
+        self._spans.end_after(options["steps"], options["firsts"][self._rank])
+        return self._state()
+
+    def _record_stop(self, _: dict[str, Any]) -> RecordTold:
+        self._spans.stop()
+        return self._state()
+
+    def _record_read(self, options: dict[str, Any]) -> RecordTold:
+        """A piece of what was recorded; after the last there is nothing any more."""
+        first = options["first"]
+        data = self._spans.read(first, CHUNK)
+        told = self._state(data=data)
+        if first + CHUNK >= self._spans.count:
+            self._spans.free()
+        return told
+
+    def _state(self, _: dict[str, Any] | None = None, data: bytes = b"") -> RecordTold:
+        spans = self._spans
+        first = spans.first
+        if spans.lost:  # the oldest that is kept may lack its beginning
+            first = max(first, spans.oldest_step + 1)
+        return RecordTold(
+            time.monotonic_ns(), spans.on, first, spans.step, spans.count, spans.lost, data
+        )

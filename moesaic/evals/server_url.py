@@ -1,0 +1,34 @@
+"""The address of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import unquote
+
+ROUTES: Final = ("/chat/completions", "/completions", "/models", "/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUrl:
+    """`url`: without a route of the API and without a secret; `login`: NAME:PASSWORD where the
+    address had one."""
+
+    url: str
+    login: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, text: str) -> ServerUrl:
+        """ValueError, which shows no password, where it is not the address of a server."""
+        scheme, _, rest = text.partition("://")
+        host, slash, path = rest.partition("/")
+        login, _, host = host.rpartition("@")
+        if "@" in path:
+            raise ValueError("--base-url has an @ behind its first /: write %2F for a / of a name")
+        if scheme not in ("http", "https") or not host:
+            shown = text.rpartition("@")[2]
+            raise ValueError(f"--base-url is {shown!r}: give http://HOST:PORT")
+        url = f"{scheme}://{host}{slash}{path}".rstrip("/")
+        for route in ROUTES:
+            url = url.removesuffix(route).rstrip("/")
+        return cls(url, unquote(login))

@@ -1,0 +1,243 @@
+"""`bench serve`: measures a server over HTTP, under one load or several."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from moesaic.loadgen import picture, report
+from moesaic.loadgen.args import Load, ServeBenchArgs
+from moesaic.loadgen.client import Client, session
+from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
+from moesaic.loadgen.endpoints import ENDPOINTS, Asked, error_text
+from moesaic.loadgen.metrics import measure, parse_goodput
+from moesaic.loadgen.outcome import BenchPrompt
+from moesaic.loadgen.texts import TINY, Texts, TokenTexts, WordTexts, load_tokenizer
+from moesaic.loadgen.traffic import Run, TrafficSource
+
+WARMUP_TOKENS = 32
+INTERRUPTED = 130
+Result = TypeVar("Result")
+
+
+def serve_bench(args: ServeBenchArgs) -> int:
+    """Exit status: 0, 1 if every request failed, 130 if it was interrupted."""
+    plan = BenchPlan.of(args)
+    _raise_file_limit()
+    return _run(_Bench(plan).run())
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The flags, checked as far as possible before anything is sent."""
+
+    args: ServeBenchArgs
+    loads: list[Load]
+    limits: dict[str, float]
+    extra: dict[str, Any]
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, args: ServeBenchArgs) -> BenchPlan:
+        if args.tokenize_prompt and ENDPOINTS[args.backend].chat:
+            raise ValueError(f"--tokenize-prompt: --backend {args.backend} takes texts only")
+        for path in (args.plot, args.output_file):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no such folder")
+        return cls(
+            args, args.loads(), parse_goodput(args.goodput), _extra_body(args), _headers(args)
+        )
+
+
+def _extra_body(args: ServeBenchArgs) -> dict[str, Any]:
+    if args.extra_request_body is None:
+        return {}
+    try:
+        extra = json.loads(args.extra_request_body)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--extra-request-body is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ValueError('--extra-request-body is not an object: give {"NAME": VALUE}')
+    return extra
+
+
+def _headers(args: ServeBenchArgs) -> dict[str, str]:
+    headers = {}
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    for word in args.header or ():
+        mark = min((m for m in "=:" if m in word), key=word.index, default="")
+        name, _, value = word.partition(mark) if mark else ("", "", "")
+        if not name.strip():
+            raise ValueError(f"--header is {word!r}: give NAME=VALUE")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+class _Bench:
+    def __init__(self, plan: BenchPlan) -> None:
+        self.plan, self.args = plan, plan.args
+        self.url = plan.args.url()
+        self.points: list[picture.Point] = []
+
+    async def run(self) -> int:
+        args = self.args
+        async with session(self.plan.headers) as self.session:
+            info = await self._greet()
+            self.model = args.model or info.model
+            self.texts = self._texts(info)
+            stream = not args.disable_stream
+            asked = Asked(self.model, stream, not args.disable_ignore_eos, self.plan.extra)
+            self.client = Client(self.session, self.url, ENDPOINTS[args.backend], asked)
+            cut = False
+            for number, load in enumerate(self.plan.loads):
+                cut = cut or await self._measure(number, load)
+        if args.plot:
+            name = Path(self.model).name if Path(self.model).is_dir() else self.model
+            picture.draw(args.plot, self.points, f"{name} · {args.backend} · {args.dataset_name}")
+            print(f"wrote {args.plot}")
+        if cut:
+            return INTERRUPTED
+        return 0 if any(figures.completed for _, figures in self.points) else 1
+
+    async def _measure(self, number: int, load: Load) -> bool:
+        """One load, with prompts of its own: those of the last one may be in the server's cache.
+        True if it was interrupted."""
+        args = self.args
+        prompts, warmups = self._prompts(args.seed + number)
+        if number == 0:
+            await self._warm_up(warmups)
+        if args.flush_cache:
+            await self._post("/flush_cache")
+        if args.profile:
+            await self._post("/start_profile")
+        traffic = TrafficSource(self.client, load, args.seed + number, not args.disable_tqdm)
+        run = await traffic.run(prompts)
+        if args.profile:
+            await self._post("/stop_profile")
+        self._report(load, run)
+        return run.cut
+
+    def _prompts(self, seed: int) -> tuple[list[BenchPrompt], list[BenchPrompt]]:
+        """What is measured, and others to warm up with, if there are enough."""
+        args, warm = self.args, self.args.warmup_requests
+        number = args.num_prompts + warm
+        prompts = draw_prompts(DatasetSpec(args, self.texts, seed, number, args.tokenize_prompt))
+        if args.dataset_name == "generated-shared-prefix":
+            return prompts, prompts[:warm]
+        return prompts[: args.num_prompts], (prompts[args.num_prompts :] or prompts)[:warm]
+
+    async def _warm_up(self, prompts: list[BenchPrompt]) -> None:
+        short = [
+            BenchPrompt(
+                prompt.text, prompt.tokens, min(prompt.output_len, WARMUP_TOKENS), prompt.ids
+            )
+            for prompt in prompts
+        ]
+        outcomes = await asyncio.gather(*(self.client.ask(prompt) for prompt in short))
+        for outcome in outcomes:
+            if outcome.error:
+                raise RuntimeError(
+                    f"a request to warm up failed, so nothing was measured: {outcome.error}"
+                )
+
+    def _report(self, load: Load, run: Run) -> None:
+        args = self.args
+        if isinstance(self.texts, TokenTexts):
+            count = self.texts.count_answer
+            for outcome in run.outcomes:  # a server that gives no usage
+                if outcome.output_tokens is None:
+                    outcome.output_tokens = count(outcome.text)
+            figures = measure(run, self.plan.limits, count)
+        else:
+            for outcome in run.outcomes:
+                if outcome.output_tokens is None:
+                    outcome.output_tokens = len(outcome.arrivals)
+            figures = measure(run, self.plan.limits, None)
+        self.points.append((load, figures))
+        print(report.serving_block(args, load, figures))
+        for note in report.notes(args, figures, run):
+            print(note, file=sys.stderr)
+        if args.output_file:
+            line = report.json_line(args, load, figures, run, self.model)
+            report.append_json(args.output_file, line)
+        sys.stdout.flush()
+
+    def _texts(self, info: _Info) -> Texts:
+        """The tokenizer that was named, or one that can be found."""
+        chat, args = ENDPOINTS[self.args.backend].chat, self.args
+        if args.tokenizer is not None:
+            return TokenTexts(load_tokenizer(args.tokenizer), chat)
+        for name in (args.model, info.tokenizer, info.model):
+            if name and (name.startswith(TINY) or (Path(name) / "tokenizer.json").is_file()):
+                return TokenTexts(load_tokenizer(name), chat)
+        print(
+            "no tokenizer is known, so random prompts are words, and lengths are about what was "
+            "asked: give --tokenizer DIR to have them exact",
+            file=sys.stderr,
+        )
+        return WordTexts()
+
+    async def _greet(self) -> _Info:
+        """Whether somebody is there, and what it says of itself; no route of these is a must."""
+        try:
+            models = await self._get("/v1/models")
+            about = await self._get("/server_info")
+        except (aiohttp.ClientError, OSError) as error:
+            raise RuntimeError(
+                f"no server at {self.url}: {error}; start one with moesaic serve MODEL, or say "
+                "where it is with --base-url"
+            ) from None
+        names = [entry.get("id") for entry in models.get("data") or [] if isinstance(entry, dict)]
+        name = names[0] if names else about.get("served_model_name") or about.get("model_path")
+        tokenizer = about.get("tokenizer_path") or about.get("model_path")
+        return _Info(str(name or "default"), str(tokenizer or ""))
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with self.session.get(self.url + path) as response:
+            with suppress(aiohttp.ContentTypeError, ValueError):
+                content = await response.json()
+                if response.status == 200 and isinstance(content, dict):
+                    return content
+        return {}
+
+    async def _post(self, path: str) -> None:
+        """A wish beside the requests: if it is not granted, the figures are not what was asked."""
+        async with self.session.post(self.url + path, json={}) as response:
+            if response.status != 200:
+                reason = (await response.text())[:200]
+                raise RuntimeError(f"{path}: status {response.status}: {error_text(reason)}")
+
+
+@dataclass(frozen=True)
+class _Info:
+    model: str
+    tokenizer: str
+
+
+def _raise_file_limit() -> None:
+    """Every open request is a socket."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """On uvloop where it is installed: the client must not be what is measured."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

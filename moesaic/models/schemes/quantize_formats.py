@@ -1,0 +1,173 @@
+"""The forms in which `moesaic quantize` writes checkpoints: tensors, and what config.json says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.models.schemes.floats import (
+    BLOCK,
+    Mxfp4Stack,
+    StoredFp8Matrix,
+    StoredMxfp4Matrix,
+    StoredNvfp4Matrix,
+)
+from moesaic.models.schemes.integers import AwqMatrix, CompressedInts, GptqMatrix
+from moesaic.models.schemes.storage import Storage
+from moesaic.moe.quant.numerics import MXFP4_GROUP, NVFP4_GROUP
+
+Config = dict[str, Any]
+NO_GROUP = 0
+
+
+@dataclass(frozen=True)
+class QuantizeFormat:
+    """`storage` for a group size, `config` for that and the modules that stay unquantised.
+
+    `stacked`: the experts lie in stacks.
+    """
+
+    storage: Callable[[int], Storage]
+    config: Callable[[int, Sequence[str]], Config]
+    group_size: int = NO_GROUP
+    stacked: bool = False
+
+
+def _numbers(kind: str, bits: int, strategy: str, dynamic: bool = False, group: int = 0) -> Config:
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "group_size": group or None,
+        "strategy": strategy,
+        "dynamic": dynamic,
+    }
+
+
+def _compressed(
+    form: str, kind: str, bits: int, strategy: str, activations: bool
+) -> Callable[[int, Sequence[str]], Config]:
+    def config(group: int, ignored: Sequence[str]) -> Config:
+        return {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "ignore": list(ignored),
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": _numbers(kind, bits, strategy, group=group),
+                    "input_activations": (
+                        _numbers(kind, bits, "token", dynamic=True) if activations else None
+                    ),
+                    "output_activations": None,
+                }
+            },
+        }
+
+    return config
+
+
+def _fp8(group: int, ignored: Sequence[str]) -> Config:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+def _awq(group: int, ignored: Sequence[str]) -> Config:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+def _gptq(bits: int) -> Callable[[int, Sequence[str]], Config]:
+    def config(group: int, ignored: Sequence[str]) -> Config:
+        return {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group or -1,
+            "desc_act": False,
+            "sym": True,
+            "checkpoint_format": "gptq",
+            "lm_head": False,
+            "dynamic": {f"-:{re.escape(name)}$": {} for name in ignored},
+        }
+
+    return config
+
+
+def _nvfp4(group: int, ignored: Sequence[str]) -> Config:
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_GROUP}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": list(ignored),
+        "config_groups": {
+            "group_0": {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}
+        },
+        "producer": {"name": "moesaic"},
+    }
+
+
+def _mxfp4(group: int, ignored: Sequence[str]) -> Config:
+    form = _compressed("mxfp4-pack-quantized", "float", 4, "group", activations=False)
+    config = form(MXFP4_GROUP, ignored)
+    config["config_groups"]["group_0"]["weights"]["scale_dtype"] = "torch.uint8"
+    return config
+
+
+def _mxfp4_stacks(group: int, ignored: Sequence[str]) -> Config:
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    return {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*skipped, "model.embed_tokens", "lm_head"],
+    }
+
+
+FORMS = {
+    "fp8": QuantizeFormat(lambda _: StoredFp8Matrix("block", "weight_scale_inv"), _fp8),
+    "fp8_channel": QuantizeFormat(
+        lambda _: StoredFp8Matrix("channel"),
+        _compressed("float-quantized", "float", 8, "channel", activations=True),
+    ),
+    "fp8_tensor": QuantizeFormat(
+        lambda _: StoredFp8Matrix("tensor"),
+        _compressed("float-quantized", "float", 8, "tensor", activations=True),
+    ),
+    "int8_w8a8": QuantizeFormat(
+        lambda _: CompressedInts(8, None, activation=True, packed=False),
+        _compressed("int-quantized", "int", 8, "channel", activations=True),
+    ),
+    "int8_w8a16": QuantizeFormat(
+        lambda _: CompressedInts(8, None),
+        _compressed("pack-quantized", "int", 8, "channel", activations=False),
+    ),
+    "int4_w4a16": QuantizeFormat(
+        lambda group: CompressedInts(4, group, kept=group),
+        _compressed("pack-quantized", "int", 4, "group", activations=False),
+        group_size=128,
+    ),
+    "awq": QuantizeFormat(
+        lambda group: AwqMatrix(4, group, symmetric=False, kept=group), _awq, group_size=128
+    ),
+    "gptq": QuantizeFormat(
+        lambda group: GptqMatrix(4, group, kept=group), _gptq(4), group_size=128
+    ),
+    "gptq_int8": QuantizeFormat(lambda _: GptqMatrix(8, None), _gptq(8)),
+    "nvfp4": QuantizeFormat(lambda _: StoredNvfp4Matrix(), _nvfp4),
+    "mxfp4": QuantizeFormat(lambda _: StoredMxfp4Matrix(), _mxfp4),
+}
+# Of families that store the experts of a layer together (gpt-oss).
+STACK_FORMS = {"mxfp4": QuantizeFormat(lambda _: Mxfp4Stack(), _mxfp4_stacks, stacked=True)}

@@ -1,0 +1,245 @@
+"""Dispatchers whose rows kernels write straight to where they are computed: those of a GPU.
+
+P ranks · C rows of a rank in a step · T tokens of this rank · K chosen · R = P * C rows · N = R * K
+pairs · H hidden.
+
+All of them are one mechanism. Dispatch sends a token once to each rank that holds a slot of its,
+with ids that are local there; the runner finds the rows of each slot on the device. Results come
+back in one of two ways:
+
+    by rows     the expert's rank weights and sums the pairs of a row; the token's rank adds up one
+                row of each rank. Fewest bytes where a rank holds several of a token's experts.
+    by pairs    the expert's rank leaves all pairs as they are, and the token's rank weights and
+                sums them in the order of k. No kernel in between, and bits that do not depend on
+                which experts share a rank: deterministic mode always goes this way.
+
+Nothing is counted on the host, nothing waits for the device, and no shape depends on what was
+chosen: a step can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.kernels.a2a import (
+    ChannelCall,
+    LocalTokens,
+    SlotOwners,
+    collect_pairs,
+    collect_rows,
+    receive,
+    send,
+    signal,
+)
+from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.device.exchange import (
+    CHANNELS,
+    RESULTS,
+    ROWS,
+    DeviceExchange,
+    DeviceExchangeSpec,
+)
+from moesaic.moe.formats import (
+    CombineInput,
+    DispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+    TopKOutput,
+)
+
+PHASES = ("dispatch", "combine", "combine")
+assert len(PHASES) == CHANNELS
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoute:
+    """Where this rank's tokens are: row p * `rows` + t of whoever computes token t, p this rank."""
+
+    owner: DeviceRowsDispatcher
+    lane: int
+    rows: int
+    tokens: LocalTokens
+
+
+class DeviceRowsDispatcher(BaseDispatcher):
+    """`pairs`: results come back by pairs, whatever the mode. `weights_travel`: with the rows, also
+    where nobody there applies them. `everywhere`: all tokens go to all ranks. `decodes`: has room
+    for steps of decoding only, unless it must take all."""
+
+    keeps_lanes = True
+    pairs: ClassVar[bool] = False
+    weights_travel: ClassVar[bool] = False
+    everywhere: ClassVar[bool] = False
+    decodes: ClassVar[bool] = False
+
+    def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
+        super().__init__(config, comm)
+        layout = config.layout
+        self.layout, self.spec = layout, self.buffer_spec(config)
+        self.exchange = DeviceExchange.shared(self.spec, comm)
+        self.by_pairs = self.pairs or config.deterministic
+        self.spread = SlotOwners(layout.slots_per_rank, layout.moe_tp_size)
+        self._sent = SlotOwners(layout.slots_per_rank, layout.moe_tp_size, self.everywhere)
+        self._calls = [
+            [
+                replace(
+                    self.exchange.call(kind, lane, self.operation(phase), config.layer),
+                    programs=self.programs(phase),
+                )
+                for kind, phase in enumerate(PHASES)
+            ]
+            for lane in range(config.lanes)
+        ]
+        self._name = self.operation("dispatch")
+        # With one lane halves follow each other: the kernel that sends waits, too, and the one that
+        # waits for results signals.
+        self._early = config.lanes > 1
+        self._prepare()
+
+    def programs(self, phase: str) -> int:
+        """That a phase's kernels take at most; 0: as many as serve."""
+        return 0
+
+    def _prepare(self) -> None:
+        scale = self.config.global_scale
+        self._inboxes = [self.exchange.inbox(lane, scale) for lane in range(self.config.lanes)]
+
+    @classmethod
+    def most_tokens(cls, config: DispatchConfig) -> int:
+        return config.max_decode_tokens if cls.decodes else config.max_tokens
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
+        rows = config.layout.size * cls.most_tokens(config)
+        by_pairs = cls.pairs or config.deterministic
+        return DeviceExchangeSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            rows=rows,
+            result_rows=rows * (config.top_k if by_pairs else 1),
+            weights=cls.weights_travel or not by_pairs,
+            lanes=config.lanes,
+        )
+
+    def restart(self, generation: int) -> None:
+        self.exchange.restart(generation)
+
+    def set_global_scale(self, scale: float) -> None:
+        super().set_global_scale(scale)
+        self._prepare()
+
+    def rows_of(self, count: int, step: Step) -> int:
+        """C, which all ranks must agree upon; at least one, so that kernels have work."""
+        told = step.rows or max(step.counts, default=0)
+        rows = told or (count if self.layout.size == 1 else 0)
+        most = self.most_tokens(self.config)
+        if count > rows:
+            raise ValueError(
+                f"{self.operation('dispatch')}: {count} tokens are more than the {rows} rows of a "
+                f"rank in this step: give Step.rows, the most of any rank, the same on all"
+            )
+        if rows > most:
+            raise ValueError(
+                f"{self.operation('dispatch')}: {rows} tokens of a rank are more than the {most} "
+                f"that the buffers were made for: raise "
+                f"{'--max-running-requests' if self.decodes else '--chunked-prefill-size'}"
+            )
+        return max(1, rows)
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> DeviceRoute:
+        rows = self.rows_of(x_TH.shape[0], step)
+        self.exchange.begin(step.lane, self._name)
+        route = DeviceRoute(self, step.lane, rows, self._tokens(x_TH, topk, step))
+        with self.exchange.aside():
+            self._send(route)
+        return route
+
+    def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
+        ids_TK, weights_TK = topk.ids_TK.int().contiguous(), topk.weights_TK.contiguous()
+        return LocalTokens(x_TH.contiguous(), ids_TK, weights_TK, step.num_tokens_1)
+
+    def _send(self, route: DeviceRoute) -> None:
+        call = self._calls[route.lane][ROWS]
+        inbox, receives = self._inboxes[route.lane], not self._early
+        send(route.tokens, route.rows, inbox, self._sent, call, receives)
+
+    def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
+        exchange, lane = self.exchange, route.lane
+        exchange.join()
+        if self._early:
+            call, ids = self._calls[lane][ROWS], self._inboxes[lane].ids
+            receive(call, route.rows, self.config.top_k, ids)
+        rows = self.layout.size * route.rows
+        arrived = exchange.arrived(lane, rows, self.config.global_scale)
+        return self.output(route, *arrived, **self._room(route, rows))
+
+    def _room(self, route: DeviceRoute, rows: int) -> dict[str, Any]:
+        """Where the runner leaves results of so many rows, and how many pairs it may expect."""
+        one_in = self.layout.ep_size
+        if self.by_pairs:
+            return {"y_NH": self._target(route, rows * self.config.top_k), "one_in": one_in}
+        return {"y_OH": self._target(route, rows), "one_in": one_in}
+
+    output: ClassVar[Callable[..., DispatchOutput]] = StandardDispatchOutput
+    """Of the backend's format."""
+
+    def _combine_a(self, results: CombineInput) -> DeviceRoute:
+        assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
+        route: DeviceRoute = results.handle
+        self._put(results.y_RH, route)
+        if self._early:
+            signal(self._given(route))
+        return route
+
+    def _target(self, route: DeviceRoute, rows: int) -> Tensor:
+        """Where so many of this rank's results go."""
+        return self.exchange.results(route.lane, self._first(route), rows)
+
+    def _first(self, route: DeviceRoute) -> int:
+        """Of the rows of results."""
+        return 0
+
+    def _given(self, route: DeviceRoute) -> ChannelCall:
+        """The channel that says so."""
+        return self._calls[route.lane][RESULTS]
+
+    def _put(self, y_RH: Tensor, route: DeviceRoute) -> None:
+        """Where it is not yet: a hook may have given something else."""
+        target_RH = self._target(route, y_RH.shape[0])
+        if y_RH.data_ptr() != target_RH.data_ptr():
+            target_RH.copy_(y_RH)
+
+    def _combine_b(self, route: DeviceRoute) -> Tensor:
+        y_TH = self._collect(route)
+        self.exchange.end(route.lane)
+        return y_TH
+
+    def _collect(self, route: DeviceRoute) -> Tensor:
+        """Rows that fill up a fixed shape have no slots: zeros, unlike those that `collect` is told
+        of, which it would leave as they are."""
+        tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
+        y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
+        if tokens.num_tokens_1 is not None:
+            tokens = replace(tokens, num_tokens_1=None)
+        first = self._first(route) * hidden * dtype.itemsize
+        results = self.exchange.results_offset(route.lane) + first
+        collect = collect_pairs if self.by_pairs else collect_rows
+        call, signals = self._given(route), not self._early
+        return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
+
+
+def device_buffers(
+    *kinds: type[DeviceRowsDispatcher],
+) -> Callable[[DispatchConfig], Sequence[DeviceExchangeSpec]]:
+    """Of dispatchers of these kinds; of one rank, none."""
+    return lambda config: (
+        () if config.layout.size == 1 else tuple(kind.buffer_spec(config) for kind in kinds)
+    )

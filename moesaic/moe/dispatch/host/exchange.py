@@ -1,0 +1,333 @@
+"""Rows that ranks offer each other in shared memory.
+
+A rank writes its own tokens where all others can read them and signals; each takes the rows it
+needs, straight into the layout it wants. Results go the same way back: an expert's rank offers its
+rows, and the token's rank takes and adds them in one pass.
+
+P ranks · C tokens of a rank at most · K chosen · N tokens of all ranks · H hidden · O result rows
+of a rank at most · T tokens of this rank · S results of a token.
+
+Why nothing is overwritten too early, without a barrier: a rank offers new tokens in a lane only
+after it has all results of the lane's last step, which their owners gave after taking its tokens;
+and it offers new results only after it has seen everybody's new tokens, which they gave after
+taking its last results. Where a step has several rounds, `taken` says it instead. This holds
+between nodes too, where writes arrive later (comm/windows/node_window.py): who has answered
+has read its node's copy, and all ranks of a node have answered before a copy there is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.errors import OutOfStep
+from moesaic.comm.windows.window import (
+    MOST_GENERATIONS,
+    PlaneSpec,
+    SharedWindow,
+    first_epoch,
+    window_bytes,
+)
+from moesaic.kernels.cpu.rows import GatheredTokens, Terms, sum_rows
+from moesaic.moe.dispatch.base import CommContext
+from moesaic.moe.formats import TopKOutput
+from moesaic.moe.placement import EpLayout
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
+
+LANES = 2
+NOWHERE = (1 << 32) - 1
+
+
+class ExchangeSignal(IntEnum):
+    OFFERED = 0
+    TAKEN = 1
+    RESULTS = 2
+    COLLECTED = 3
+
+
+TAGS = PlaneSpec("tags", (LANES * len(ExchangeSignal),), torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSpec:
+    payload: str
+    hidden_size: int
+    dtype: torch.dtype
+    top_k: int
+    tokens: int
+    result_rows: int
+    bases: int = 1
+    """Slots of a rank that tell where their results begin."""
+    inbox_rows: int = 0
+    """Rows that a rank keeps for itself to sort into."""
+
+    def planes(self) -> list[PlaneSpec]:
+        rows = (LANES, self.tokens)
+        return [
+            *(
+                PlaneSpec(plane.name, (*rows, plane.width(self.hidden_size)), wire(plane.dtype))
+                for plane in PAYLOAD_FORMATS[self.payload].codec.planes
+            ),
+            PlaneSpec("ids", (*rows, self.top_k), torch.int32),
+            PlaneSpec("weights", (*rows, self.top_k), torch.float32),
+            PlaneSpec("counts", (LANES, 2), torch.int64),
+            PlaneSpec("results", (LANES, self.result_rows, self.hidden_size), self.dtype),
+            PlaneSpec("bases", (LANES, self.bases), torch.int64),
+            TAGS,
+        ]
+
+    def nbytes(self, size: int) -> int:
+        """Of one rank of so many."""
+        inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
+        return window_bytes(self.planes(), size) // size + inbox
+
+
+def wire(dtype: torch.dtype) -> torch.dtype:
+    """Types of one byte lie in shared memory as uint8: torch cannot index all of them."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The tokens that all ranks offer; `totals`: how many each has in the whole step."""
+
+    tokens: GatheredTokens
+    totals: list[int]
+
+
+class InFlight:
+    """Which lanes are under way, and between whom."""
+
+    def __init__(self, rank: int, size: int, lanes: int = LANES) -> None:
+        self.rank, self.size = rank, size
+        self.active = list(range(size))
+        self.generation = 0
+        self._busy: list[str] = [""] * lanes
+
+    def begin(self, lane: int, operation: str) -> None:
+        if not 0 <= lane < len(self._busy):
+            raise ValueError(f"lane {lane}: there are {len(self._busy)}, numbered from 0")
+        if self._busy[lane]:
+            raise RuntimeError(
+                f"{operation}: lane {lane} is still in flight since {self._busy[lane]}: combine it "
+                f"first, use the other lane, or restart all ranks after an error"
+            )
+        self._busy[lane] = operation
+
+    def end(self, lane: int) -> None:
+        self._busy[lane] = ""
+
+    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
+        """Forgets what is in flight. All ranks that go on call it with one number, higher than any
+        before; `active`: who goes on, all unless given."""
+        ranks = range(self.size) if active is None else active
+        if not self.generation < generation < MOST_GENERATIONS:
+            raise ValueError(
+                f"generation {generation}: give one above {self.generation} and below "
+                f"{MOST_GENERATIONS}"
+            )
+        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
+            raise ValueError(
+                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
+                f"{self.rank} among them"
+            )
+        self.generation, self.active = generation, sorted(ranks)
+        self._busy = [""] * len(self._busy)
+
+
+class Lanes(InFlight):
+    """Who is where in the steps under way: signals of a window by lane.
+
+    A signal is a count, so a tag beside it says of what: the generation and the layer. Who waits
+    compares it with its own, and again after reading: a rank that the others have left behind must
+    not take their next data for what it waited for.
+    """
+
+    def __init__(self, window: SharedWindow) -> None:
+        super().__init__(window.rank, window.size)
+        self.window = window
+        self._epochs = [0] * (LANES * len(ExchangeSignal))
+        self._tags = window.stacked("tags").numpy()
+        self._own_tags = window.plane("tags").split(1)
+
+    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
+        super().restart(generation, active)
+        self._epochs = [first_epoch(generation)] * (LANES * len(ExchangeSignal))
+        self.window.forget()
+        # Before any new data: whoever sees that sees this too.
+        self._tags[self.rank] = self._tag(NOWHERE)
+        self.window.touch(self.window.plane("tags"))
+
+    def signal(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
+        channel = lane * len(ExchangeSignal) + kind
+        self._epochs[channel] += 1
+        self._tags[self.rank, channel] = self._tag(layer)
+        self.window.touch(self._own_tags[channel])
+        self.window.signal(channel, self._epochs[channel], operation)
+
+    def wait(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
+        """Until all active ranks have signalled as often as this one, of the same."""
+        channel = lane * len(ExchangeSignal) + kind
+        self.window.wait(channel, self._epochs[channel], operation, ranks=self.active)
+        self.verify(kind, lane, layer, operation)
+
+    def verify(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
+        """That what was waited for is still there."""
+        tags = self._tags[:, lane * len(ExchangeSignal) + kind].tolist()
+        mine = self._tag(layer)
+        for rank in self.active:
+            if tags[rank] != mine:
+                raise OutOfStep(f"{operation}: {self._difference(rank, tags[rank], layer)}")
+
+    def _tag(self, layer: int) -> int:
+        return self.generation << 32 | layer
+
+    def _difference(self, rank: int, tag: int, layer: int) -> str:
+        generation, other = tag >> 32, tag & NOWHERE
+        if generation != self.generation:
+            return (
+                f"rank {rank} is in generation {generation}, this rank in {self.generation}: one "
+                f"of them has been left behind"
+            )
+        return f"rank {rank} is in layer {other}, this rank in layer {layer}"
+
+    def count(self, kind: ExchangeSignal, lane: int) -> int:
+        """How often this rank has signalled."""
+        return self._epochs[lane * len(ExchangeSignal) + kind]
+
+
+class Exchange(Lanes):
+    """The window of one kind of payload, shared by all layers that send it."""
+
+    def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
+        channels = LANES * len(ExchangeSignal)
+        super().__init__(SharedWindow.create(comm.group, spec.planes(), comm.timeout, channels))
+        self.spec = spec
+        self.payload = PAYLOAD_FORMATS[spec.payload]
+        self._inboxes: list[Payload | None] = [None] * LANES
+
+    @classmethod
+    def shared(cls, spec: ExchangeSpec, comm: CommContext) -> Exchange:
+        if spec not in comm.buffers:
+            comm.buffers[spec] = cls(spec, comm)
+        found = comm.buffers[spec]
+        assert isinstance(found, Exchange)
+        return found
+
+    def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
+        """Puts these tokens where others can take them, once it is signalled."""
+        count = len(range(*tokens.indices(len(x))))
+        for name, tensor in planes_of(x).items():
+            self._write(name, lane, count, tensor[tokens].view(wire(tensor.dtype)))
+        self._write("ids", lane, count, topk.ids_TK[tokens])
+        self._write("weights", lane, count, topk.weights_TK[tokens])
+        self._write("counts", lane, 2, torch.tensor((count, len(x))))
+
+    def _write(self, name: str, lane: int, count: int, source: Tensor) -> None:
+        """Into the first `count` of a lane of this rank's plane."""
+        place = self.window.plane(name)[lane, :count]
+        place.copy_(source)
+        self.window.touch(place)
+
+    def offers(self, lane: int, layout: EpLayout) -> Offers:
+        """What everybody offers in this lane, once it has been waited for."""
+        told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
+        active = set(self.active)
+        counts, totals = (
+            [told[p][which] if p in active else 0 for p in range(self.size)] for which in (0, 1)
+        )
+        tokens = GatheredTokens(
+            ids_PCK=self.window.stacked("ids")[:, lane],
+            weights_PCK=self.window.stacked("weights")[:, lane],
+            counts=counts,
+            rank=self.rank,
+            slots=layout.slots_per_rank,
+            groups=layout.ep_size,
+            group=layout.ep_rank,
+        )
+        return Offers(tokens, totals)
+
+    def take(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
+        """Copies offered rows behind the `start` rows that the lane's inbox holds; all of them."""
+        stop = start + len(rows_R)
+        inbox = self.inbox(lane)
+        for name, tensor in planes_of(inbox).items():
+            target = tensor[start:stop].view(wire(tensor.dtype))
+            torch.index_select(self.flat(name, lane), 0, rows_R, out=target)
+        scales = None if inbox.scales is None else inbox.scales[:stop]
+        return Payload(inbox.values[:stop], scales, self.payload, global_scale)
+
+    def take_blocks(
+        self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
+    ) -> Payload:
+        """Copies offered rows to the front of the block of each slot in the lane's inbox, so many
+        to each."""
+        inbox = self.inbox(lane)
+        block = self.spec.inbox_rows // len(counts)
+        if max(counts) > block:
+            raise ValueError(
+                f"{max(counts)} rows for one slot are more than {block}: a token names it twice"
+            )
+        for name, tensor in planes_of(inbox).items():
+            source = self.flat(name, lane)
+            target = tensor.view(wire(tensor.dtype)).unflatten(0, (len(counts), -1))
+            for slot, rows in enumerate(rows_R.split(counts)):
+                if len(rows):
+                    torch.index_select(source, 0, rows, out=target[slot, : len(rows)])
+        values = inbox.values.unflatten(0, (len(counts), -1))
+        scales = inbox.scales
+        scales = None if scales is None else scales.unflatten(0, (len(counts), -1))
+        return Payload(values, scales, self.payload, global_scale)
+
+    def inbox(self, lane: int) -> Payload:
+        """This rank's own rows to copy into; memory is taken when it is touched."""
+        if self._inboxes[lane] is None:
+            with torch.inference_mode(False):
+                values, *scales = (
+                    torch.empty(
+                        self.spec.inbox_rows, plane.width(self.spec.hidden_size), dtype=plane.dtype
+                    )
+                    for plane in self.payload.codec.planes
+                )
+            self._inboxes[lane] = Payload(values, scales[0] if scales else None, self.payload)
+        inbox = self._inboxes[lane]
+        assert inbox is not None
+        return inbox
+
+    def flat(self, name: str, lane: int) -> Tensor:
+        """[rows, width] of all ranks, from this lane's first one on: those of the next rank are
+        LANES * rows of a lane further on."""
+        stacked = self.window.stacked(name)
+        return stacked.flatten(0, 2)[lane * stacked.shape[2] :]
+
+    def results(self, lane: int) -> Tensor:
+        """Where this rank's results go."""
+        return self.window.plane("results")[lane]
+
+    def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        """Between nodes: each result goes to the node of its token. The results from a start on are
+        those of the offered rows in its block, in order."""
+        if not self.window.bridged:
+            return
+        results = self.results(lane)
+        for start, rows in zip(starts, blocks, strict=True):
+            sources, counts = (rows // (LANES * self.spec.tokens)).unique_consecutive(
+                return_counts=True
+            )
+            stop = start
+            for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
+                start, stop = stop, stop + count
+                self.window.touch(results[start:stop], (source,))
+
+    def collect(self, lane: int, terms: Terms, width: int) -> tuple[Tensor, int]:
+        """The sum of each token's results, and how many of them other ranks held."""
+        stride = LANES * self.spec.result_rows
+        return sum_rows(self.flat("results", lane), terms, stride, width, self.rank)
+
+
+def planes_of(x: Payload) -> dict[str, Tensor]:
+    return {"values": x.values} if x.scales is None else {"values": x.values, "scales": x.scales}

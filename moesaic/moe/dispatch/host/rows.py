@@ -1,0 +1,259 @@
+"""Dispatchers that send whole rows with their ids: each token once to a rank.
+
+N tokens of all ranks · T of this one · K chosen · G expert groups · R rows of this rank · S results
+of a token · H hidden.
+
+A long sequence goes in rounds of so many tokens, which bounds the buffers: every rank offers its
+next tokens once all have taken the last ones. Results come back in the same rounds, or at once
+where the buffer holds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
+from moesaic.moe.dispatch.base import CommContext, DispatchConfig
+from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec, Offers
+from moesaic.moe.dispatch.host.windowed import WindowDispatcher
+from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
+from moesaic.moe.quant.payload import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """`tokens`: how many of a rank go in one round; `most`: rounds at most; `combine`: results come
+    back in rounds too."""
+
+    tokens: int
+    most: int = 1
+    combine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPending:
+    lane: int
+    x: Payload
+    topk: TopKOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRoute:
+    """Where this rank's tokens are computed.
+
+    `owners_TS`, `places_TS`: the group and the row there of each result, -1 for none. `weights_TS`:
+    to be applied on the way back, None where they have been. `starts`: for each round, the first
+    row of it in each group; `tokens`: this rank's tokens of each round. `sources`: for each round,
+    the offered row that each result belongs to; only where results go to other nodes.
+    """
+
+    lane: int
+    owners_TS: Tensor
+    places_TS: Tensor
+    weights_TS: Tensor | None
+    starts: list[list[int]]
+    tokens: list[slice]
+    sources: list[Tensor]
+
+
+class RowsDispatcher(WindowDispatcher):
+    """A subclass makes the output of its format. `everywhere`: all tokens go to all groups."""
+
+    everywhere: ClassVar[bool] = False
+
+    def __init__(
+        self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
+    ) -> None:
+        super().__init__(config, comm)
+        self.layout = config.layout
+        self.rounds = rounds or Rounds(config.max_tokens)
+        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
+
+    @classmethod
+    def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
+        """In deterministic mode a row of results for each pair travels, else one for each token."""
+        layout = config.layout
+        each = min(config.top_k, layout.slots_per_rank) if config.deterministic else 1
+        times = 1 if rounds.combine else rounds.most
+        return ExchangeSpec(
+            payload=config.payload.name,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.top_k,
+            tokens=rounds.tokens,
+            result_rows=layout.size * rounds.tokens * each * times,
+            inbox_rows=layout.size * rounds.tokens * rounds.most,
+        )
+
+    def results(self, lane: int) -> Tensor | None:
+        """Where a runner may write results, unless they go back in rounds."""
+        return None if self.rounds.combine else self.exchange.results(lane)
+
+    def output(
+        self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
+    ) -> DispatchOutput:
+        raise NotImplementedError
+
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
+        self.check_tokens(len(x_TH))
+        pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
+        self.exchange.begin(step.lane, self.operation("dispatch"))
+        self._offer(pending, 0)
+        return pending
+
+    def check_tokens(self, count: int) -> None:
+        most = self.rounds.tokens * self.rounds.most
+        if count > most:
+            raise ValueError(
+                f"{self.operation('dispatch')}: {count} tokens are more than the {most} that the "
+                f"buffers were made for: raise the limit of tokens in a step, or the rounds "
+                f"(DEEPEP_NORMAL_LONG_SEQ_ROUND)"
+            )
+
+    def _offer(self, pending: RowsPending, number: int) -> None:
+        self.exchange.offer(pending.lane, pending.x, pending.topk, self._tokens(number))
+        self.signal(ExchangeSignal.OFFERED, pending.lane)
+
+    def _tokens(self, number: int) -> slice:
+        return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
+
+    def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
+        lane = pending.lane
+        offers = self._offers(lane)
+        rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
+        plan = RoundsResult(self, pending)
+        for number in range(rounds):
+            if number:
+                self.signal(ExchangeSignal.TAKEN, lane)
+                self.wait(ExchangeSignal.TAKEN, lane)
+                self._offer(pending, number)
+                offers = self._offers(lane)
+            plan.add(offers.tokens, self._tokens(number))
+            self.verify(ExchangeSignal.OFFERED, lane)
+        return plan.finish()
+
+    def _offers(self, lane: int) -> Offers:
+        self.wait(ExchangeSignal.OFFERED, lane)
+        return self.exchange.offers(lane, self.layout)
+
+    def _combine_a(self, results: CombineInput) -> RowsCombineInput:
+        assert isinstance(results, RowsCombineInput)
+        self.give(results, 0)
+        return results
+
+    def _combine_b(self, results: RowsCombineInput) -> Tensor:
+        route: RowsRoute = results.handle
+        lane = route.lane
+        parts = []
+        for number in range(self._combine_rounds(route)):
+            if number:
+                self.signal(ExchangeSignal.COLLECTED, lane)
+                self.wait(ExchangeSignal.COLLECTED, lane)
+                self.give(results, number)
+            self.wait(ExchangeSignal.RESULTS, lane)
+            parts.append(self.collect(route, number))
+            self.verify(ExchangeSignal.RESULTS, lane)
+        self.lanes.end(lane)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _combine_rounds(self, route: RowsRoute) -> int:
+        return len(route.tokens) if self.rounds.combine else 1
+
+    def give(self, results: RowsCombineInput, number: int) -> None:
+        """Puts the rows of a round where their tokens' ranks find them."""
+        route: RowsRoute = results.handle
+        group = self.layout.ep_rank
+        start, stop = 0, len(results.y_RH)
+        if self.rounds.combine:
+            start, stop = route.starts[number][group], route.starts[number + 1][group]
+        if stop - start > self.exchange.spec.result_rows:
+            raise ValueError(
+                f"{self.operation('combine')}: {stop - start} results are more than "
+                f"{self.exchange.spec.result_rows}: a token names a slot twice"
+            )
+        target = self.exchange.results(route.lane)[: stop - start]
+        if target.data_ptr() != results.y_RH[start:stop].data_ptr():
+            target.copy_(results.y_RH[start:stop])
+        if route.sources:
+            rows = route.sources[number] if self.rounds.combine else joined(route.sources)
+            self.exchange.touch_results(route.lane, [0], [rows])
+        self.signal(ExchangeSignal.RESULTS, route.lane)
+
+    def collect(self, route: RowsRoute, number: int) -> Tensor:
+        owners_TS, places_TS, weights_TS = route.owners_TS, route.places_TS, route.weights_TS
+        if self.rounds.combine:
+            tokens = route.tokens[number]
+            starts_G = torch.tensor(route.starts[number])
+            owners_TS, places_TS = owners_TS[tokens], places_TS[tokens]
+            places_TS = torch.where(places_TS < 0, -1, places_TS - starts_G[owners_TS])
+            weights_TS = None if weights_TS is None else weights_TS[tokens]
+        return self.sum_results(route.lane, Terms(owners_TS, places_TS, weights_TS))
+
+    def sum_results(self, lane: int, terms: Terms) -> Tensor:
+        y_TH, foreign = self.exchange.collect(lane, terms, self.layout.moe_tp_size)
+        self.note_combine(foreign)
+        return y_TH
+
+
+class RoundsResult:
+    """What comes out of the rounds of one dispatch."""
+
+    def __init__(self, dispatcher: RowsDispatcher, pending: RowsPending) -> None:
+        self.dispatcher, self.pending = dispatcher, pending
+        self.starts = [[0] * dispatcher.layout.ep_size]
+        self.tokens: list[slice] = []
+        self.places: list[Tensor] = []
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        self.sources: list[Tensor] = []
+        self.x: Payload | None = None
+
+    def add(self, tokens: GatheredTokens, own: slice) -> None:
+        """Takes the rows of a round that go to this rank."""
+        dispatcher, lane = self.dispatcher, self.pending.lane
+        plan = self.route(tokens)
+        self.tokens.append(own)
+        scale = dispatcher.config.global_scale
+        self.x = dispatcher.exchange.take(lane, plan.rows_R, len(self.x or ()), scale)
+        self.parts.append((plan.ids_RK, plan.weights_RK))
+        if dispatcher.exchange.window.bridged:
+            each_R = (plan.ids_RK >= 0).sum(1) if dispatcher.config.deterministic else None
+            rows_R = plan.rows_R
+            self.sources.append(rows_R if each_R is None else rows_R.repeat_interleave(each_R))
+        dispatcher.note_dispatch(len(plan.rows_R) - plan.own)
+
+    def route(self, tokens: GatheredTokens) -> RowPlan:
+        """Notes where this rank's tokens go. Rows of a group lie in the order of ranks and tokens
+        (and k, where pairs travel), so that everybody can tell the row of any token."""
+        pairs, everywhere = self.dispatcher.config.deterministic, self.dispatcher.everywhere
+        plan = plan_rows(tokens, self.starts[-1], pairs, everywhere)
+        self.places.append(plan.places_TS)
+        self.starts.append(plan.ends)
+        return plan
+
+    def finish(self) -> DispatchOutput:
+        ids_RK, weights_RK = map(joined, zip(*self.parts, strict=True))
+        assert self.x is not None
+        topk, layout = self.pending.topk, self.dispatcher.layout
+        pairs = self.dispatcher.config.deterministic
+        places_TS = joined(self.places)
+        groups_TS = torch.arange(layout.ep_size).expand_as(places_TS) if not pairs else None
+        route = RowsRoute(
+            lane=self.pending.lane,
+            owners_TS=layout.owner(topk.ids_TK) if groups_TS is None else groups_TS,
+            places_TS=places_TS,
+            weights_TS=topk.weights_TK if pairs else None,
+            starts=self.starts,
+            tokens=self.tokens,
+            sources=self.sources,
+        )
+        return self.dispatcher.output(self.x, ids_RK, weights_RK, route)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,33 @@
+"""What dispatchers that signal through a window have in common."""
+
+from __future__ import annotations
+
+from moesaic.moe.dispatch.base import BaseDispatcher
+from moesaic.moe.dispatch.host.exchange import ExchangeSignal, Lanes
+
+PHASES = {
+    ExchangeSignal.OFFERED: "dispatch",
+    ExchangeSignal.TAKEN: "dispatch",
+    ExchangeSignal.RESULTS: "combine",
+    ExchangeSignal.COLLECTED: "combine",
+}
+
+
+class WindowDispatcher(BaseDispatcher):
+    """`lanes` is shared by the layers that share buffers."""
+
+    lanes: Lanes
+    keeps_lanes = True
+
+    def restart(self, generation: int) -> None:
+        self.lanes.restart(generation)
+
+    def signal(self, kind: ExchangeSignal, lane: int) -> None:
+        self.lanes.signal(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+
+    def wait(self, kind: ExchangeSignal, lane: int) -> None:
+        self.lanes.wait(kind, lane, self.config.layer, self.operation(PHASES[kind]))
+
+    def verify(self, kind: ExchangeSignal, lane: int) -> None:
+        """After reading: what was read is what was waited for."""
+        self.lanes.verify(kind, lane, self.config.layer, self.operation(PHASES[kind]))

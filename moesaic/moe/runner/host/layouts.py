@@ -1,0 +1,381 @@
+"""The three layouts of a runner on CPU, and the ways into and out of them.
+
+R rows received · K chosen · N valid pairs of row and slot · e local slots · H hidden ·
+Y rows of all slots · M rows of a slot.
+
+    standard     pairs sorted by slot; slots with few rows padded alike, so that neighbours make one
+                 batched product
+    contiguous   pairs sorted by slot, each slot's rows padded to the block
+    masked       a block of M rows for each slot, of which the first ones count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.cpu import experts
+from moesaic.kernels.cpu.experts import ExpertRows, ExpertTensors, SwigluSpec
+from moesaic.kernels.cpu.rows import Terms, sum_rows
+from moesaic.moe.formats import (
+    CombineInput,
+    LowLatencyCombineInput,
+    LowLatencyDispatchOutput,
+    RowsCombineInput,
+    StandardDispatchOutput,
+)
+from moesaic.moe.quant.payload import Payload
+from moesaic.moe.runner.base import (
+    ExpertWeights,
+    MoeRunnerConfig,
+    MoeRunnerCore,
+    Rounding,
+    RunContext,
+    RunnerInput,
+    RunnerOutput,
+    Workspace,
+)
+from moesaic.moe.runner.host.grouped import (
+    SMALL_ROWS,
+    GroupedMLP,
+    SlotGroup,
+    in_pieces,
+    round_up,
+    runs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The N valid pairs of row and slot.
+
+    `rows_N`: the row of the dispatch output. `places_N`: the row of the layout where it is
+    computed. `valid_RK`: which of R x K are pairs, None for all of them.
+    """
+
+    rows_N: Tensor
+    places_N: Tensor
+    valid_RK: Tensor | None
+
+
+@dataclass(frozen=True)
+class GroupedInput(RunnerInput):
+    """`quantized`: the rows were sent in the activation format of the weights. `y_YH`: where the
+    results are wanted, if it matters."""
+
+    x_YH: Tensor
+    groups: list[SlotGroup]
+    pairs: Pairs | None
+    quantized: bool
+    y_YH: Tensor | None = None
+
+
+class StandardInput(GroupedInput):
+    layout = "standard"
+
+
+class ContiguousInput(GroupedInput):
+    layout = "contiguous"
+
+
+class MaskedInput(GroupedInput):
+    layout = "masked"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each slot's rows begin, how many rows there are, and what is computed at once."""
+
+    bases: list[int]
+    total: int
+    groups: list[SlotGroup]
+
+
+def standard_places(counts: list[int], rounding: Rounding) -> Places:
+    """Slots of at most SMALL_ROWS first, all padded alike, then the others; exactly, one after the
+    other."""
+    if rounding is Rounding.EXACT:
+        bases = list(accumulate(counts, initial=0))
+        groups = [
+            SlotGroup(range(slot, slot + 1), bases[slot], count, count)
+            for slot, count in enumerate(counts)
+            if count
+        ]
+        return Places(bases[:-1], bases[-1], groups)
+    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
+    most = max((counts[slot] for slot in small), default=0)
+    padded = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
+    bases = [0] * len(counts)
+    groups = []
+    total = 0
+    for run in runs(small):
+        groups.append(SlotGroup(run, total, padded, padded))
+        for slot in run:
+            bases[slot] = total
+            total += padded
+    for slot in large:
+        rows = round_up(counts[slot])
+        groups.append(SlotGroup(range(slot, slot + 1), total, rows, rows))
+        bases[slot] = total
+        total += rows
+    return Places(bases, total, groups)
+
+
+def contiguous_places(counts: list[int], rounding: Rounding) -> Places:
+    """Slots in order, each padded to blocks of SMALL_ROWS; neighbours of one block at once."""
+    rows = [-(-count // SMALL_ROWS) * SMALL_ROWS for count in counts]
+    bases = [0] * len(counts)
+    total = 0
+    for slot, padded in enumerate(rows):
+        bases[slot] = total
+        total += padded
+    if rounding is Rounding.EXACT:
+        groups = [
+            SlotGroup(range(slot, slot + 1), bases[slot], count, rows[slot])
+            for slot, count in enumerate(counts)
+            if count
+        ]
+        return Places(bases, total, groups)
+    single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
+    groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
+    groups += [
+        SlotGroup(range(slot, slot + 1), bases[slot], padded, padded)
+        for slot, padded in enumerate(rows)
+        if padded > SMALL_ROWS
+    ]
+    return Places(bases, total, groups)
+
+
+def masked_places(counts: list[int], rounding: Rounding) -> Places:
+    """A block for each slot, as long as the longest needs."""
+    block = round_up(max(counts, default=0))
+    block = max(block, SMALL_ROWS) if rounding is Rounding.PIECES and block else block
+    bases = [slot * block for slot in range(len(counts))]
+    return Places(bases, block * len(counts), masked_groups(counts, block, rounding))
+
+
+def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[SlotGroup]:
+    """What is computed of blocks of `block` rows with so many filled."""
+    if rounding is Rounding.EXACT:
+        return [
+            SlotGroup(range(slot, slot + 1), slot * block, count, block)
+            for slot, count in enumerate(counts)
+            if count
+        ]
+    small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
+    groups = []
+    for run in runs(small):
+        most = max(counts[slot] for slot in run)
+        rows = SMALL_ROWS if rounding is Rounding.PIECES else round_up(most)
+        groups.append(SlotGroup(run, run.start * block, rows, block))
+    groups += [
+        SlotGroup(range(slot, slot + 1), slot * block, round_up(count), block)
+        for slot, count in enumerate(counts)
+        if count > SMALL_ROWS
+    ]
+    return groups
+
+
+Placer = Callable[[list[int], Rounding], Places]
+
+
+def pair_up(ids_RK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(slots, rows, which) of the valid pairs, in the order of rows and k."""
+    top_k = ids_RK.shape[1]
+    flat = ids_RK.flatten()
+    valid = flat >= 0
+    if bool(valid.all()):
+        return flat, torch.arange(len(flat)) // top_k, None
+    pairs_N = valid.nonzero().squeeze(1)
+    return flat[pairs_N], pairs_N // top_k, valid.view_as(ids_RK)
+
+
+def place_pairs(
+    slots_N: Tensor, num_slots: int, placer: Placer, rounding: Rounding
+) -> tuple[Tensor, Places]:
+    """The place of each pair. Example: slots [0, 2, 0, 1] of three in the standard layout: counts
+    [2, 1, 1], all small and padded to 2, bases [0, 2, 4]: places [0, 4, 1, 2]."""
+    order_N = slots_N.argsort(stable=True)
+    counts_e = torch.bincount(slots_N, minlength=num_slots)
+    places = placer(counts_e.tolist(), rounding)
+    shift_e = torch.tensor(places.bases) - (counts_e.cumsum(0) - counts_e)
+    sorted_N = torch.arange(len(slots_N)) + shift_e[slots_N[order_N]]
+    return torch.empty_like(sorted_N).index_copy_(0, order_N, sorted_N), places
+
+
+def pre_permute_rows(
+    cls: type[GroupedInput], placer: Placer, rows: StandardDispatchOutput, context: RunContext
+) -> GroupedInput:
+    """Rows with ids into a layout, each copied to all its places."""
+    config = context.config
+    slots_N, rows_N, valid_RK = pair_up(rows.ids_RK)
+    places_N, places = place_pairs(slots_N, config.num_experts, placer, config.rounding)
+    source_Y = torch.zeros(places.total, dtype=torch.int64).index_copy_(0, places_N, rows_N)
+    x_YH = _take_rows(rows.x, source_Y, context)
+    pairs = Pairs(rows_N, places_N, valid_RK)
+    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+
+
+def post_permute_rows(
+    outputs: RunnerOutput,
+    inputs: GroupedInput,
+    rows: StandardDispatchOutput,
+    context: RunContext,
+) -> CombineInput:
+    """One weighted sum for each row; in deterministic mode the pairs themselves."""
+    pairs = inputs.pairs
+    assert pairs is not None
+    wanted = pairs.places_N if context.config.deterministic else rows.ids_RK
+    out = None
+    if rows.y_OH is not None and len(wanted) <= len(rows.y_OH):
+        out = rows.y_OH[: len(wanted)]
+    if context.config.deterministic:
+        y_NH = torch.index_select(outputs.y, 0, pairs.places_N, out=out)
+        return RowsCombineInput(rows.handle, y_NH, pairs=True)
+    assert rows.weights_RK is not None
+    y_RH = weighted_sum(outputs.y, pairs.places_N, rows.weights_RK, pairs.valid_RK, out)
+    return RowsCombineInput(rows.handle, y_RH)
+
+
+def weighted_sum(
+    y_YH: Tensor,
+    places_N: Tensor,
+    weights_RK: Tensor,
+    valid_RK: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[r] = sum over valid k of weights[r, k] * y[place], in float32, in the order of k."""
+    if valid_RK is None:
+        places_RK = places_N.view(weights_RK.shape)
+    else:
+        places_RK = torch.full(weights_RK.shape, -1).masked_scatter_(valid_RK, places_N)
+    return sum_rows(y_YH, Terms(None, places_RK, weights_RK), out=out)[0]
+
+
+def pre_permute_blocks(
+    cls: type[GroupedInput], placer: Placer, rows: LowLatencyDispatchOutput, context: RunContext
+) -> GroupedInput:
+    """Filled rows of each slot's block into a layout of another kind."""
+    config = context.config
+    block = rows.y_eMH.shape[1]
+    counts = rows.masked_m
+    places = placer(counts, config.rounding)
+    slots = [slot for slot, count in enumerate(counts) if count]
+    parts = [torch.arange(counts[slot]) for slot in slots]
+    empty = torch.zeros(0, dtype=torch.int64)
+    rows_N = torch.cat([empty, *(p + slot * block for p, slot in zip(parts, slots, strict=True))])
+    places_N = torch.cat(
+        [empty, *(p + places.bases[slot] for p, slot in zip(parts, slots, strict=True))]
+    )
+    first = slots[0] * block if slots else 0
+    source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
+    x_YH = _take_rows(_flat(rows.x), source_Y, context)
+    pairs = Pairs(rows_N, places_N, None)
+    return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
+
+
+def post_permute_blocks(
+    outputs: RunnerOutput,
+    inputs: GroupedInput,
+    rows: LowLatencyDispatchOutput,
+    context: RunContext,
+) -> CombineInput:
+    pairs = inputs.pairs
+    assert pairs is not None
+    y_NH = outputs.y.index_select(0, pairs.places_N)
+    rows.y_eMH.flatten(0, 1).index_copy_(0, pairs.rows_N, y_NH)
+    return LowLatencyCombineInput(rows.handle, rows.y_eMH)
+
+
+def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> MaskedInput:
+    """Blocks as they came: nothing moves unless they have to be decoded."""
+    config = context.config
+    block = rows.y_eMH.shape[1]
+    shape = (len(rows.masked_m), block, config.hidden_size)
+    if rows.x.scales is None and rows.x.values.dtype == config.dtype:
+        x_eMH = rows.x.values
+    else:
+        x_eMH = context.workspace.take("x", shape, config.dtype)
+        for slot, count in enumerate(rows.masked_m):
+            if count:
+                x_eMH[slot, :count] = _slot_rows(rows.x, slot, count).dense(config.dtype)
+    return MaskedInput(
+        x_YH=x_eMH.flatten(0, 1),
+        groups=masked_groups(rows.masked_m, block, config.rounding),
+        pairs=None,
+        quantized=_is_quantized(rows.x, context),
+        y_YH=rows.y_eMH.flatten(0, 1),
+    )
+
+
+def post_permute_masked(
+    outputs: RunnerOutput, inputs: MaskedInput, rows: LowLatencyDispatchOutput, context: RunContext
+) -> CombineInput:
+    """Results are where they are wanted."""
+    return LowLatencyCombineInput(rows.handle, rows.y_eMH)
+
+
+def _take_rows(x: Payload, source_Y: Tensor, context: RunContext) -> Tensor:
+    """Rows by number, decoded: before they are copied if that is fewer, else after."""
+    dtype = context.config.dtype
+    if len(source_Y) == 0:
+        return torch.empty(0, x.hidden_size, dtype=dtype)
+    if x.scales is not None and len(source_Y) < len(x.values):
+        return x.select(source_Y).dense(dtype)
+    x_YH = context.workspace.take("x", (len(source_Y), x.hidden_size), dtype)
+    return torch.index_select(x.dense(dtype), 0, source_Y, out=x_YH)
+
+
+def _slot_rows(x: Payload, slot: int, count: int) -> Payload:
+    scales = None if x.scales is None else x.scales[slot, :count]
+    return Payload(x.values[slot, :count], scales, x.format, x.global_scale)
+
+
+def _flat(x: Payload) -> Payload:
+    """[e, M, H] as [e * M, H]."""
+    scales = None if x.scales is None else x.scales.flatten(0, 1)
+    return Payload(x.values.flatten(0, 1), scales, x.format, x.global_scale)
+
+
+def _is_quantized(x: Payload, context: RunContext) -> bool:
+    return x.format.name == context.weights.w13_eJH.format.activation
+
+
+class GroupedCore(MoeRunnerCore):
+    """Computes rows in groups: by the kernel where it takes exact rows, else by torch."""
+
+    def run(
+        self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
+    ) -> RunnerOutput:
+        assert isinstance(inputs, GroupedInput)
+        x_YH, y_YH = inputs.x_YH, inputs.y_YH
+        if y_YH is None:
+            y_YH = workspace.take("y", tuple(x_YH.shape), self.config.dtype)
+        if self.config.kernel:
+            h_YI = workspace.take("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
+            jobs = [
+                ExpertRows(group.slots.start, group.start, group.rows) for group in inputs.groups
+            ]
+            experts.run(x_YH, y_YH, h_YI, jobs, self._tensors(weights))
+            return RunnerOutput(y_YH)
+        pieces = self.config.rounding is Rounding.PIECES
+        groups = list(in_pieces(inputs.groups)) if pieces else inputs.groups
+        mlp = GroupedMLP(self.config, weights, workspace)
+        mlp.run(x_YH, y_YH, groups, inputs.quantized)
+        return RunnerOutput(y_YH)
+
+    def _tensors(self, weights: ExpertWeights) -> ExpertTensors:
+        w13, w2, activation = weights.w13_eJH.plain, weights.w2_eHI.plain, self.config.activation
+        assert w13 is not None and w2 is not None and isinstance(activation, SwigluSpec)
+        return ExpertTensors(w13, w2, weights.b13_eJ, weights.b2_eH, activation)
+
+
+def kernel_fits(config: MoeRunnerConfig, quantised: bool) -> bool:
+    """Whether the kernel can compute a layer on this machine."""
+    plain = not quantised and isinstance(config.activation, SwigluSpec)
+    return plain and experts.fits(config.hidden_size, config.intermediate_size, config.dtype)

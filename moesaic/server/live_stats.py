@@ -1,0 +1,268 @@
+"""What the server counts and remembers of itself and its engine, for /metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moesaic import __version__
+from moesaic.core.stats import EngineStats
+from moesaic.engine.engine import Engine
+from moesaic.observe.expert_load import LayerLoad, expert_loads
+from moesaic.observe.metrics import LAG_BOUNDS, ServerStats, Snapshot
+from moesaic.observe.requests import Distribution, Histogram, RequestStats
+
+logger = logging.getLogger(__name__)
+
+# Ranks are asked no more often than that, and nobody waits longer for their answer.
+POLL_SECONDS: Final = 1.0
+PATIENCE_SECONDS: Final = 2.0
+LAG_SECONDS: Final = 0.02
+SAMPLE_SECONDS: Final = 1.0
+KEPT_SAMPLES: Final = 300
+# Latencies that the page shows are those of so many samples.
+WINDOW: Final = 60
+# Prompts come in bursts.
+RATE_WINDOW: Final = 5
+STALE_SECONDS: Final = 5.0
+# Under this key of a request's scope its route is found.
+ROUTE: Final = "moesaic.route"
+OTHER: Final = "other"
+
+
+class EnginePoll:
+    """The newest figures of schedulers and ranks, which answer between two steps. `shares`: how
+    many ranks compute a part of the same expert."""
+
+    def __init__(self, ask: Callable[[], EngineStats], shares: int = 1) -> None:
+        self._ask, self._shares = ask, shares
+        self.stats = EngineStats(time.time(), [], [])
+        self.experts: list[LayerLoad] = []
+        self.batch = 0.0
+        self._totals: dict[int, tuple[int, int]] = {}
+        self._asked = float("-inf")
+        self._under_way: asyncio.Task[None] | None = None
+
+    @property
+    def age(self) -> float:
+        return max(0.0, time.time() - self.stats.when)
+
+    async def refresh(self) -> None:
+        """Brings the figures up to date, if they can be within the time that one waits."""
+        if self._under_way is None and time.monotonic() - self._asked >= POLL_SECONDS:
+            self._asked = time.monotonic()
+            self._under_way = asyncio.create_task(self._poll())
+        if self._under_way is not None:
+            await asyncio.wait({self._under_way}, timeout=PATIENCE_SECONDS)
+
+    async def _poll(self) -> None:
+        try:
+            self.stats, self.experts = await asyncio.to_thread(self._read)
+            self.batch = self._batch()
+        except RuntimeError as error:  # the engine ends: /health says so
+            logger.debug("the engine gave no figures: %s", error)
+        finally:
+            self._under_way = None
+
+    def _read(self) -> tuple[EngineStats, list[LayerLoad]]:
+        """Adding up thousands of experts takes milliseconds, which are not the event loop's."""
+        stats = self._ask()
+        return stats, expert_loads(stats, self._shares)
+
+    def _batch(self) -> float:
+        """Generated tokens of a step since the last reading."""
+        tokens = steps = 0
+        for group in self.stats.groups:
+            now = (group.generated_tokens, group.prefill_steps + group.decode_steps)
+            before = self._totals.get(group.group, (0, 0))
+            self._totals[group.group] = now
+            tokens, steps = tokens + now[0] - before[0], steps + now[1] - before[1]
+        return tokens / steps if steps > 0 else 0.0
+
+
+class LagWatch:
+    """How late the event loop is: whoever holds it up holds up all clients."""
+
+    def __init__(self) -> None:
+        self._histogram = Histogram(LAG_BOUNDS)
+        self._latest: deque[tuple[int, float]] = deque(maxlen=60)
+
+    async def run(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self._add(max(0.0, time.monotonic() - due), int(due))
+
+    def _add(self, late: float, second: int) -> None:
+        self._histogram.add(late)
+        if self._latest and self._latest[-1][0] == second:
+            late = max(late, self._latest.pop()[1])
+        self._latest.append((second, late))
+
+    @property
+    def distribution(self) -> Distribution:
+        return self._histogram.copy()
+
+    @property
+    def max(self) -> float:
+        """Of the last minute."""
+        return max((late for _, late in self._latest), default=0.0)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One second. Tokens are those of a second, on average over five; latencies (P50, P95) those of
+    the last minute. Figures of schedulers are there only while somebody looks, because they must be
+    asked."""
+
+    when: float
+    prompt_tokens: float
+    generated_tokens: float
+    open: int
+    answering: int
+    latency: dict[str, tuple[float | None, float | None]]
+    running: int | None = None
+    waiting: int | None = None
+    pages_used: float | None = None
+
+
+class History:
+    """The last minutes, so that whoever looks sees at once how it went."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[float, RequestStats]] = deque(maxlen=WINDOW + 1)
+        self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
+
+    def add(self, now: RequestStats, poll: EnginePoll) -> None:
+        when = time.time()
+        if self._past:
+            self.samples.append(self._sample(when, now, poll))
+        self._past.append((when, now))
+
+    def _sample(self, when: float, now: RequestStats, poll: EnginePoll) -> Sample:
+        (before, last) = self._past[-min(RATE_WINDOW, len(self._past))]
+        _, first = self._past[0]
+        seconds = max(when - before, 1e-3)
+        groups = poll.stats.groups if poll.age < STALE_SECONDS else []
+        total = sum(group.pages_total for group in groups)
+        used = sum(group.pages_used for group in groups)
+        return Sample(
+            when=when,
+            prompt_tokens=(now.prompt_tokens - last.prompt_tokens) / seconds,
+            generated_tokens=(now.generated_tokens - last.generated_tokens) / seconds,
+            open=now.open,
+            answering=now.answering,
+            latency={
+                "ttft": _quantiles(now.time_to_first_token, first.time_to_first_token),
+                "itl": _quantiles(now.inter_token, first.inter_token),
+                "e2e": _quantiles(now.end_to_end, first.end_to_end),
+            },
+            running=sum(group.running for group in groups) if groups else None,
+            waiting=sum(group.waiting for group in groups) if groups else None,
+            pages_used=used / total if total else None,
+        )
+
+
+def _quantiles(now: Distribution, before: Distribution) -> tuple[float | None, float | None]:
+    recent = now.since(before)
+    return recent.quantile(0.5), recent.quantile(0.95)
+
+
+class LiveStats:
+    """Of one server. All of it happens in the event loop's thread."""
+
+    def __init__(self, engine: Engine, queued: Callable[[], int]) -> None:
+        self._engine, self._queued = engine, queued
+        self.poll = EnginePoll(engine.get_stats, _shares(engine))
+        self.lag, self.history = LagWatch(), History()
+        self.http: Counter[tuple[str, int]] = Counter()
+        self.info = engine_info(engine)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(work) for work in (self.lag.run(), self._remember())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _remember(self) -> None:
+        while True:
+            self.history.add(self._engine.request_stats(), self.poll)
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def snapshot(self) -> Snapshot:
+        await self.poll.refresh()
+        server = ServerStats(
+            http=dict(self.http),
+            queued=self._queued(),
+            loop_lag=self.lag.distribution,
+            loop_lag_max=self.lag.max,
+            startup=self._engine.startup_seconds,
+            info=self.info,
+        )
+        return Snapshot(
+            engine=self.poll.stats,
+            experts=self.poll.experts,
+            engine_age=self.poll.age,
+            requests=self._engine.request_stats(),
+            server=server,
+            batch=self.poll.batch,
+        )
+
+
+def _shares(engine: Engine) -> int:
+    """In deterministic mode experts are not cut over ranks."""
+    return 1 if engine.args.enable_deterministic_inference else engine.mesh.moe_tp
+
+
+def engine_info(engine: Engine) -> dict[str, str]:
+    """What was resolved at start, in words."""
+    args, mesh, providers = engine.args, engine.mesh, engine.providers
+    sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
+    told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
+    return {
+        "version": __version__,
+        "model": args.served_model_name or Path(args.model_path).name,
+        "mesh": ", ".join(told) or "one rank",
+        "a2a_backend": providers["a2a"],
+        "mode": providers["a2a_mode"],
+        "runner_backend": providers["runner"],
+    }
+
+
+class CountResponses:
+    """By route and status; what the app itself does not answer is an error of the server."""
+
+    def __init__(self, app: ASGIApp, figures: LiveStats) -> None:
+        self._app, self._http = app, figures.http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answered = False
+
+        async def count(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start":
+                answered = True
+                self._http[scope.get(ROUTE, OTHER), message["status"]] += 1
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count)
+        except Exception:
+            if not answered:
+                self._http[scope.get(ROUTE, OTHER), 500] += 1
+            raise

@@ -1,0 +1,130 @@
+"""Several steps under way at once, as in a pipeline, change no token."""
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from moesaic.config import ServerArgs, resolve
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.plan import StepResult, decode_result, encode
+from moesaic.engine.schedule.plan_codec import NOTHING, PlanReceiver, PlanSender
+from moesaic.engine.worker.planner import EngineCore
+from moesaic.models.tiny import materialise
+
+
+def make_core(**flags: object) -> EngineCore:
+    args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", **flags))
+    return EngineCore(replace(args, model_path=materialise(args.model_path)))
+
+
+def requests() -> list[Request]:
+    chooser = random.Random(3)
+    stem = [chooser.randrange(256) for _ in range(30)]
+    found = []
+    for number in range(9):
+        own = [chooser.randrange(256) for _ in range(chooser.randrange(1, 40))]
+        prompt = stem + own if number % 3 == 0 else own
+        params = SamplingParams(
+            temperature=0.7 if number % 2 else 0.0,
+            repetition_penalty=1.2 if number == 4 else 1.0,
+            ignore_eos=True,
+        )
+        wants = number in (0, 3, 5)
+        new_tokens = 5 + number
+        found.append(
+            Request(str(number), prompt, params, number, new_tokens, number, return_logprob=wants)
+        )
+    return found
+
+
+def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
+    """Steps are computed when they are planned; results come back after `late` other ones."""
+    served = requests()
+    for request in served:
+        core.add(RequestState(request, None, lambda progress: None))
+    results: deque[StepResult] = deque()
+    sender, receiver = PlanSender(), PlanReceiver()
+    sizes = []
+    while core.has_work:
+        made = core.plan(parts)
+        data = sender.encode(made)
+        sizes.append(len(data))
+        plan = receiver.decode(data)
+        assert [item.pages for item in plan.items] == [item.pages for item in made.items]
+        if plan.items:
+            results.append(decode_result(encode(core.runner.step(plan))))
+        if results and (not plan.items or len(results) > late):
+            core.apply(results.popleft())
+    assert not results
+    assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
+    assert sizes[-1] < 200  # of one request that decodes
+    return served
+
+
+def test_nothing_is_always_told_alike():
+    sender = PlanSender()
+    assert sender.encode(make_core().plan()) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"chunked_prefill_size": 16},
+        {"chunked_prefill_size": 24, "max_total_tokens": 160, "page_size": 4},
+        {"disable_radix_cache": True, "max_running_requests": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("parts", "late"), [(2, 1), (4, 3), (3, 3)])
+def test_tokens_are_those_of_one_step_at_a_time(flags, parts, late):
+    expected = serve(make_core(**flags), 1, 0)
+    found = serve(make_core(**flags), parts, late)
+    for one, other in zip(expected, found, strict=True):
+        assert other.output_ids == one.output_ids
+        assert other.finish_reason == one.finish_reason
+        assert len(other.input_logprobs) == len(one.input_logprobs)
+        assert other.input_logprobs == pytest.approx(one.input_logprobs, abs=1e-4)
+    assert all(len(request.output_ids) == request.max_new_tokens for request in found)
+
+
+def test_steps_share_the_requests_that_decode():
+    core = make_core()
+    for request in requests():
+        if request.arrival % 3:  # those without a common beginning
+            core.add(RequestState(request, None, lambda progress: None))
+    first = core.plan(3)
+    assert first.prefill and core.plan(3).items == []
+    core.apply(core.runner.step(first))
+    plans = [core.plan(3) for _ in range(4)]
+    assert [len(plan.items) for plan in plans] == [2, 2, 2, 0]
+    assert not any(plan.prefill for plan in plans)
+
+
+def test_a_request_may_end_while_its_step_is_under_way():
+    core = make_core(max_total_tokens=128, page_size=4)
+    served = requests()[:2]
+    for request in served:
+        core.add(RequestState(request, None, lambda progress: None))
+    plan = core.plan(2)
+    core.abort("0")
+    core.apply(core.runner.step(plan))
+    while core.has_work:
+        core.step()
+    assert served[0].output_ids == [] and served[0].finish_reason.type == "abort"
+    assert len(served[1].output_ids) == served[1].max_new_tokens
+    core.kv.flush()
+    assert core.kv.allocator.num_free == core.kv.allocator.num_pages
+
+
+def test_retracted_requests_go_on_where_they_were():
+    core = make_core(
+        max_total_tokens=96, page_size=4, chunked_prefill_size=16, schedule_conservativeness=0.01
+    )
+    served = serve(core, 3, 2)
+    assert core.scheduler.num_retractions > 0
+    assert [len(r.output_ids) for r in served] == [r.max_new_tokens for r in served]

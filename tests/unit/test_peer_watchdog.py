@@ -1,0 +1,124 @@
+"""A rank whose kernels wait for another, which does not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.supervise.control_page import ControlPage, RankStatus, StepRolledBack
+from moesaic.comm.windows.device_window import DeviceWindow, HostWindow
+from moesaic.comm.windows.window import PlaneSpec
+from moesaic.engine.runner.peer_watchdog import PeerWatchdog
+from moesaic.kernels.a2a import signal, wait
+
+OPERATION = "combine of layer 3"
+
+
+@dataclass
+class Owner:
+    window: DeviceWindow
+
+    def check(self) -> None:
+        self.window.check()
+
+
+def owners(timeout: float) -> list[Owner]:
+    return [Owner(window) for window in HostWindow.between(2, [], timeout, channels=1)]
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    yield ControlPage.create(2)[0]
+
+
+def meet(owner: Owner) -> None:
+    call = owner.window.call(0, OPERATION)
+    signal(call)
+    wait(call)
+
+
+def called_back(page: ControlPage, seat: RankStatus, owner: Owner) -> float:
+    """Seconds for which it waited since then."""
+    told: list[float] = []
+
+    def recall() -> None:
+        told.append(time.monotonic())
+        page.recall(0, seat.generation + 1)
+
+    threading.Timer(0.1, recall).start()
+    meet(owner)
+    return time.monotonic() - told[0]
+
+
+def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
+    mine, other = owners(timeout=60.0)
+    seat = page.seat(0)
+    watch = PeerWatchdog([mine], seat)
+    assert called_back(page, seat, mine) < 5.0
+    with pytest.raises(WindowAborted) as caught:
+        watch.check()
+    with pytest.raises(StepRolledBack) as recalled:
+        watch.explain(caught.value)
+    assert recalled.value.generation == seat.generation + 1
+    # Both adopt it and go on.
+    seat.generation += 1
+    with watch.quiet:
+        mine.window.restart(seat.generation)
+    other.window.restart(seat.generation)
+    watch.check()
+    peer = threading.Thread(target=meet, args=(other,))
+    peer.start()
+    meet(mine)
+    peer.join()
+    watch.check()
+    assert called_back(page, seat, mine) < 5.0, "it still watches"
+
+
+def test_memory_of_windows_is_counted():
+    plane = PlaneSpec("rows", (3, 512), torch.float16)
+    two = [Owner(HostWindow.between(2, [plane], 1.0, channels=1)[0]) for _ in range(2)]
+    # Flags take a piece of 512 bytes.
+    assert PeerWatchdog(two, None).nbytes == 2 * (3 * 1024 + 512)
+    assert PeerWatchdog([], None).nbytes == 0
+
+
+def test_a_rank_that_does_not_come_is_named(page: ControlPage):
+    mine, _ = owners(timeout=0.05)
+    watch = PeerWatchdog([mine], page.seat(0))
+    meet(mine)
+    with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
+        watch.check()
+    watch.explain(e.value)  # the rank is not called back
+    assert e.value.missing == (1,)
+
+
+def test_waits_may_last_longer_for_a_while(page: ControlPage):
+    mine, other = owners(timeout=0.2)
+    watch = PeerWatchdog([mine], None)
+    with watch.patient(30.0):
+        threading.Timer(0.6, lambda: signal(other.window.call(0, OPERATION))).start()
+        meet(mine)
+        watch.check()
+    meet(mine)
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not reach .* within 0\.2 s"):
+        watch.check()
+
+
+def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
+    mine, other = owners(timeout=0.2)
+    watch = PeerWatchdog([mine], None)
+    before = [window.mail.state.tolist() for window in (mine.window, other.window)]
+    with watch.apart():
+        meet(mine)  # does not wait
+    watch.check()
+    assert [window.mail.state.tolist() for window in (mine.window, other.window)] == before
+    assert not other.window.mail.flag(1, 0).any() and not mine.window.mail.flag(0, 0).any()
+    meet(mine)
+    with pytest.raises(PeerTimeout):
+        watch.check()
