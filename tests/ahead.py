@@ -31,6 +31,7 @@ class Late:
     runner: AheadRunner
     plan: StepPlan
     done: StepResult | Exception | None = None
+    hidden_TH: None = None
 
     def compute(self) -> None:
         if self.done is None:
@@ -60,7 +61,9 @@ class AheadRunner(ModelRunner):
         self.last: dict[int, int] = {}
         self.futures = 0
 
-    def begin(self, plan: StepPlan, turn: StepAgreement | None = None) -> StepHandle:
+    def begin(
+        self, plan: StepPlan, turn: StepAgreement | None = None, x_TH: Any = None
+    ) -> StepHandle:
         step = Late(self, plan)
         if self.mode != "wait":
             step.compute()
@@ -76,16 +79,16 @@ class AheadRunner(ModelRunner):
             if FUTURE_TOKEN in item.token_ids:
                 assert len(item.token_ids) == 1 and item.score is None
                 self.futures += 1
-                item = structs.replace(item, token_ids=[self.last.get(item.key, 0)])
+                item = structs.replace(item, token_ids=[self.last.get(item.request_no, 0)])
             if item.sample is not None:
                 assert item.sample.position == item.stop
             items.append(item)
         if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
             raise ZeroDivisionError("poison")
-        result = self.step(structs.replace(plan, items=items))
+        result = super().begin(structs.replace(plan, items=items)).wait()
         for item, found in zip(items, result.items, strict=True):
-            if found.token_id is not None:
-                self.last[item.key] = found.token_id
+            if found.token_ids:
+                self.last[item.request_no] = found.token_ids[-1]
         return result
 
 

@@ -72,8 +72,8 @@ class Sequences:
 
     def take(self, items: list[int], results: list[ItemResult]) -> None:
         for n, result in zip(items, results, strict=True):
-            assert result.token_id is not None, result
-            self.tokens[n].append(result.token_id)
+            assert len(result.token_ids) == 1, result
+            self.tokens[n].append(result.token_ids[0])
 
 
 KINDS: list[dict[str, Any]] = [
@@ -226,7 +226,7 @@ def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
     found = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
     assert [bool(result.broken) for result in found] == [True, True, False]
-    assert found[0].broken == NOT_FINITE and found[2].token_id is not None
+    assert found[0].broken == NOT_FINITE and len(found[2].token_ids) == 1
 
 
 def test_scores_of_a_prompt():
@@ -237,7 +237,7 @@ def test_scores_of_a_prompt():
     )
     plan = StepPlan([item], list(range(1, 12)), True)
     (mine,), (theirs,) = GpuRunner(args).step(plan).items, ModelRunner(args).step(plan).items
-    assert mine.token_id == theirs.token_id
+    assert mine.token_ids == theirs.token_ids and len(mine.token_ids) == 1
     assert len(mine.input_logprobs) == len(tokens) - 1
     assert mine.input_logprobs == pytest.approx(theirs.input_logprobs, abs=1e-5)
     assert [len(top) for top in mine.input_top_logprobs] == [2] * (len(tokens) - 1)

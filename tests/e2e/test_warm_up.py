@@ -57,7 +57,7 @@ def tokens(runner: GpuRunner) -> list[int | None]:
         PlanItem(n, [3, 1, 4, 1, 5 + n], 0, [1 + 2 * n, 2 + 2 * n], None, sample) for n in (0, 1)
     ]
     found = runner.step(StepPlan(items, [1, 2, 3, 4], True))
-    return [item.token_id for item in found.items]
+    return [item.token_ids[0] for item in found.items]
 
 
 def test_sizes_reach_each_power_of_two_odd_and_even():

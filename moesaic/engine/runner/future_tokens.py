@@ -46,17 +46,17 @@ class FutureTokens:
 
     def take(self, item: PlanItem) -> FutureToken:
         """Where the token comes from that an item does not know, and where the sampled one goes."""
-        seat = self._seats.get(item.key)
+        seat = self._seats.get(item.request_no)
         if seat is None:
             if item.token_ids[0] < 0:
                 raise ValueError(
-                    f"request {item.key} waits for a token that no step under way samples"
+                    f"request {item.request_no} waits for a token that no step under way samples"
                 )
             if item.sample is None:
                 return self.nobody
             number = self._free.pop() if self._free else self._seats.popitem(last=False)[1].number
-            seat = self._seats[item.key] = FutureToken(number, SamplingPath.of(item.sample))
-        self._seats.move_to_end(item.key)
+            seat = self._seats[item.request_no] = FutureToken(number, SamplingPath.of(item.sample))
+        self._seats.move_to_end(item.request_no)
         return seat
 
     def free(self, keys: Iterable[int]) -> None:

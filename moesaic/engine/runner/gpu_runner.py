@@ -195,13 +195,12 @@ class GpuRunner(ModelRunner):
             self.step_bytes.total / GIB,
         )
 
-    def step(self, plan: StepPlan) -> StepResult:
-        return self.begin(plan).wait()
-
-    def begin(self, plan: StepPlan, turn: StepAgreement | None = None) -> DeviceStep:
+    def begin(
+        self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Tensor | None = None
+    ) -> DeviceStep:
         try:
             return self._begin(
-                plan, turn or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
+                plan, agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
             )
         except Exception as error:
             self._abandon(error)
@@ -270,14 +269,14 @@ class GpuRunner(ModelRunner):
             step.allowed = self.matchers.take()
         step.mark.record()
         for n in step.late:
-            self._late[plan.items[step.rows[n]].key] = step
+            self._late[plan.items[step.rows[n]].request_no] = step
         return step
 
     def _settle(self, items: Sequence[PlanItem]) -> None:
         """What an item begins with and the host has yet to sample is sampled now."""
         for item in items if self._late else ():
-            if item.token_ids[0] < 0 and item.key in self._late:
-                self._late[item.key].wait()
+            if item.token_ids[0] < 0 and item.request_no in self._late:
+                self._late[item.request_no].wait()
 
     def _bucket(self, plan: StepPlan, turn: StepAgreement) -> int | None:
         """Of a decode step; None: it goes kernel by kernel. With other ranks it follows from what
@@ -440,7 +439,7 @@ class GpuRunner(ModelRunner):
         results = [ItemResult() for _ in plan.items]
         tokens, broken = step.found.tolist()
         for item, token in zip(step.rows, tokens, strict=True):
-            results[item].token_id = token
+            results[item].token_ids = [token]
         if any(broken):
             for item, bad in zip(step.rows, broken, strict=True):
                 if bad:
@@ -458,11 +457,11 @@ class GpuRunner(ModelRunner):
         sample_items(step.plan, items, logits_LV, results, step.allowed())
         known: dict[int, int] = {}
         for item, seat in zip(items, step.seats_L, strict=True):
-            key, token = step.plan.items[item].key, results[item].token_id
+            key, found = step.plan.items[item].request_no, results[item].token_ids
             if self._late.get(key) is step:  # else the seat may be another's
                 del self._late[key]
-                if token is not None:
-                    known[seat] = token
+                if found:
+                    known[seat] = found[-1]
         if known:
             seats, tokens = self._upload(list(known), list(known.values()))
             self._last_S.index_copy_(0, seats, tokens)

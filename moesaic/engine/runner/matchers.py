@@ -71,7 +71,7 @@ class Matchers:
         for key in plan.ended:
             self._live.pop(key, None)
         rows = {
-            number: (item.key, item.sample)
+            number: (item.request_no, item.sample)
             for number, item in enumerate(plan.items)
             if item.sample is not None and item.sample.params.grammar is not None
         }

@@ -210,25 +210,29 @@ class ModelRunner:
             begin = partial(seat.enter, RankState.COMPUTING, f"layer {number}")
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """A whole step, on one rank."""
-        turn = StepAgreement(
+        return self.begin(plan).wait()
+
+    @torch.inference_mode()
+    def begin(
+        self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Tensor | None = None
+    ) -> StepHandle:
+        """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
+        know of the step, where there are several. `x_TH`: hidden states of the pipeline stage
+        before."""
+        agreement = agreement or StepAgreement(
             0, (plan.num_tokens,), (sum(1 for _ in plan.logit_rows()),), plan.prefill
         )
         try:
-            return self.results(plan, turn, self.forward(plan, turn))
+            hidden_TH = self.forward(plan, agreement, x_TH)
+            if not self.ranks.is_last:
+                return FinishedStep(StepResult([]), hidden_TH)
+            return FinishedStep(self.results(plan, agreement, hidden_TH))
         except Exception:
-            if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
+            if self.ranks.seat is None:  # otherwise the supervisor orders a restart
                 self.moe.restart()
             raise
-
-    def begin(self, plan: StepPlan, turn: StepAgreement | None = None) -> StepHandle:
-        """Steps are carried out in the order in which they begin; `turn`: what all ranks know of
-        this one, where there are several."""
-        if turn is None or self.ranks.mesh.world == 1:
-            return FinishedStep(self.step(plan))
-        return FinishedStep(self.results(plan, turn, self.forward(plan, turn)))
 
     def abandon(self, reason: str) -> None:
         """Ends what is under way on a device, also where it waits for other ranks. A rank does so
@@ -244,9 +248,8 @@ class ModelRunner:
             if not layer.dispatcher.keeps_lanes:
                 layer.dispatcher.restart(generation)
 
-    @torch.inference_mode()
-    def forward(self, plan: StepPlan, turn: StepAgreement, x_TH: Tensor | None = None) -> Tensor:
-        """This stage's layers over the plan's tokens; `x_TH`: what the stage before gave."""
+    def forward(self, plan: StepPlan, turn: StepAgreement, x_TH: Tensor | None) -> Tensor:
+        """This stage's layers over the plan's tokens."""
         if self.samples:
             self.matchers.begin(plan)
         self.clear(plan.clear)
@@ -279,7 +282,6 @@ class ModelRunner:
         attend = DeterministicAttention if self.deterministic else TorchAttention
         return attend(self.cache, spans)
 
-    @torch.inference_mode()
     def results(self, plan: StepPlan, turn: StepAgreement, hidden_TH: Tensor) -> StepResult:
         """Samples and scores; on the first rank of an attention group, others only help.
 
@@ -388,9 +390,10 @@ def _draw(
         _draw(plan, items, logits_RV, results, masks)
         return
     for row, item in enumerate(items):
-        results[item].token_id = sampled.token_ids[row]
-        results[item].logprob = sampled.logprobs[row]
-        results[item].top_logprobs = sampled.top_logprobs[row]
+        result, logprob = results[item], sampled.logprobs[row]
+        result.token_ids = [sampled.token_ids[row]]
+        if logprob is not None:
+            result.logprobs, result.top_logprobs = [logprob], [sampled.top_logprobs[row] or []]
 
 
 def _is_finite(logits_V: Tensor) -> bool:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
+from torch import Tensor
 
 from moesaic.core.messages import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 
 FUTURE_TOKEN: Final = -1
-"""The token that the newest step before gives the request, which is under way still."""
+"""The token that an in-flight step samples for the request: only the device knows it yet."""
 
 
 class PromptScore(msgspec.Struct, array_like=True):
-    """Logprobs wanted of prompt tokens: rows `row` onwards of the item predict `targets`."""
+    """Requested logprobs of prompt tokens: rows `row` onwards of the item predict `targets`."""
 
     row: int
     targets: list[int]
@@ -24,20 +25,28 @@ class PromptScore(msgspec.Struct, array_like=True):
 
 
 class PlanItem(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence, of which `first` are computed already; all live in `pages`. `key`
-    is the request's number. A token may be FUTURE where the runner overlaps steps, and is then the
-    only one."""
+    """New tokens of one request, whose first `first` tokens are computed already; all of them are
+    stored in `pages`. A FUTURE_TOKEN is allowed where the runner overlaps steps, as the only one.
+    """
 
-    key: int
+    request_no: int
     token_ids: list[int]
     first: int
     pages: list[int]
     score: PromptScore | None = None
     sample: SampleRow | None = None
+    num_drafts: int = 0
+    """The last tokens are a drafter's proposals. The step samples before each and after the last,
+    and yields the sampled tokens up to and including the first that differs from its proposal."""
 
     @property
     def stop(self) -> int:
         return self.first + len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows whose logits are sampled: the last ones of the item."""
+        return 0 if self.sample is None else 1 + self.num_drafts
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -58,8 +67,8 @@ class StepPlan(msgspec.Struct, array_like=True):
         """Rows of the step whose logits are wanted: those that sample, then those that score."""
         starts = self.starts()
         for item, start in zip(self.items, starts, strict=True):
-            if item.sample is not None:
-                yield start + len(item.token_ids) - 1
+            stop = start + len(item.token_ids)
+            yield from range(stop - item.num_sampled, stop)
         for item, start in zip(self.items, starts, strict=True):
             if item.score is not None:
                 yield from range(
@@ -75,14 +84,16 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class ItemResult(msgspec.Struct, array_like=True, gc=False):
-    """What a step gave one item. `broken`: why it has nothing to give. `ended`: it is complete, as
-    its grammar has it, and the model has no token that would say so."""
+    """The outcome of one plan item: its sampled tokens, one for a plain item, up to one more than
+    its drafts for one that verifies. Logprobs are present where the request asks for them."""
 
     broken: str = ""
+    """Why the item has no tokens."""
     ended: bool = False
-    token_id: int | None = None
-    logprob: float | None = None
-    top_logprobs: TopLogprobs | None = None
+    """The grammar is complete, and the model has no token to end the text with."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    top_logprobs: list[TopLogprobs] = []
     input_logprobs: list[float] = []
     input_top_logprobs: list[TopLogprobs] = []
 
@@ -92,16 +103,21 @@ class StepResult(msgspec.Struct, array_like=True):
 
 
 class StepHandle(Protocol):
-    """A step that a runner was given. Those that come after a failed one are never waited for."""
+    """A step that was handed to a runner. Handles behind a failed step are never waited for."""
+
+    @property
+    def hidden_TH(self) -> Tensor | None:
+        """What a pipeline stage hands to the next one; None after the last stage."""
 
     def wait(self) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was over when it had begun."""
+    """The handle of a synchronous step."""
 
     result: StepResult
+    hidden_TH: Tensor | None = None
 
     def wait(self) -> StepResult:
         return self.result
@@ -119,7 +135,7 @@ class StepAgreement(msgspec.Struct, array_like=True):
 
 
 class StageOrder(msgspec.Struct, array_like=True):
-    """From stage to stage of a pipeline; `plan` is as engine.wire has it."""
+    """From stage to stage of a pipeline; `plan` is as plan_codec encodes it."""
 
     turn: StepAgreement
     plan: bytes

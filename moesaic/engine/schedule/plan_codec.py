@@ -21,12 +21,13 @@ class WireItem(msgspec.Struct, array_like=True):
     token that is sampled, then only `position` and, if they matter, the tokens so far: the first
     `kept_ids` as they were, then `output_ids`."""
 
-    key: int
+    request_no: int
     token_ids: list[int]
     first: int
     kept: int
     pages: list[int]
     score: PromptScore | None = None
+    num_drafts: int = 0
     sample: SampleRow | None = None
     position: int | None = None
     kept_ids: int = 0
@@ -70,10 +71,18 @@ class PlanSender:
         return _encoder.encode(WirePlan(items, plan.clear, plan.prefill, ended))
 
     def _item(self, item: PlanItem) -> WireItem:
-        known = self._known.setdefault(item.key, Known([]))
+        known = self._known.setdefault(item.request_no, Known([]))
         kept = _kept(known.pages, item.pages)
         known.pages = item.pages
-        told = WireItem(item.key, item.token_ids, item.first, kept, item.pages[kept:], item.score)
+        told = WireItem(
+            item.request_no,
+            item.token_ids,
+            item.first,
+            kept,
+            item.pages[kept:],
+            item.score,
+            item.num_drafts,
+        )
         if item.sample is None:
             return told
         if known.sample is None:
@@ -101,7 +110,7 @@ class PlanReceiver:
         return StepPlan(items, wire.clear, wire.prefill, wire.ended)
 
     def _item(self, told: WireItem) -> PlanItem:
-        known = self._known.setdefault(told.key, Known([]))
+        known = self._known.setdefault(told.request_no, Known([]))
         known.pages = known.pages[: told.kept] + told.pages
         if told.sample is not None:
             known.sample, known.output_ids = told.sample, told.sample.output_ids
@@ -112,7 +121,15 @@ class PlanReceiver:
             sample = structs.replace(
                 known.sample, position=told.position, output_ids=known.output_ids
             )
-        return PlanItem(told.key, told.token_ids, told.first, known.pages, told.score, sample)
+        return PlanItem(
+            told.request_no,
+            told.token_ids,
+            told.first,
+            known.pages,
+            told.score,
+            sample,
+            told.num_drafts,
+        )
 
 
 def _kept(known: Sequence[int], now: Sequence[int]) -> int:

@@ -51,7 +51,7 @@ class SchedulerMetrics:
         begun, now, counts = self._under_way.popleft(), time.monotonic(), self.counts
         seconds = now - max(begun.when, self._ended)
         self._ended = now
-        generated = sum(item.token_id is not None for item in result.items)
+        generated = sum(len(item.token_ids) for item in result.items)
         counts.generated_tokens += generated
         counts.prompt_tokens += begun.tokens
         counts.cached_tokens += begun.cached

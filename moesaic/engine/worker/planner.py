@@ -370,10 +370,12 @@ class EngineCore:
         request.pending -= 1
         if found.ended:
             reason: FinishReason | None = FinishReason("stop")
-        elif found.token_id is None:
+        elif not found.token_ids:
             reason = FinishReason("length", length=0)
         else:
-            reason = job.accept(found.token_id, found.logprob, found.top_logprobs)
+            logprob = found.logprobs[0] if found.logprobs else None
+            top = found.top_logprobs[0] if found.logprobs else None
+            reason = job.accept(found.token_ids[0], logprob, top)
         if reason is not None:
             self._finish(job, reason)
         else:

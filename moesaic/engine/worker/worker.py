@@ -316,10 +316,11 @@ class Worker:
         return told.numpy().tobytes()
 
     def _compute(self, turn: StepAgreement, plan: StepPlan, wire: bytes) -> None:
+        handle = self.runner.begin(plan, turn)
         if self.pipe is None:
-            self._local.append(self.runner.begin(plan, turn))
+            self._local.append(handle)
         else:
-            self.pipe.send(encode(StageOrder(turn, wire)), self.runner.forward(plan, turn))
+            self.pipe.send(encode(StageOrder(turn, wire)), handle.hidden_TH)
 
     def _finish_oldest(self) -> None:
         """Takes in the results of the step that has been under way for longest."""
@@ -363,11 +364,11 @@ class Worker:
         self.spans.begin_step(self.number)
         asleep = not order.turn.counts
         plan = self._receiver.decode(order.plan)
-        hidden_TH = None if asleep else self.runner.forward(plan, order.turn, x_TH)
+        handle = None if asleep else self.runner.begin(plan, order.turn, x_TH)
         if not self.ranks.is_last:
-            self.pipe.send(data, hidden_TH)
-        elif hidden_TH is not None:
-            result = self.runner.results(plan, order.turn, hidden_TH)
+            self.pipe.send(data, None if handle is None else handle.hidden_TH)
+        elif handle is not None:
+            result = handle.wait()
             if self.place.attention_rank == 0 and plan.items:
                 self.pipe.reply(encode(result))
         if not asleep:
