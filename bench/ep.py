@@ -72,7 +72,7 @@ from moesaic.config.parser import FlagParser, read_config
 from moesaic.config.resolve import SHAPE, resolve
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.setup.memory_plan import context_length, preview
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import PREFIX, materialise
 
@@ -293,7 +293,7 @@ def kernels(
 ) -> list[StepKernels]:
     """Of a decode step, by rank."""
     if ep == 1:
-        assert isinstance(engine._core, EngineCore)
+        assert isinstance(engine._core, LocalCore)
         table = profile_steps(engine, engine._core, prompts, options.output_len)["decode"]
         us = {row["kernel"]: row["us"] for row in table["kernels"]}
         on_gpu = engine.args.device == "cuda"

@@ -42,10 +42,10 @@ class Recorder:
 
     def __init__(self, rank: Worker, folder: Path) -> None:
         self._rank, self._folder = rank, folder
-        self._step = rank._step
+        self._step = rank.loop.step
         self._done: set[int] = set()
         self._on_gpu = torch.cuda.is_available()
-        rank._step = self.step  # type: ignore[method-assign]
+        rank.loop.step = self.step  # type: ignore[method-assign]
 
     def _profiler(self) -> profile:
         return profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
@@ -68,7 +68,7 @@ class Recorder:
         """Of this rank's requests, once no prompt waits any more."""
         if self._rank.leader is None:
             return 0
-        scheduler = self._rank.leader.core.scheduler
+        scheduler = self._rank.leader.planner.scheduler
         return 0 if scheduler.waiting else sum(r.is_decoding for r in scheduler.running)
 
     def _record(self, batch: int) -> bool:

@@ -43,7 +43,7 @@ from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser
 from moesaic.config.resolve import resolve
 from moesaic.core.request import Request
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
 from moesaic.observe.spans import Span, SpanKind, unpack
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = Engine(**args)
     with made as engine:
         core = engine._core
-        assert isinstance(core, EngineCore), "one rank, in this process"
+        assert isinstance(core, LocalCore), "one rank, in this process"
         seconds = engine.startup_seconds["model"]
         say(f"ready after {seconds:.1f} s: {core.facts.cache_tokens:,} tokens of cache")
         run = Run(engine, core, options, model_limit(core, found), peers)
@@ -117,14 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if run.failed or not run.points else 0
 
 
-def give_up_at_once(core: EngineCore) -> None:
+def give_up_at_once(core: LocalCore) -> None:
     """A step that fails ends all requests: nobody is to blame, and to look for them takes as many
     steps as there are requests."""
 
-    def accuse(suspects: Sequence[Request], error: str, *, alone: bool) -> None:
+    def report_failure(suspects: Sequence[Request], error: str, *, alone: bool) -> None:
         core.fail_all(f"a step failed: {error}")
 
-    core.accuse = accuse  # type: ignore[method-assign]
+    core.planner.report_failure = report_failure  # type: ignore[method-assign]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Run:
     """What one batch finds is written before the next begins, and one that fails ends no other."""
 
     engine: Engine
-    core: EngineCore
+    core: LocalCore
     options: argparse.Namespace
     limit: ModelLimit | None
     peers: list[PeerPoint]
@@ -275,18 +275,18 @@ def ceilings(options: argparse.Namespace, on_gpu: bool) -> Ceilings | None:
     return found
 
 
-def device_of(core: EngineCore) -> torch.device:
+def device_of(core: LocalCore) -> torch.device:
     return next(core.runner.model.parameters()).device
 
 
-def model_limit(core: EngineCore, found: Ceilings | None) -> ModelLimit | None:
+def model_limit(core: LocalCore, found: Ceilings | None) -> ModelLimit | None:
     if found is None:
         return None
     config = Path(core.args.model_path, "config.json").read_text(encoding="utf-8")
     return ModelLimit(json.loads(config), found, fp8=name_of(core) == "fp8")
 
 
-def name_of(core: EngineCore) -> str:
+def name_of(core: LocalCore) -> str:
     """How results name the type of the weights."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return core.args.quantization or names[core.runner.dtype]
@@ -299,7 +299,7 @@ def draw_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[in
 
 def measure(
     engine: Engine,
-    core: EngineCore,
+    core: LocalCore,
     options: argparse.Namespace,
     batch: int,
     limit: ModelLimit | None,
@@ -382,7 +382,7 @@ def make_point(
     timings: Sequence[Timing],
     batch: int,
     options: argparse.Namespace,
-    core: EngineCore,
+    core: LocalCore,
 ) -> Point:
     steps = [step for one in timings for step in one.steps]
     decode = statistics.median(steps)
@@ -404,7 +404,7 @@ def make_point(
         take_in_ms=statistics.median(x for one in timings for x in one.take_in),
         total_s=total,
         total_tok_s=batch * (options.input_len + options.output_len) / total,
-        overlap=core.overlaps,
+        overlap=core.loop.overlaps,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
     )
 

@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import print_table
 from bench.stages import Ran, covered_us
 from moesaic import Engine
+from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepPlan
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker.local_core import LocalCore
 
 DECODE_STEPS = 4
 SHOWN = 16
@@ -30,7 +31,7 @@ Table = dict[str, Any]
 class StepProfile:
     """In place of a core's `step`: records a step of prompts, then some of decodes."""
 
-    def __init__(self, core: EngineCore, batch: int) -> None:
+    def __init__(self, core: LocalCore, batch: int) -> None:
         self.core, self.batch = core, batch
         self.tables: dict[str, Table] = {}
         self.done = threading.Event()
@@ -38,7 +39,7 @@ class StepProfile:
         self._cuda = torch.cuda.is_available()
 
     def __call__(self) -> None:
-        scheduler = self.core.scheduler
+        scheduler = self.core.planner.scheduler
         decoding = [r for r in scheduler.running if r.is_decoding]
         if "prefill" not in self.tables and scheduler.waiting:
             self._record("prefill", 1)
@@ -52,20 +53,22 @@ class StepProfile:
         """What was under way before is over when it begins, and all of it when it ends."""
         self._settle()
         plans: list[StepPlan] = []
-        plan = self.core.plan
+        planner = self.core.planner
+        plan = planner.plan
 
-        def note() -> StepPlan:
-            plans.append(plan())
-            return plans[-1]
+        def note(parts: int) -> InflightStep:
+            step = plan(parts)
+            plans.append(step.plan)
+            return step
 
-        self.core.plan = note  # type: ignore[method-assign, assignment]
+        planner.plan = note  # type: ignore[method-assign, assignment]
         begin = time.perf_counter()
         with profile(activities=_activities()) as recorded:
             for _ in range(steps):
                 self._step()
             self._settle()
         seconds = time.perf_counter() - begin
-        del self.core.plan  # type: ignore[method-assign]
+        del planner.plan  # type: ignore[method-assign]
         made = [one.num_tokens for one in plans if one.items]
         self.tables[name] = {"tokens": made, **self._table(recorded, len(made), seconds)}
 
@@ -111,7 +114,7 @@ def _inner(event: Any, on_device: bool) -> float:
 
 
 def profile_steps(
-    engine: Engine, core: EngineCore, prompts: list[list[int]], tokens: int
+    engine: Engine, core: LocalCore, prompts: list[list[int]], tokens: int
 ) -> dict[str, Table]:
     """`prompts`: as long and as many as those of the batch that was measured."""
     with profile(activities=_activities()):

@@ -59,6 +59,10 @@ class Request:
     num_computed: int = 0
     num_scored: int = 0
     pending: int = 0
+    drafts: list[int] = field(default_factory=list)
+    """A drafter's proposals for the next tokens, which the next step verifies."""
+    verifying: bool = False
+    """An in-flight step verifies drafts: how many tokens it yields is not known yet."""
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
@@ -124,6 +128,7 @@ class Request:
         """Whether its next token can be asked for while the one before is under way."""
         return (
             self.pending < self.remaining_tokens
+            and not self.verifying
             and not self.looks_back
             and not (self.return_logprob and self.wants_input_logprobs)
         )

@@ -52,13 +52,13 @@ from moesaic.engine.frontend.output_queue import OutputQueue, OutputSender
 from moesaic.engine.frontend.outputs import CallOutputs, RequestUpdate, Signal
 from moesaic.engine.frontend.profiler import Profiler
 from moesaic.engine.frontend.queries import CALLER_SECONDS, QueryTimeout, engine_stats
-from moesaic.engine.frontend.request_state import Progress, RequestState
+from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.engine.text.grammar_check import GrammarChecker
 from moesaic.engine.text.grammar_child import GrammarSetup
 from moesaic.engine.text.tokenizer import load_tokenizer
-from moesaic.engine.worker.planner import EngineCore
-from moesaic.engine.worker.rank_info import holdings, log_ranks
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.engine.worker.rank_info import log_ranks, rank_info
 from moesaic.models.checkpoint import check_folder
 from moesaic.models.tiny import materialise
 from moesaic.observe.requests import RequestStats, RequestWatch
@@ -66,7 +66,7 @@ from moesaic.observe.spans import SpanKind
 
 logger = logging.getLogger(__name__)
 
-Core = EngineCore | CoreClient
+Core = LocalCore | CoreClient
 Command = Callable[[Core], None]
 Output = dict[str, Any]
 # Longer prompts are made into tokens in a thread, so that an event loop is not held up.
@@ -147,8 +147,8 @@ class Engine:
             )
         args = without_secrets(self.args)
         if self.mesh.world == 1 and not apart:
-            core = EngineCore(args)
-            log_ranks([holdings(core.runner)], self.mesh)
+            core = LocalCore(args)
+            log_ranks([rank_info(core.runner)], self.mesh)
             return core
         return start_ranks(args, self.mesh)
 
@@ -468,7 +468,7 @@ class Engine:
                 try:
                     core.step()
                 except Exception as error:
-                    logger.exception("the engine failed; all %d requests end", len(core.jobs))
+                    logger.exception("the engine failed; all %d requests end", len(core.states))
                     core.fail_all(f"the engine failed: {error!r}")
         except BaseException as error:
             core.fault = core.fault or f"the engine's thread ended: {error!r}"
@@ -485,9 +485,9 @@ class Engine:
         """Carries out what was asked, waiting while there is nothing to compute; False: stop."""
         while not (self._inbox.empty() and self._core.has_work):
             try:
-                command = self._inbox.get(timeout=self._core.patience)
+                command = self._inbox.get(timeout=self._core.idle_timeout)
             except queue.Empty:
-                self._core.rest()
+                self._core.idle()
                 continue
             if command is None:
                 return False

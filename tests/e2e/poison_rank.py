@@ -14,11 +14,11 @@ import torch
 
 from moesaic.cli.main import main as command
 from moesaic.comm.launch.rank_link import RankLink
-from moesaic.core.request import Request
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
-from moesaic.engine.worker import planner as core
+from moesaic.engine.schedule.scheduler import Scheduled
+from moesaic.engine.worker import planner
 from moesaic.engine.worker.worker import Worker
 from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.formats import FusedDispatchOutput, LowLatencyDispatchOutput
@@ -101,14 +101,14 @@ def fail(name: str) -> NoReturn:
 
 
 def poison_plans() -> None:
-    plan_item = core._plan_item
+    plan_item = planner._plan_item
 
-    def fail_or_plan(request: Request, length: int) -> PlanItem:
-        if PLAN in request.token_ids:
+    def fail_or_plan(work: Scheduled) -> PlanItem:
+        if PLAN in work.request.token_ids:
             fail("the plan")
-        return plan_item(request, length)
+        return plan_item(work)
 
-    core._plan_item = fail_or_plan
+    planner._plan_item = fail_or_plan
 
 
 def run(link: RankLink) -> None:

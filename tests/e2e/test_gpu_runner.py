@@ -15,7 +15,6 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.frontend.request_state import RequestState
 from moesaic.engine.runner.future_tokens import FutureToken, FutureTokens, SamplingPath
 from moesaic.engine.runner.gpu_runner import GpuRunner
 from moesaic.engine.runner.graphs import GraphCache, graph_sizes
@@ -23,7 +22,8 @@ from moesaic.engine.runner.model_runner import NOT_FINITE, ModelRunner
 from moesaic.engine.sampling.row_samplers import draw, greedy
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import FAMILIES, materialise
 
 pytestmark = pytest.mark.timeout(300)
@@ -129,7 +129,7 @@ def test_tokens_to_come_are_those_that_come(family: str):
 
 def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
     """Requests of many kinds through the whole engine core."""
-    core = EngineCore(args, runner)
+    core = LocalCore(args, runner)
     rng = random.Random(seed)
     jobs = []
     for n in range(9):
@@ -161,7 +161,7 @@ def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
         core.add(jobs[-1])
     while core.has_work:
         core.step()
-    assert core.tally.counts.failed_steps == 0
+    assert core.planner.metrics.counts.failed_steps == 0
     return [
         (job.request.output_ids, job.request.finish_reason, rounded(job.request)) for job in jobs
     ]

@@ -15,7 +15,7 @@ from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import StepPlan
-from moesaic.engine.worker.planner import Job
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 from tests.e2e.names import check_that_a_name_is_free
 from tests.e2e.poison_rank import POISONS, Poison
@@ -135,15 +135,15 @@ def test_an_error_that_follows_no_request_harms_nobody(
     """Only a step of many fails, as one that is out of memory would."""
     expected = ids(engine.generate(input_ids=prompts(), sampling_params=GREEDY))
     before = engine.get_server_info()["failed_steps"]
-    step, sizes = ModelRunner.step, list[int]()
+    begin, sizes = ModelRunner.begin, list[int]()
 
-    def fail_if_large(self: ModelRunner, plan: StepPlan) -> Any:
+    def fail_if_large(self: ModelRunner, plan: StepPlan, *rest: Any) -> Any:
         sizes.append(len(plan.items))
         if len(plan.items) > 2:
             raise MemoryError("made up")
-        return step(self, plan)
+        return begin(self, plan, *rest)
 
-    monkeypatch.setattr(ModelRunner, "step", fail_if_large)
+    monkeypatch.setattr(ModelRunner, "begin", fail_if_large)
     assert ids(engine.generate(input_ids=prompts(), sampling_params=GREEDY)) == expected
     failed = sum(size > 2 for size in sizes)
     assert failed == engine.get_server_info()["failed_steps"] - before > 0
@@ -154,11 +154,11 @@ def test_steps_that_always_fail_end_every_request_and_not_the_engine(
 ) -> None:
     steps = []
 
-    def fail(self: ModelRunner, plan: StepPlan) -> Any:
+    def fail(self: ModelRunner, plan: StepPlan, *rest: Any) -> Any:
         steps.append(len(plan.items))
         raise ZeroDivisionError("made up")
 
-    monkeypatch.setattr(ModelRunner, "step", fail)
+    monkeypatch.setattr(ModelRunner, "begin", fail)
     outputs = engine.generate(input_ids=prompts(), sampling_params=GREEDY)
     assert isinstance(outputs, list)
     for output in outputs:
@@ -253,7 +253,7 @@ def test_an_error_in_the_engine_itself_ends_requests_but_not_the_engine(
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("made up")
 
-    monkeypatch.setattr(engine._core.scheduler, "schedule", fail)
+    monkeypatch.setattr(engine._core.planner.scheduler, "schedule", fail)
     with pytest.raises(RuntimeError, match="made up"):
         engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
     monkeypatch.undo()
@@ -270,7 +270,7 @@ def test_a_listener_that_raises_harms_nobody(engine: Engine) -> None:
 
     params = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
     request = Request("listener", [1, 2, 3], params, 0, 3, -1)
-    engine._tell(lambda core: core.add(Job(request, None, listen, 1)))
+    engine._tell(lambda core: core.add(RequestState(request, None, listen, 1)))
     other = engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
     assert len(other["output_ids"]) == 12 and calls[-1].finished and running(engine) == 0
 

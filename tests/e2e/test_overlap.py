@@ -16,13 +16,13 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend import core_client as remote
-from moesaic.engine.frontend.request_state import RequestState
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import FUTURE_TOKEN
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.engine.text.tokenizer import Tokenizer
-from moesaic.engine.worker import planner as cores
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker import local_core
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
 from moesaic.observe.spans import SpanKind, unpack
 from tests import ahead
@@ -54,7 +54,7 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def make_core(flags: dict[str, Any], runner: Callable[..., ModelRunner]) -> EngineCore:
+def make_core(flags: dict[str, Any], runner: Callable[..., ModelRunner]) -> LocalCore:
     args = resolve(
         ServerArgs.from_kwargs(
             model_path="tiny:qwen3_moe", enable_deterministic_inference=True, **flags
@@ -62,7 +62,7 @@ def make_core(flags: dict[str, Any], runner: Callable[..., ModelRunner]) -> Engi
     )
     folder = materialise(args.model_path)
     args = replace(args, model_path=folder, tokenizer_path=folder)
-    return EngineCore(args, runner(args))
+    return LocalCore(args, runner(args))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def draw_cases(chance: random.Random, poison: bool) -> list[Case]:
     return cases
 
 
-def serve(core: EngineCore, cases: list[Case], base: int) -> list[tuple[Request, str]]:
+def serve(core: LocalCore, cases: list[Case], base: int) -> list[tuple[Request, str]]:
     """`base`: of their numbers, which must be new."""
     tokenizer = Tokenizer.from_folder(str(core.args.tokenizer_path))
     jobs, turn = list[RequestState](), 0
@@ -147,9 +147,9 @@ def serve(core: EngineCore, cases: list[Case], base: int) -> list[tuple[Request,
         while leaving:
             core.abort(leaving.pop())
     jobs = [made[number] for number in range(len(cases))]
-    assert core.kv.num_used == 0 and core.num_suspects == 0 and not core.jobs
-    core.kv.flush()
-    assert core.kv.allocator.num_free == core.kv.allocator.num_pages
+    assert core.planner.kv.num_used == 0 and core.planner.num_suspects == 0 and not core.states
+    core.planner.kv.flush()
+    assert core.planner.kv.allocator.num_free == core.planner.kv.allocator.num_pages
     return [(job.request, job.detokenizer.text) for job in jobs if job.detokenizer is not None]
 
 
@@ -192,7 +192,7 @@ def check_mixes(flags: dict[str, Any], mode: str, seeds: range, poison: bool) ->
         compare(cases, expected, serve(overlapping, cases, 1000 * seed))
     runner = overlapping.runner
     assert isinstance(runner, AheadRunner) and len(runner.last) <= 12
-    return runner.futures, overlapping.scheduler.num_retractions
+    return runner.futures, overlapping.planner.scheduler.num_retractions
 
 
 @pytest.mark.parametrize(
@@ -224,13 +224,13 @@ def one_request(max_new_tokens: int, **params: Any) -> RequestState:
     return RequestState(request, None, lambda progress: None)
 
 
-def tokens_of_plans(core: EngineCore, job: RequestState) -> list[list[int]]:
+def tokens_of_plans(core: LocalCore, job: RequestState) -> list[list[int]]:
     """The tokens of each step, until nothing is left to do."""
     plans, begin = list[list[int]](), core.runner.begin
 
-    def note(plan: Any) -> Any:
+    def note(plan: Any, *rest: Any) -> Any:
         plans.append([token for item in plan.items for token in item.token_ids])
-        return begin(plan)
+        return begin(plan, *rest)
 
     core.runner.begin = note  # type: ignore[method-assign]
     core.add(job)
@@ -241,11 +241,11 @@ def tokens_of_plans(core: EngineCore, job: RequestState) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def overlapping() -> EngineCore:
+def overlapping() -> LocalCore:
     return make_core({"page_size": 4}, AheadRunner)
 
 
-def test_nothing_is_planned_beyond_the_last_token(overlapping: EngineCore) -> None:
+def test_nothing_is_planned_beyond_the_last_token(overlapping: LocalCore) -> None:
     """Four tokens take one step of the prompt and three of tokens that are to come."""
     job = one_request(4)
     assert tokens_of_plans(overlapping, job) == [
@@ -260,7 +260,7 @@ def test_nothing_is_planned_beyond_the_last_token(overlapping: EngineCore) -> No
 
 
 def test_an_end_that_nobody_foresaw_leaves_one_step_that_is_dropped(
-    overlapping: EngineCore,
+    overlapping: LocalCore,
 ) -> None:
     job = one_request(6, temperature=2.0)
     tokens_of_plans(overlapping, job)
@@ -269,10 +269,10 @@ def test_an_end_that_nobody_foresaw_leaves_one_step_that_is_dropped(
     job = one_request(6, temperature=2.0, stop_token_ids=(third,))
     plans = tokens_of_plans(overlapping, job)
     assert len(job.request.output_ids) == 3 and len(plans) == 4
-    assert overlapping.kv.num_used == 0 and not overlapping.has_work
+    assert overlapping.planner.kv.num_used == 0 and not overlapping.has_work
 
 
-def test_who_looks_back_waits_for_its_token(overlapping: EngineCore) -> None:
+def test_who_looks_back_waits_for_its_token(overlapping: LocalCore) -> None:
     for params in ({"repetition_penalty": 1.1}, {"min_new_tokens": 2}, {"regex": "[a-z]{9}"}):
         params["ignore_eos"] = "regex" not in params
         job = one_request(4, **params)
@@ -285,17 +285,19 @@ def test_the_flag_turns_it_off() -> None:
     job = one_request(3)
     plans = tokens_of_plans(core, job)
     assert plans == [[97, 98, 99], *([token] for token in job.request.output_ids[:-1])]
-    assert not core.overlaps and core.depth == 1
+    assert not core.loop.overlaps and core.loop.depth == 1
 
 
-def test_steps_taken_back_say_again_who_has_ended(overlapping: EngineCore) -> None:
+def test_steps_taken_back_say_again_who_has_ended(overlapping: LocalCore) -> None:
     core = overlapping
     tokens_of_plans(core, one_request(2))
     core.add(one_request(9))
-    core.step()  # under way, and tells of the end of the first
-    assert [step.ended for step in core._under_way] == [[0]] and core._ended == []
-    core.retreat()
-    assert core._ended == [0] and core.jobs["one"].request.pending == 0
+    core.step()  # in flight, and names the first, which has ended
+    planner = core.planner
+    assert [step.plan.ended for step in core.loop.inflight] == [[0]] and planner._ended == []
+    planner.rollback(core.loop.inflight)
+    core.loop.inflight.clear()
+    assert planner._ended == [0] and core.states["one"].request.pending == 0
     core.abort("one")
 
 
@@ -312,7 +314,7 @@ def test_engine(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = engine.generate(
             input_ids=[prompt for prompt, _ in calls], sampling_params=[p for _, p in calls]
         )
-    monkeypatch.setattr(cores, "make_runner", AheadRunner)
+    monkeypatch.setattr(local_core, "make_runner", AheadRunner)
     monkeypatch.setattr(remote, "TARGET", ahead.TARGET)
     calls.insert(2, ([97, 98], chooses))
     with Engine(**flags, apart=apart, page_size=4) as engine:
@@ -333,11 +335,11 @@ def test_engine(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert info["pages_used"] == 0 and info["running"] == info["waiting"] == 0
 
 
-def test_each_step_is_recorded_once(overlapping: EngineCore) -> None:
+def test_each_step_is_recorded_once(overlapping: LocalCore) -> None:
     """Steps that are under way at once share the time: none begins before the last has ended."""
     core, spans = overlapping, overlapping.runner.spans
     spans.start()
-    first = core.num_steps + 1
+    first = core.loop.stage.number + 1
     plans = tokens_of_plans(core, one_request(7))
     spans.stop()
     steps = [s for s in unpack(spans.read(0, spans.count)) if s.kind == SpanKind.STEP]
@@ -349,7 +351,7 @@ def test_each_step_is_recorded_once(overlapping: EngineCore) -> None:
 
 
 def test_an_error_of_the_engine_leaves_steps_that_nobody_waits_for(
-    overlapping: EngineCore, monkeypatch: pytest.MonkeyPatch
+    overlapping: LocalCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = overlapping
     expected = one_request(5)
@@ -357,7 +359,7 @@ def test_an_error_of_the_engine_leaves_steps_that_nobody_waits_for(
     core.add(one_request(5))
     core.step()
     core.fail_all("made up")
-    assert core.has_work and not core.jobs
+    assert core.has_work and not core.states
     core.step()
     assert not core.has_work
     unplanned = one_request(5)
@@ -367,15 +369,15 @@ def test_an_error_of_the_engine_leaves_steps_that_nobody_waits_for(
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("made up")
 
-    monkeypatch.setattr(core.scheduler, "schedule", fail)
+    monkeypatch.setattr(core.planner.scheduler, "schedule", fail)
     core.step()
     assert unplanned.request.failed and "made up" in unplanned.request.failure
-    assert not core.has_work and not core.jobs
+    assert not core.has_work and not core.states
     monkeypatch.undo()
     again = one_request(5)
     tokens_of_plans(core, again)
     assert again.request.output_ids == expected.request.output_ids
-    assert core.kv.num_used == 0 and not core.has_work
+    assert core.planner.kv.num_used == 0 and not core.has_work
 
 
 def test_numbers_that_are_not_finite_fail_their_request_alone() -> None:
@@ -409,7 +411,7 @@ def test_on_a_gpu_overlap_changes_nothing(count: int) -> None:
         flags = {"device": "cuda", "disable_overlap_schedule": off}
         with Engine(model_path="tiny:qwen3_moe", **flags) as engine:
             core = engine._core
-            assert isinstance(core, EngineCore) and core.overlaps is not off
+            assert isinstance(core, LocalCore) and core.loop.overlaps is not off
             found = engine.generate(input_ids=prompts, sampling_params=params)
             assert isinstance(found, list)
             answers.append([one["output_ids"] for one in found])

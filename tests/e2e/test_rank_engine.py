@@ -12,7 +12,7 @@ import pytest
 from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
 from moesaic.engine.frontend.inflight import _take_in
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.request_state import RequestState
 from tests import trace_format
 from tests.e2e.grid import model_path, prompts
 from tests.e2e.names import check_that_a_name_is_free

@@ -16,7 +16,7 @@ from moesaic.core.sampling import SamplingParams
 from moesaic.engine.engine import Engine
 from moesaic.engine.frontend import outputs as answers
 from moesaic.engine.frontend.outputs import OutputFormat
-from moesaic.engine.frontend.request_state import Progress
+from moesaic.engine.schedule.request_state import Progress
 from moesaic.server import responses as replies
 from moesaic.server.app import make_app
 from moesaic.server.live_stats import LagWatch

@@ -16,7 +16,7 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
-from openai.types.chat.chat_completion import ChatAnswer as ChoiceType
+from openai.types.chat.chat_completion import Choice as ChoiceType
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
@@ -25,7 +25,7 @@ from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.engine import Engine
 from moesaic.engine.frontend.outputs import RequestUpdate
-from moesaic.engine.frontend.request_state import Progress
+from moesaic.engine.schedule.request_state import Progress
 from moesaic.engine.text.limited_child import Allowance, LimitedChild
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.tiny import make_tiny_checkpoint

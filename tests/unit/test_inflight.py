@@ -12,7 +12,7 @@ import pytest
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend.inflight import InflightRequests
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.observe.spans import Spans
 
 

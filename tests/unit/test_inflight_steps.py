@@ -1,4 +1,4 @@
-"""Several steps under way at once, as in a pipeline, change no token."""
+"""Several steps in flight at once, as in a pipeline, change no token."""
 
 import random
 from collections import deque
@@ -9,16 +9,17 @@ import pytest
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult, decode_result, encode
 from moesaic.engine.schedule.plan_codec import NOTHING, PlanReceiver, PlanSender
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.tiny import materialise
 
 
-def make_core(**flags: object) -> EngineCore:
+def make_core(**flags: object) -> LocalCore:
     args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", **flags))
-    return EngineCore(replace(args, model_path=materialise(args.model_path)))
+    return LocalCore(replace(args, model_path=materialise(args.model_path)))
 
 
 def requests() -> list[Request]:
@@ -41,25 +42,26 @@ def requests() -> list[Request]:
     return found
 
 
-def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
+def serve(core: LocalCore, parts: int, late: int) -> list[Request]:
     """Steps are computed when they are planned; results come back after `late` other ones."""
     served = requests()
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
-    results: deque[StepResult] = deque()
+    results: deque[tuple[InflightStep, StepResult]] = deque()
+    planner = core.planner
     sender, receiver = PlanSender(), PlanReceiver()
     sizes = []
-    while core.has_work:
-        made = core.plan(parts)
+    while core.has_work or results:
+        step = planner.plan(parts)
+        made = step.plan
         data = sender.encode(made)
         sizes.append(len(data))
         plan = receiver.decode(data)
         assert [item.pages for item in plan.items] == [item.pages for item in made.items]
         if plan.items:
-            results.append(decode_result(encode(core.runner.step(plan))))
+            results.append((step, decode_result(encode(core.runner.step(plan)))))
         if results and (not plan.items or len(results) > late):
-            core.apply(results.popleft())
-    assert not results
+            planner.apply(*results.popleft())
     assert sender._known.keys() == receiver._known.keys() <= {r.arrival for r in served}
     assert sizes[-1] < 200  # of one request that decodes
     return served
@@ -67,7 +69,7 @@ def serve(core: EngineCore, parts: int, late: int) -> list[Request]:
 
 def test_nothing_is_always_told_alike():
     sender = PlanSender()
-    assert sender.encode(make_core().plan()) == NOTHING
+    assert sender.encode(make_core().planner.plan().plan) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -94,31 +96,33 @@ def test_tokens_are_those_of_one_step_at_a_time(flags, parts, late):
 
 def test_steps_share_the_requests_that_decode():
     core = make_core()
+    planner = core.planner
     for request in requests():
         if request.arrival % 3:  # those without a common beginning
             core.add(RequestState(request, None, lambda progress: None))
-    first = core.plan(3)
-    assert first.prefill and core.plan(3).items == []
-    core.apply(core.runner.step(first))
-    plans = [core.plan(3) for _ in range(4)]
+    first = planner.plan(3)
+    assert first.plan.prefill and planner.plan(3).items == []
+    planner.apply(first, core.runner.step(first.plan))
+    plans = [planner.plan(3).plan for _ in range(4)]
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 0]
     assert not any(plan.prefill for plan in plans)
 
 
-def test_a_request_may_end_while_its_step_is_under_way():
+def test_a_request_may_end_while_its_step_is_in_flight():
     core = make_core(max_total_tokens=128, page_size=4)
     served = requests()[:2]
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
-    plan = core.plan(2)
+    step = core.planner.plan(2)
     core.abort("0")
-    core.apply(core.runner.step(plan))
+    core.planner.apply(step, core.runner.step(step.plan))
     while core.has_work:
         core.step()
     assert served[0].output_ids == [] and served[0].finish_reason.type == "abort"
     assert len(served[1].output_ids) == served[1].max_new_tokens
-    core.kv.flush()
-    assert core.kv.allocator.num_free == core.kv.allocator.num_pages
+    kv = core.planner.kv
+    kv.flush()
+    assert kv.allocator.num_free == kv.allocator.num_pages
 
 
 def test_retracted_requests_go_on_where_they_were():
@@ -126,5 +130,5 @@ def test_retracted_requests_go_on_where_they_were():
         max_total_tokens=96, page_size=4, chunked_prefill_size=16, schedule_conservativeness=0.01
     )
     served = serve(core, 3, 2)
-    assert core.scheduler.num_retractions > 0
+    assert core.planner.scheduler.num_retractions > 0
     assert [len(r.output_ids) for r in served] == [r.max_new_tokens for r in served]

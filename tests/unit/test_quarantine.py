@@ -22,12 +22,15 @@ from moesaic.core.messages import (
 )
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import PlanItem, StepResult
 from moesaic.engine.schedule.quarantine import Quarantine
-from moesaic.engine.worker import planner as engine_core
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.schedule.scheduler import Scheduled
+from moesaic.engine.worker import planner as planner_module
 from moesaic.engine.worker.leader import Leader
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.engine.worker.planner import Planner
 from tests.unit.test_inflight_steps import make_core, requests
 
 FLAGS = [
@@ -37,29 +40,34 @@ FLAGS = [
 ]
 
 
-def serve(core: EngineCore, parts: int, chance: random.Random | None) -> tuple[list[Request], int]:
-    """With `chance`, every now and then all that is under way is lost, and half of it not even
-    begun: pages are full of NaN then."""
+def serve(core: LocalCore, parts: int, chance: random.Random | None) -> tuple[list[Request], int]:
+    """With `chance`, all in-flight steps are lost at times, half of them before they begin: pages
+    are full of NaN then."""
     served = requests()
     for request in served:
         core.add(RequestState(request, None, lambda progress: None))
-    results: deque[StepResult] = deque()
-    losses = 0
-    while core.has_work:
-        plan = core.plan(parts)
+    results: deque[tuple[InflightStep, StepResult]] = deque()
+    inflight: list[InflightStep] = []
+    planner, losses = core.planner, 0
+    while core.has_work or inflight:
+        step = planner.plan(parts)
+        plan = step.plan
+        inflight += [step] * bool(plan.items)
         lost = chance is not None and chance.random() < 0.35
         if plan.items and not (lost and chance is not None and chance.random() < 0.5):
-            results.append(core.runner.step(plan))
+            results.append((step, core.runner.step(plan)))
         elif plan.clear:
             core.runner.cache.keys[:, plan.clear] = math.nan
             core.runner.cache.values[:, plan.clear] = math.nan
         if lost:
-            core.accuse(core.retreat(), "lost", alone=False)
+            planner.report_failure(planner.rollback(inflight), "lost", alone=False)
             results.clear()
+            inflight.clear()
             losses += 1
         elif results and (not plan.items or len(results) >= parts):
-            core.apply(results.popleft())
-    assert core.kv.num_used == 0 and core.num_suspects == 0
+            inflight.remove(results[0][0])
+            planner.apply(*results.popleft())
+    assert planner.kv.num_used == 0 and planner.num_suspects == 0
     return served, losses
 
 
@@ -79,24 +87,25 @@ def test_lost_steps_change_nothing(flags, parts):
     assert losses > 5
 
 
-def poison_plans(core: EngineCore, where: str, patch: pytest.MonkeyPatch) -> None:
+def poison_plans(core: LocalCore, where: str, patch: pytest.MonkeyPatch) -> None:
     """Request 4 makes the plan fail when it is looked up, or when its second token is planned."""
-    lookup, plan_item = core.kv.lookup, engine_core._plan_item
+    kv = core.planner.kv
+    lookup, plan_item = kv.lookup, planner_module._plan_item
 
     def fail_in_lookup(request: Request) -> Any:
         if request.rid == "4":
             raise ZeroDivisionError("made up")
         return lookup(request)
 
-    def fail_in_item(request: Request, length: int) -> PlanItem:
-        if request.rid == "4" and request.num_output == 1:
+    def fail_in_item(work: Scheduled) -> PlanItem:
+        if work.request.rid == "4" and work.request.num_output == 1:
             raise ZeroDivisionError("made up")
-        return plan_item(request, length)
+        return plan_item(work)
 
     if where == "lookup":
-        patch.setattr(core.kv, "lookup", fail_in_lookup)
+        patch.setattr(kv, "lookup", fail_in_lookup)
     else:
-        patch.setattr(engine_core, "_plan_item", fail_in_item)
+        patch.setattr(planner_module, "_plan_item", fail_in_item)
 
 
 @pytest.mark.parametrize(("flags", "parts"), [(FLAGS[0], 1), (FLAGS[1], 3)], ids=str)
@@ -112,7 +121,7 @@ def test_a_request_that_cannot_be_planned_ends_alone(flags, parts, where, monkey
     assert [one.output_ids for one in found] == [one.output_ids for one in expected]
     assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
     # One of nine is found in few plans, though it may be tried beside others before it is due.
-    assert 1 <= core.tally.counts.failed_steps <= 8
+    assert 1 <= core.planner.metrics.counts.failed_steps <= 8
 
 
 def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
@@ -124,9 +133,9 @@ def test_every_request_ends_though_the_scheduler_is_broken(monkeypatch):
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("made up")
 
-    monkeypatch.setattr(core.scheduler, "finish", fail)
+    monkeypatch.setattr(core.planner.scheduler, "finish", fail)
     core.fail_all("why")
-    assert ended == [request.rid for request in requests()] and not core.jobs
+    assert ended == [request.rid for request in requests()] and not core.states
 
 
 def test_a_request_of_another_rank_is_told_from_where_it_was():
@@ -140,11 +149,13 @@ def test_a_request_of_another_rank_is_told_from_where_it_was():
         link = SimpleNamespace(
             mesh=mesh, place=mesh.place(0), send=lambda m, sent=sent: sent.extend(m.deltas)
         )
-        leader = Leader(link, core.args, core.runner)
+        planner = Planner(core.args, core.runner)
+        leader = Leader(link, planner)
         before = [token for delta in told[0] for token in delta.token_ids][:emitted]
-        leader.heed(Submit([replace_struct(asked, emitted=before)]))
-        while leader.core.has_work:
-            leader.core.apply(core.runner.step(leader.plan(1)))
+        leader.handle(Submit([replace_struct(asked, emitted=before)]))
+        while planner.scheduler.has_work:
+            step = leader.plan(1)
+            planner.apply(step, core.runner.step(step.plan))
         leader.report()
 
     def column(emitted: int, name: str) -> list[Any]:
@@ -176,14 +187,14 @@ def test_the_guilty_one_is_found_in_few_steps(count):
         everybody = suspects(count, decoding)
         for guilty in everybody:
             quarantine, failed, tried = Quarantine(), 1, set()
-            found = quarantine.accuse(everybody, alone=True)
+            found = quarantine.report_failure(everybody, alone=True)
             steps = 0
             while quarantine:
                 steps += 1
-                chosen = quarantine.take()
+                chosen = quarantine.next_suspects()
                 if guilty in chosen:
                     failed += 1
-                    found = quarantine.accuse(chosen, alone=True)
+                    found = quarantine.report_failure(chosen, alone=True)
                 else:
                     tried |= set(chosen)
             assert found is guilty and tried == set(everybody) - {guilty}
@@ -193,10 +204,10 @@ def test_the_guilty_one_is_found_in_few_steps(count):
 
 def test_one_of_several_groups_is_accused_only_when_it_was_alone():
     quarantine, (request,) = Quarantine(), suspects(1, 0)
-    assert quarantine.accuse([request], alone=False) is None
-    assert quarantine.take() == [request] and not quarantine
-    assert quarantine.accuse([request], alone=True) is request
-    assert quarantine.accuse([], alone=True) is None and not quarantine
+    assert quarantine.report_failure([request], alone=False) is None
+    assert quarantine.next_suspects() == [request] and not quarantine
+    assert quarantine.report_failure([request], alone=True) is request
+    assert quarantine.report_failure([], alone=True) is None and not quarantine
 
 
 def test_ranks_resume_when_the_last_has_abandoned_its_step():

@@ -11,7 +11,7 @@ from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.openai.completions import CompletionAnswer, CompletionOrder

@@ -31,7 +31,7 @@ from moesaic.core.messages import (
 )
 from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.setup.memory_plan import preview
 from moesaic.engine.worker.planner import ModelFacts
 from moesaic.engine.worker.rank_info import log_ranks, service_info
@@ -44,7 +44,7 @@ TARGET = "moesaic.engine.worker.worker:run"
 
 
 class CoreClient:
-    """Takes the place of EngineCore: requests go to the ranks, their tokens come back.
+    """Takes the place of LocalCore: requests go to the ranks, their tokens come back.
 
     Texts and stop strings are dealt with here: a request that such a string ends is aborted on its
     rank, and what the rank has sent beyond it is dropped. Between processes a request has a number
@@ -54,7 +54,7 @@ class CoreClient:
     def __init__(self, args: ServerArgs, service: Service) -> None:
         self.args, self.service = args, service
         self.facts = msgspec.convert(service.facts, ModelFacts)
-        self.jobs: dict[str, RequestState] = {}
+        self.states: dict[str, RequestState] = {}
         self._by_number: dict[str, RequestState] = {}
         self.fault = ""
         self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
@@ -78,34 +78,34 @@ class CoreClient:
         self.service.wake()
 
     @property
-    def patience(self) -> float | None:
+    def idle_timeout(self) -> float | None:
         """Of the engine's thread, which comes here only after a fault: then it waits for ever."""
         return None
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Ranks rest by themselves."""
 
     def close(self) -> None:
         self.service.close()
 
     def add(self, job: RequestState) -> None:
-        assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
+        assert job.request.rid not in self.states, f"request id {job.request.rid!r} is in use"
         job.held = time.monotonic() - job.request.created
         if not self.fault:
             self.service.send(Submit([_new_request(job)]))
-        self.jobs[job.request.rid] = self._by_number[_number(job)] = job
+        self.states[job.request.rid] = self._by_number[_number(job)] = job
         if self.fault:
             self._finish(job, FinishReason("abort", message=self.fault, failed=True))
 
     def abort(self, rid: str, job: RequestState | None = None) -> None:
         """Whatever has that name, or with `job` only that one."""
-        found = self.jobs.get(rid)
+        found = self.states.get(rid)
         if found is not None and job in (None, found):
             self._give_up(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
         end = self._finish if self.fault else self._give_up
-        for job in list(self.jobs.values()):
+        for job in list(self.states.values()):
             try:
                 end(job, FinishReason("abort", message=message, failed=True))
             except Exception:
@@ -218,7 +218,7 @@ class CoreClient:
         self.service.send(Abort(_number(job)))
 
     def _finish(self, job: RequestState, reason: FinishReason) -> None:
-        del self.jobs[job.request.rid]
+        del self.states[job.request.rid]
         self._by_number.pop(_number(job), None)
         job.finish(reason)
 

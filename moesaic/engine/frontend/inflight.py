@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from moesaic.core.redact import shown_id
 from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.errors import QueueFull
-from moesaic.engine.frontend.request_state import RequestState
+from moesaic.engine.schedule.request_state import RequestState
 from moesaic.observe.spans import SpanKind, Spans
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ Lock = AbstractContextManager[Any]
 class Core(Protocol):
     """What the engine's thread drives."""
 
-    jobs: dict[str, RequestState]
+    states: dict[str, RequestState]
 
     def add(self, job: RequestState) -> None: ...
     def abort(self, rid: str, job: RequestState | None = None) -> None: ...
@@ -203,8 +203,8 @@ def _take_in(core: Core, jobs: Sequence[RequestState]) -> None:
             core.add(job)
         except Exception as error:
             logger.exception("request %s was not taken in", job.request.rid)
-            if core.jobs.get(job.request.rid) is job:
-                del core.jobs[job.request.rid]
+            if core.states.get(job.request.rid) is job:
+                del core.states[job.request.rid]
             message = f"it could not be taken in: {error!r}"
             job.finish(FinishReason("abort", message=message, failed=True))
 

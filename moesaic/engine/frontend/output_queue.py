@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from moesaic.engine.frontend.request_state import Progress
+from moesaic.engine.schedule.request_state import Progress
 
 
 class OutputSender:

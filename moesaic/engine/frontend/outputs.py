@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from moesaic.core.request import FinishReason, Request, TopLogprobs
-from moesaic.engine.frontend.request_state import Progress, RequestState
+from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.text.tokenizer import Tokenizer
 
 Signal = tuple[int, Progress]

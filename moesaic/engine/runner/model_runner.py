@@ -221,9 +221,7 @@ class ModelRunner:
         """Starts a step; steps run in the order in which they begin. `agreement`: what all ranks
         know of the step, where there are several. `x_TH`: hidden states of the pipeline stage
         before."""
-        agreement = agreement or StepAgreement(
-            0, (plan.num_tokens,), (sum(1 for _ in plan.logit_rows()),), plan.prefill
-        )
+        agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
         try:
             hidden_TH = self.forward(plan, agreement, x_TH)
             if not self.ranks.is_last:
@@ -290,9 +288,10 @@ class ModelRunner:
         results = [ItemResult() for _ in plan.items]
         sampling = [n for n, item in enumerate(plan.items) if item.sample is not None]
         scoring = ScoreQueue(plan, results)
-        for begin in range(0, max(turn.logits), LOGIT_ROWS):
+        counts = turn.logits or (len(rows),)
+        for begin in range(0, max(counts), LOGIT_ROWS):
             piece = rows[begin : begin + LOGIT_ROWS]
-            wanted = [min(max(0, count - begin), LOGIT_ROWS) for count in turn.logits]
+            wanted = [min(max(0, count - begin), LOGIT_ROWS) for count in counts]
             started = self.spans.clock()
             index = torch.tensor(piece, dtype=torch.int64, device=self.device)
             logits_RV = self.model.logits(hidden_TH[index], wanted)

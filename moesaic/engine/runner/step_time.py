@@ -19,8 +19,8 @@ class SlowStepDetector:
         self._decode, self._decodes = 0.0, 0
         self._token, self._prefills = 0.0, 0
 
-    def take(self, prefill: bool, tokens: int, seconds: float) -> float | None:
-        """The usual time of such a step, if this one was slow."""
+    def observe(self, prefill: bool, tokens: int, seconds: float) -> float | None:
+        """Returns the usual seconds of such a step if this one was slow."""
         usual, known = self._usual(prefill, tokens)
         slow = known and seconds > max(SLOW_SECONDS, SLOW_TIMES * usual)
         if slow:

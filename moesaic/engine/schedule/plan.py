@@ -1,4 +1,4 @@
-"""A step as the rank that plans it tells it to those that compute it."""
+"""Steps as data: what the rank that plans a step tells the ranks that compute it."""
 
 from __future__ import annotations
 
@@ -50,21 +50,25 @@ class PlanItem(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """The work of one serving group; `clear`: pages that are handed out anew and must be zeroed
-    first. `ended`: requests that no later plan will name. All ranks of the group carry out all
-    plans, in the order in which they were made."""
+    """The work of one serving group. All its ranks carry out all plans, in the order in which they
+    were made. `clear`: newly allocated pages, which are zeroed first. `ended`: requests that no
+    later plan names."""
 
     items: list[PlanItem]
     clear: list[int]
     prefill: bool = False
     ended: list[int] = []
 
+    @classmethod
+    def empty(cls) -> StepPlan:
+        return cls([], [])
+
     @property
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items)
 
     def logit_rows(self) -> Iterator[int]:
-        """Rows of the step whose logits are wanted: those that sample, then those that score."""
+        """Rows of the step whose logits are needed: those that sample, then those that score."""
         starts = self.starts()
         for item, start in zip(self.items, starts, strict=True):
             stop = start + len(item.token_ids)
@@ -124,9 +128,10 @@ class FinishedStep:
 
 
 class StepAgreement(msgspec.Struct, array_like=True):
-    """What every rank must know of a step before it computes: tokens and wanted logits of each
-    attention group, and whether anybody prefills. `number` counts the steps; without `counts` there
-    is nothing to compute: ranks go to sleep until they are woken for that number."""
+    """What every rank must know of a step before it computes: tokens and requested rows of logits
+    of each attention group, and whether any rank prefills. Without `counts` there is nothing to
+    compute: ranks sleep until they are woken for step `number`. Without `logits` there is one
+    group, whose plan has them."""
 
     number: int
     counts: tuple[int, ...] = ()
@@ -135,9 +140,9 @@ class StepAgreement(msgspec.Struct, array_like=True):
 
 
 class StageOrder(msgspec.Struct, array_like=True):
-    """From stage to stage of a pipeline; `plan` is as plan_codec encodes it."""
+    """What a pipeline stage tells the next one; `plan` is encoded by plan_codec."""
 
-    turn: StepAgreement
+    agreement: StepAgreement
     plan: bytes
 
 

@@ -34,12 +34,13 @@ class SchedulerConfig:
 
 
 class Scheduled(NamedTuple):
-    """`length` tokens of a request, from its first that is not computed; `decodes`: as opposed to
-    a part of what was given."""
+    """`length` tokens of a request, from its first that is not computed, `num_drafts` proposals at
+    the end included. `decodes`: it is no part of a prompt."""
 
     request: Request
     length: int
     decodes: bool = False
+    num_drafts: int = 0
 
     @property
     def stop(self) -> int:
@@ -48,7 +49,7 @@ class Scheduled(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether this step yields the request's next token."""
-        return self.stop == self.request.num_tokens
+        return self.stop == self.request.num_tokens + self.num_drafts
 
 
 Plan = dict[Request, Scheduled]
@@ -93,7 +94,8 @@ class Scheduler:
             # Mostly its last page has room; one that was retracted just now has no pages.
             has_room = request.num_computed < len(request.pages) * page_size
             if has_room or self._plan(request, 1, planned):
-                planned[request] = Scheduled(request, 1, True)
+                drafts = self._drafts_that_fit(request) if request.drafts else 0
+                planned[request] = Scheduled(request, 1 + drafts, True, drafts)
         budget = self.config.chunk_tokens
         for request in filling:
             budget -= self._plan(request, min(budget, _uncomputed(request)), planned)
@@ -101,6 +103,12 @@ class Scheduler:
             self._admit(budget, planned, only)
         self._reserve = max(self._least_reserve, self._reserve - RESERVE_DECAY)
         return list(planned.values())
+
+    def _drafts_that_fit(self, request: Request) -> int:
+        """Drafts retract no request, and none is verified beyond the last token that is allowed."""
+        count = 0 if request.pending else min(len(request.drafts), request.remaining_tokens - 1)
+        has_room = count > 0 and self.kv.grow(request, request.num_computed + 1 + count)
+        return count if has_room else 0
 
     def _running_by_age(self) -> list[Request]:
         if self._by_age is None:

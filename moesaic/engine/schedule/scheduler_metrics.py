@@ -1,71 +1,45 @@
-"""What a scheduler's steps come to: totals, and the lines of the log about batches."""
+"""Totals over a scheduler's steps, and the log lines about batches."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
 from moesaic.core.stats import GroupStats
+from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
 from moesaic.engine.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# Between two lines of a kind, whatever happens meanwhile: small models make thousands of steps a
+# At least this much time passes between two lines of a kind: small models make thousands of steps a
 # second, and a line costs as much as some of them.
 LINE_SECONDS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepTotals:
-    """A step under way. `tokens`: of prompts, in it."""
-
-    when: float
-    prefill: bool
-    tokens: int
-    sequences: int
-    cached: int
-
-
 class SchedulerMetrics:
-    """Of one scheduler. `interval`: decode steps between two lines about them, at least."""
+    """Totals of one scheduler. `interval`: the least number of decode steps between log lines."""
 
     def __init__(self, scheduler: Scheduler, interval: int, group: int = 0) -> None:
         self._scheduler = scheduler
         self.counts = GroupStats(group)
-        self._under_way: deque[StepTotals] = deque()
-        self._ended = 0.0
-        self._told = BatchLog(scheduler, interval)
+        self._log = BatchLog(scheduler, interval)
 
-    def begin(self, prompt_tokens: int) -> None:
-        """A step was planned. What it found in the cache is known to the scheduler."""
-        admitted, cached = self._scheduler.take_admitted()
-        begun = StepTotals(time.monotonic(), prompt_tokens > 0, prompt_tokens, admitted, cached)
-        self._under_way.append(begun)
-
-    def end(self, result: StepResult) -> None:
-        """The oldest step under way is done. Steps under way at once share the time."""
-        begun, now, counts = self._under_way.popleft(), time.monotonic(), self.counts
-        seconds = now - max(begun.when, self._ended)
-        self._ended = now
+    def observe(self, step: InflightStep, result: StepResult, seconds: float) -> None:
+        counts = self.counts
         generated = sum(len(item.token_ids) for item in result.items)
         counts.generated_tokens += generated
-        counts.prompt_tokens += begun.tokens
-        counts.cached_tokens += begun.cached
-        if begun.prefill:
+        counts.prompt_tokens += step.prompt_tokens
+        counts.cached_tokens += step.cached_tokens
+        if step.plan.prefill:
             counts.prefill_steps += 1
             counts.prefill_seconds += seconds
         else:
             counts.decode_steps += 1
             counts.decode_seconds += seconds
-        self._told.take(begun, generated, seconds, now)
-
-    def forget(self) -> None:
-        """Nothing is under way any more."""
-        self._under_way.clear()
+        self._log.observe(step, generated, seconds)
 
     def stats(self) -> GroupStats:
         scheduler, counts = self._scheduler, self.counts
@@ -78,52 +52,50 @@ class SchedulerMetrics:
         return counts
 
     @property
-    def patience(self) -> float | None:
-        """How long whoever has nothing to do may sleep before `flush` is due; None: for ever."""
-        return self._told.patience(time.monotonic())
+    def idle_timeout(self) -> float | None:
+        """Seconds that an idle rank may sleep before `flush_log` is due; None: no limit."""
+        return self._log.idle_timeout(time.monotonic())
 
-    def flush(self) -> None:
-        """Says what was left to say."""
-        self._told.flush(time.monotonic())
+    def flush_log(self) -> None:
+        self._log.flush(time.monotonic())
 
 
 class BatchLog:
-    """The log's lines: sums over the steps since the last line of the kind."""
+    """Writes the log's lines about batches: sums over the steps since the last line of a kind."""
 
     def __init__(self, scheduler: Scheduler, interval: int) -> None:
         self._scheduler, self._interval = scheduler, interval
         self._prefill = BatchSums()
         self._decode = BatchSums()
 
-    def take(self, begun: StepTotals, generated: int, seconds: float, now: float) -> None:
-        prefill, decode = self._prefill, self._decode
+    def observe(self, step: InflightStep, generated: int, seconds: float) -> None:
+        prefill, decode, now = self._prefill, self._decode, time.monotonic()
         # Prompts and decodes share steps: tokens are generated in both.
         decode.tokens += generated
         decode.seconds += seconds
-        if begun.prefill:
+        if step.plan.prefill:
             prefill.steps += 1
-            prefill.tokens += begun.tokens
+            prefill.tokens += step.prompt_tokens
             prefill.seconds += seconds
-            prefill.sequences += begun.sequences
-            prefill.cached += begun.cached
+            prefill.sequences += step.admitted
+            prefill.cached += step.cached_tokens
         else:
             decode.steps += 1
-        if prefill.steps and now - prefill.last >= LINE_SECONDS:
-            self._say_prefill(now)
+        self.flush(now)
         if decode.steps >= self._interval and now - decode.last >= LINE_SECONDS:
-            self._say_decode(now)
+            self._log_decode(now)
 
-    def patience(self, now: float) -> float | None:
-        """Prompts must not go unsaid; decodes are said every so often."""
+    def idle_timeout(self, now: float) -> float | None:
+        """Every prefill is logged; decodes are logged at intervals."""
         if not self._prefill.steps:
             return None
         return max(0.0, self._prefill.last + LINE_SECONDS - now)
 
     def flush(self, now: float) -> None:
         if self._prefill.steps and now - self._prefill.last >= LINE_SECONDS:
-            self._say_prefill(now)
+            self._log_prefill(now)
 
-    def _say_prefill(self, now: float) -> None:
+    def _log_prefill(self, now: float) -> None:
         sums, scheduler = self._prefill, self._scheduler
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -138,7 +110,7 @@ class BatchLog:
         )
         self._prefill = BatchSums(last=now)
 
-    def _say_decode(self, now: float) -> None:
+    def _log_decode(self, now: float) -> None:
         sums, scheduler = self._decode, self._scheduler
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
@@ -159,7 +131,7 @@ class BatchLog:
 
 @dataclass(slots=True)
 class BatchSums:
-    """Since the last line, which was written then."""
+    """Sums since the last line, which was written at `last`."""
 
     last: float = 0.0
     steps: int = 0

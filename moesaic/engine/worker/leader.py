@@ -3,77 +3,75 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from moesaic.comm.launch.rank_link import RankLink
-from moesaic.config import ServerArgs
 from moesaic.core import messages
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.frontend.request_state import RequestState
-from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.schedule.plan import StepPlan
-from moesaic.engine.worker.planner import EngineCore
+from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.plan import StepResult
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.worker.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-NOTHING = StepPlan([], [])
-
 
 class Leader:
-    """The requests of a serving group, and what is told of them."""
+    """The requests of a serving group, on the rank that plans for it: it takes them from the
+    supervisor and reports their tokens."""
 
-    def __init__(self, link: RankLink, args: ServerArgs, runner: ModelRunner) -> None:
-        self.link = link
+    def __init__(self, link: RankLink, planner: Planner) -> None:
+        self.link, self.planner = link, planner
         self.group = link.mesh.group_of(link.place)
-        self.core = EngineCore(args, runner, self.group)
-        self._news: list[messages.RequestDelta] = []
+        self._deltas: list[messages.RequestDelta] = []
 
-    def heed(self, message: messages.AnyMessage) -> None:
+    def handle(self, message: messages.AnyMessage) -> None:
         if isinstance(message, messages.Submit):
             for new in message.requests:
-                self._take(new)
+                self._submit(new)
             self.report()
         elif isinstance(message, messages.Abort):
-            self.core.abort(message.rid)
+            self.planner.abort(message.rid)
             self.report()
         elif isinstance(message, messages.Query):
-            value = self.core.kv.flush() if message.what == "flush_cache" else self.core.figures()
+            flush = message.what == "flush_cache"
+            value = self.planner.kv.flush() if flush else self.planner.info()
             self.link.send(messages.QueryReply(message.number, self.group, value))
 
-    def plan(self, parts: int) -> StepPlan:
-        """An error that no request is to blame for ends those of this group, and nothing else."""
-        try:
-            return self.core.plan(parts)
-        except Exception as error:
-            logger.exception("no step can be planned; all %d requests end", len(self.core.jobs))
-            self.core.fail_all(f"the engine failed: {error!r}")
-            return NOTHING
-        finally:
-            self.report()  # of requests that ended because their part could not be planned
+    def plan(self, parts: int) -> InflightStep:
+        step = self.planner.plan(parts)
+        self.report()  # requests that ended because they could not be planned
+        return step
 
-    def retreat(self, error: str = "", alone: bool = False) -> int:
-        """From all steps under way, with an `error` because one of them failed: how many sets of
-        requests are to be tried by themselves."""
-        suspects = self.core.retreat()
-        if error:
-            self.core.accuse(suspects, error, alone=alone)
+    def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None:
+        self.planner.metrics.observe(step, result, seconds)
+        self.planner.apply(step, result)
         self.report()
-        return self.core.num_suspects
+
+    def rollback(self, steps: Iterable[InflightStep], error: str, alone: bool) -> int:
+        """Undoes all in-flight steps, with an `error` because one of them failed; returns how many
+        sets of requests are to run by themselves."""
+        suspects = self.planner.rollback(steps)
+        if error:
+            self.planner.report_failure(suspects, error, alone=alone)
+        self.report()
+        return self.planner.num_suspects
 
     def report(self) -> None:
-        """What was learned in this step, to the supervisor."""
-        if self._news:
-            self.link.send(messages.StepOutput(self._news))
-            self._news = []
+        """Sends what requests got since the last report to the supervisor."""
+        if self._deltas:
+            self.link.send(messages.StepOutput(self._deltas))
+            self._deltas = []
 
-    def _take(self, new: messages.NewRequest) -> None:
-        """A request that cannot be taken in harms nobody else."""
+    def _submit(self, new: messages.NewRequest) -> None:
+        """A request that cannot be accepted affects no other."""
         try:
             self._add(new)
         except Exception as error:
             logger.exception("a request was refused")
             finish = messages.Finish("abort", message=f"refused: {error!r}", failed=True)
-            self._news.append(messages.RequestDelta(new.rid, [], finish=finish))
+            self._deltas.append(messages.RequestDelta(new.rid, [], finish=finish))
 
     def _add(self, new: messages.NewRequest) -> None:
         request = Request(
@@ -85,18 +83,19 @@ class Leader:
             arrival=new.arrival,
             eos_ids=frozenset(new.eos_ids),
             return_logprob=new.return_logprob,
-            # Logprobs of the prompt were told with the first token.
+            # Logprobs of the prompt were reported with the first token.
             logprob_start=len(new.prompt_ids) - 1 if new.emitted else new.logprob_start,
             top_logprobs_num=new.top_logprobs_num,
             token_ids=[*new.prompt_ids, *new.emitted],
         )
-        told = _Told(request)
-        self.core.add(RequestState(request, None, lambda _: self._news.append(told.delta()), 1))
+        reported = _Reported(request)
+        state = RequestState(request, None, lambda _: self._deltas.append(reported.delta()), 1)
+        self.planner.add(state)
 
 
-class _Told:
-    """How much of a request the supervisor knows: its prompt and what it had emitted before this
-    rank got it, of which this rank has the tokens and no logprobs."""
+class _Reported:
+    """How much of a request the supervisor knows: the prompt, and the tokens that were emitted
+    before this rank got it, of which this rank has no logprobs."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

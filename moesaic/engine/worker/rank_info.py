@@ -32,7 +32,7 @@ SUMMED: Final = (
 MEMORY: Final = ("weight_bytes", "expert_bytes", "cache_bytes", "buffer_bytes")
 
 
-def holdings(runner: ModelRunner) -> dict[str, Any]:
+def rank_info(runner: ModelRunner) -> dict[str, Any]:
     """Of this rank. `weight_bytes` hold `expert_bytes`; `buffer_bytes` are those of dispatchers and
     collectives, whether touched or not; `experts`: the logical expert in each slot."""
     layers, config = runner.moe_layers, runner.model.config

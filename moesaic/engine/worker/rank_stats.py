@@ -44,9 +44,9 @@ class RankStatsReporter:
     ) -> None:
         self._runner, self._rank, self._group = runner, rank, group
         self._spans, self._layers = runner.spans, runner.moe_layers
-        self.steps = 0
+        self._steps = 0
         self.busy = 0.0
-        """Seconds in steps, where no seat in a control page counts them."""
+        """Seconds in steps, for a rank that has no line in a control page."""
         self._answers: dict[str, Callable[[dict[str, Any]], Any]] = {
             "stats": lambda _: RankTold(self.stats(), self._group and self._group()),
             "record": self._record,
@@ -55,6 +55,10 @@ class RankStatsReporter:
             "record_stop": self._record_stop,
             "record_read": self._record_read,
         }
+
+    def count_step(self, seconds: float) -> None:
+        self._steps += 1
+        self.busy += seconds
 
     def knows(self, what: str) -> bool:
         return what in self._answers
@@ -69,7 +73,7 @@ class RankStatsReporter:
         return RankStats(
             rank=self._rank,
             place=ranks.mesh.describe(self._rank),
-            steps=self.steps,
+            steps=self._steps,
             compute_seconds=computed,
             wait_seconds=waited,
             runner_seconds=sum(layer.load.runner_ns for layer in self._layers) / 1e9,

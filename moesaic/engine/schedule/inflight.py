@@ -1,0 +1,86 @@
+"""In-flight steps: what a step is between its plan and its results."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moesaic.core.request import Request
+from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan
+from moesaic.engine.schedule.scheduler import Scheduled
+
+
+class PlannedItem(NamedTuple):
+    """An item of an in-flight step: the request's tokens up to `stop`, of which the last are
+    `drafts`, and whether the step samples after them. The rest is the request's state before, for
+    a rollback."""
+
+    request: Request
+    stop: int
+    samples: bool
+    drafts: list[int]
+    first: int
+    num_scored: int
+    retractions: int
+
+    @classmethod
+    def begin(cls, work: Scheduled) -> PlannedItem:
+        """Counts the step's work as done: steps run in the order in which they are planned."""
+        request, first, stop = work.request, work.request.num_computed, work.stop
+        drafts = request.drafts[: work.num_drafts]
+        before = (request.num_scored, request.retractions)
+        planned = cls(request, stop, work.samples, drafts, first, *before)
+        if request.return_logprob:
+            scored = min(stop, request.prompt_len - 1) - request.logprob_start
+            request.num_scored = max(request.num_scored, scored)
+        request.num_computed = stop
+        request.pending += planned.samples
+        request.drafts = []
+        request.verifying = bool(drafts)
+        return planned
+
+    @property
+    def confirmed(self) -> int:
+        """Tokens that are computed whatever becomes of the drafts."""
+        return self.stop - len(self.drafts)
+
+    def end(self, num_tokens: int) -> None:
+        """The step yields `num_tokens` tokens: all drafts but the first ones are rejected."""
+        request = self.request
+        request.pending -= self.samples
+        if self.drafts and request.retractions == self.retractions:
+            request.num_computed = self.confirmed + max(0, num_tokens - 1)
+        request.verifying = False
+
+    def undo(self) -> None:
+        """Restores the request; its later steps are undone before. Pages stay, unless the request
+        lost them in the meantime."""
+        request = self.request
+        request.pending -= self.samples
+        request.num_scored = self.num_scored
+        request.drafts, request.verifying = self.drafts, False
+        if request.retractions == self.retractions:
+            request.num_computed = self.first
+
+
+@dataclass(slots=True)
+class InflightStep:
+    """One step of this rank, from its plan to its results. The loop, the planner, the metrics and
+    the slow-step detector share this record."""
+
+    plan: StepPlan = field(default_factory=StepPlan.empty)
+    items: list[PlannedItem] = field(default_factory=list)
+    """The requests that this rank planned; empty on ranks that follow a leader."""
+    planned_at: int = field(default_factory=time.monotonic_ns)
+    prompt_tokens: int = 0
+    admitted: int = 0
+    """Requests that run for the first time, and how many of their tokens the prefix cache has."""
+    cached_tokens: int = 0
+    agreement: StepAgreement = field(default_factory=lambda: StepAgreement(0))
+    handle: StepHandle | None = None
+    """None until the runner has accepted the step."""
+
+    @property
+    def number(self) -> int:
+        return self.agreement.number

@@ -1,0 +1,193 @@
+"""The ranks that compute a step together: how they agree on it, and how stages hand it on.
+
+All ranks of the first stage settle in one small all-gather what each must know of a step, and
+followers get their leader's plan. In a pipeline the order goes on to the next stage with the hidden
+states. Every decision follows from what was gathered, so that all ranks take the same one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives.pipeline import Pipe
+from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.engine.schedule import plan_codec
+from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.plan import (
+    FinishedStep,
+    StageOrder,
+    StepAgreement,
+    StepHandle,
+    StepResult,
+    decode_order,
+    decode_result,
+    encode,
+)
+from moesaic.engine.schedule.plan_codec import PlanReceiver, PlanSender
+from moesaic.engine.worker.planner import Planner
+from moesaic.engine.worker.rank_context import RankContext
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineReply:
+    """The results of a step come back from the last stage."""
+
+    pipe: Pipe
+    hidden_TH: None = None
+
+    def wait(self) -> StepResult:
+        return decode_result(self.pipe.take_reply())
+
+
+class SingleStage:
+    """One rank, which has nothing to agree on with others."""
+
+    pipeline_depth = 1
+
+    def __init__(self, planner: Planner, status: RankStatus | None = None) -> None:
+        self._planner, self._status = planner, status
+        self.number = 0
+
+    @property
+    def is_trial(self) -> bool:
+        return self._planner.num_suspects > 0
+
+    def may_plan(self) -> bool:
+        return True
+
+    def agree(self, step: InflightStep) -> None:
+        self.number += 1
+        if self._status is not None:
+            self._status.begin(self.number)
+        counts = (step.plan.num_tokens,) if step.plan.items else ()
+        step.agreement = StepAgreement(self.number, counts, prefill=step.plan.prefill)
+
+    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
+        return handle
+
+    def stop(self) -> None:
+        """No other stage waits for orders."""
+
+    def restart(self, number: int, suspects: list[int]) -> None:
+        self.number = number
+
+
+class FirstStage:
+    """The ranks of the first stage of a pipeline, or of the only one. `planner`: that of the
+    serving group, on its leader."""
+
+    def __init__(
+        self, ranks: RankContext, status: RankStatus, planner: Planner | None, pipe: Pipe | None
+    ) -> None:
+        self._ranks, self._status, self._planner, self._pipe = ranks, status, planner, pipe
+        self._mesh, self._place = ranks.mesh, ranks.place
+        self.pipeline_depth = self._mesh.pp
+        self.restart(0, [0] * self._mesh.dp)
+
+    def restart(self, number: int, suspects: list[int]) -> None:
+        """`suspects`: sets of requests that each serving group has to run by themselves."""
+        self.number, self._suspects = number, suspects
+        self._sender, self._receiver = PlanSender(), PlanReceiver()
+        self._encoded = plan_codec.NOTHING
+
+    @property
+    def is_trial(self) -> bool:
+        return any(self._suspects)
+
+    def may_plan(self) -> bool:
+        """With suspects, only the first group that has some computes: so it is clear whose requests
+        break a step."""
+        turn = next((group for group, sets in enumerate(self._suspects) if sets), None)
+        return turn in (None, self._place.dp_rank)
+
+    def agree(self, step: InflightStep) -> None:
+        self.number += 1
+        self._status.begin(self.number)
+        plan, mesh, operation = step.plan, self._mesh, f"agree on step {self.number}"
+        self._encoded = self._encode(step)
+        data = self._encoded if mesh.attention_tp > 1 and plan.items else b""
+        logits = sum(1 for _ in plan.logit_rows())
+        suspects = 0 if self._planner is None else self._planner.num_suspects
+        own = torch.tensor([[plan.num_tokens, logits, int(plan.prefill), len(data), suspects]])
+        rows = self._ranks.stage.gather_rows(own, [1] * mesh.tp, operation)
+        table = rows[:: mesh.attention_tp].tolist()
+        counts, logit_rows, prefills, lengths, suspect_sets = zip(*table, strict=True)
+        self._suspects = list(suspect_sets)
+        if length := lengths[self._place.dp_rank]:
+            self._encoded = self._share(data, length, operation)
+            step.plan = plan if data else self._receiver.decode(self._encoded)
+        step.agreement = StepAgreement(self.number)
+        if any(counts):
+            step.agreement = StepAgreement(self.number, counts, logit_rows, any(prefills))
+
+    def _encode(self, step: InflightStep) -> bytes:
+        """The plan for the ranks that follow this one."""
+        if self._planner is None or self._mesh.attention_tp * self._mesh.pp == 1:
+            return plan_codec.NOTHING
+        return self._sender.encode(step.plan)
+
+    def _share(self, data: bytes, length: int, operation: str) -> bytes:
+        """Sends the leader's plan to its followers."""
+        sizes = [length] + [0] * (self._mesh.attention_tp - 1)
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        column = raw.to(torch.uint8).view(-1, 1)
+        return self._ranks.attention.gather_rows(column, sizes, operation).numpy().tobytes()
+
+    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
+        if self._pipe is None:
+            return handle
+        self._pipe.send(encode(StageOrder(step.agreement, self._encoded)), handle.hidden_TH)
+        if self._planner is not None and step.items:
+            return PipelineReply(self._pipe)
+        return FinishedStep(StepResult([]))
+
+    def stop(self) -> None:
+        """Tells the next stage that no more steps follow until ranks are woken."""
+        if self._pipe is not None:
+            order = StageOrder(StepAgreement(self.number), plan_codec.NOTHING)
+            self._pipe.send(encode(order), None)
+
+
+class LaterStage:
+    """A rank of a later stage of a pipeline carries out the orders of the stage before."""
+
+    pipeline_depth = 1
+    is_trial = False
+
+    def __init__(self, ranks: RankContext, status: RankStatus, pipe: Pipe) -> None:
+        self._ranks, self._status, self._pipe = ranks, status, pipe
+        self.restart(0, [])
+
+    def restart(self, number: int, suspects: list[int]) -> None:
+        self.number = number
+        self._receiver = PlanReceiver()
+        self._order = b""
+
+    def may_plan(self) -> bool:
+        return False
+
+    def agree(self, step: InflightStep) -> Tensor | None:
+        self._status.enter(RankState.COMPUTING)
+        self._order, x_TH = self._pipe.receive()
+        order = decode_order(self._order)
+        step.planned_at, self.number = time.monotonic_ns(), order.agreement.number
+        self._status.begin(self.number)
+        step.plan, step.agreement = self._receiver.decode(order.plan), order.agreement
+        return x_TH
+
+    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
+        if not self._ranks.is_last:
+            self._pipe.send(self._order, handle.hidden_TH)
+            return FinishedStep(StepResult([]))
+        result = handle.wait()
+        if self._ranks.place.attention_rank == 0 and step.plan.items:
+            self._pipe.reply(encode(result))
+        return FinishedStep(result)
+
+    def stop(self) -> None:
+        if not self._ranks.is_last:
+            self._pipe.send(self._order, None)

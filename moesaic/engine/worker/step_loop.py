@@ -1,0 +1,139 @@
+"""The step loop: plan, begin, and complete the oldest in-flight step.
+
+The engine in the caller's process and every rank of a service run this loop. They differ in the
+`Stage`, which settles with other ranks what the step is, and in the `StepGroup`, which plans for a
+serving group where this rank leads one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.runner.step_time import SlowStepDetector
+from moesaic.engine.schedule.inflight import InflightStep
+from moesaic.engine.schedule.plan import StepHandle, StepResult
+from moesaic.engine.worker.rank_stats import RankStatsReporter
+from moesaic.observe.spans import SpanKind
+
+
+def overlaps_steps(runner: ModelRunner, args: ServerArgs) -> bool:
+    return runner.overlaps and not args.disable_overlap_schedule
+
+
+class StepGroup(Protocol):
+    """The serving group that this rank plans for."""
+
+    def plan(self, parts: int) -> InflightStep: ...
+
+    def apply(self, step: InflightStep, result: StepResult, seconds: float) -> None: ...
+
+
+class Stage(Protocol):
+    """The ranks that compute a step together with this one."""
+
+    number: int
+    """The step that was agreed on last."""
+    pipeline_depth: int
+    """Steps that a pipeline has in flight at once."""
+
+    @property
+    def is_trial(self) -> bool:
+        """The next step looks for a request that breaks it: one step, and one group, at a time."""
+
+    def may_plan(self) -> bool: ...
+
+    def agree(self, step: InflightStep) -> Tensor | None:
+        """Fills in the step's agreement and, on ranks that follow, its plan; returns the hidden
+        states of the pipeline stage before."""
+
+    def hand_on(self, step: InflightStep, handle: StepHandle) -> StepHandle:
+        """Gives the hidden states to the next stage; returns the handle of the step's results."""
+
+
+class StepLoop:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stage: Stage,
+        group: StepGroup | None,
+        stats: RankStatsReporter,
+        overlaps: bool,
+    ) -> None:
+        self.runner, self.stage, self.group, self.stats = runner, stage, group, stats
+        self.overlaps = overlaps
+        self.inflight: deque[InflightStep] = deque()
+        """Planned steps whose results have not been applied, oldest first."""
+        self.on_slow: Callable[[InflightStep, float, float], None] | None = None
+        """Called with a slow step, its seconds and the usual ones."""
+        self.in_trial = False
+        """Whether the current step looks for a request that breaks it."""
+        self.last_completed = 0
+        self._completed_at = 0
+        self._detector = SlowStepDetector()
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight at once."""
+        if self.in_trial:
+            return 1
+        return 2 if self.overlaps else self.stage.pipeline_depth
+
+    def step(self) -> bool:
+        """Begins the next step, if there is one, and completes the oldest if enough are in flight;
+        False if no rank has anything to do."""
+        spans, self.in_trial = self.runner.spans, self.stage.is_trial
+        spans.begin_step(self.stage.number + 1)
+        step = self._plan()
+        self.inflight.append(step)  # before anything can fail: a rollback must find it
+        x_TH = self.stage.agree(step)
+        has_work = bool(step.agreement.counts)
+        if has_work:
+            spans.add(SpanKind.PLAN, step.planned_at, tokens=step.plan.num_tokens)
+            handle = self.runner.begin(step.plan, step.agreement, x_TH)
+            step.handle = self.stage.hand_on(step, handle)
+        else:
+            self.inflight.pop()
+        if self.inflight and (not has_work or len(self.inflight) >= self.depth):
+            self.complete_oldest()
+            return True
+        return has_work or self.stage.is_trial
+
+    def _plan(self) -> InflightStep:
+        if self.group is None or not self.stage.may_plan():
+            return InflightStep()
+        return self.group.plan(self.stage.pipeline_depth)
+
+    def complete_oldest(self) -> None:
+        step = self.inflight[0]
+        assert step.handle is not None, "the step has not begun"
+        result = step.handle.wait()
+        if self.group is not None and len(result.items) != len(step.items):
+            raise ValueError(f"{len(result.items)} results for {len(step.items)} requests")
+        self.inflight.popleft()
+        spans, tokens = self.runner.spans, step.plan.num_tokens
+        # Steps that are in flight at once share the time.
+        start = max(step.planned_at, self._completed_at)
+        spans.begin_step(step.number)
+        if self.group is not None and step.items:
+            self.group.apply(step, result, (time.monotonic_ns() - start) / 1e9)
+        self._completed_at = time.monotonic_ns()
+        spans.add(SpanKind.STEP, start, tokens=tokens, end=self._completed_at)
+        spans.begin_step(self.stage.number)
+        self.last_completed = step.number
+        self._observe(step, (self._completed_at - start) / 1e9)
+
+    def _observe(self, step: InflightStep, seconds: float) -> None:
+        self.stats.count_step(seconds)
+        if self.on_slow is None or not step.items:
+            return
+        agreement = step.agreement
+        usual = self._detector.observe(agreement.prefill, sum(agreement.counts), seconds)
+        if usual is not None:
+            self.on_slow(step, seconds, usual)
