@@ -341,7 +341,7 @@ def config_class(implementation: str) -> type:
     if implementation == "small":
         return TileConfig
     if implementation == "large":
-        return import_module("moesaic.kernels.triton.experts_large").LargeConfig
+        return import_module("moesaic.kernels.triton.experts_product").LargeConfig
     raise ValueError(
         f"implementation {implementation!r} has no configurations: expected 'small' or 'large'"
     )

@@ -13,7 +13,7 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from moesaic.kernels.triton import experts_hopper, experts_large
-from moesaic.kernels.triton.experts_large import (
+from moesaic.kernels.triton.experts_product import (
     BLOCK,
     CHANNEL,
     PLAIN,

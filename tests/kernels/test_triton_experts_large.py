@@ -8,13 +8,8 @@ from torch import Tensor
 
 from moesaic.kernels.cpu.experts import SwigluSpec
 from moesaic.kernels.experts import Groups, Matrices, Rows, blocks, down, gate_up, sort_pairs
-from moesaic.kernels.triton.experts_large import (
-    LargeConfig,
-    down_large,
-    gate_up_large,
-    large_config,
-    product_of,
-)
+from moesaic.kernels.triton.experts_large import down_large, gate_up_large, large_config
+from moesaic.kernels.triton.experts_product import LargeConfig, product_of
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 

@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moesaic.kernels.triton import a2a, a2a_collect, experts_hopper, norm, routing, sampling, sort
-from moesaic.kernels.triton.experts_large import LargeConfig
+from moesaic.kernels.triton.experts_product import LargeConfig
 from tests.kernels.triton_cases import compile_apart
 
 A_CALL = {"rank", "channel", "tag"}

@@ -11,7 +11,7 @@ import torch
 
 from bench import experts_large, gpu, moe_layer
 from bench.moe_layer_gpu import Point, merged
-from moesaic.kernels.triton.experts_large import LargeConfig
+from moesaic.kernels.triton.experts_product import LargeConfig
 
 POINT = Point("qwen3_30b", "bf16", "uniform", 8, 60, 100.0, 90.0, {}, 1e-3)
 

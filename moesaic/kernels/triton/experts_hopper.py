@@ -47,8 +47,8 @@ from moesaic.kernels.triton.experts_epilogue import (
     store_block,
 )
 from moesaic.kernels.triton.experts_items import TOLD, hear, look, tell
-from moesaic.kernels.triton.experts_large import FP8, LargeConfig, Product, constants
 from moesaic.kernels.triton.experts_loads import load_tall, load_wide
+from moesaic.kernels.triton.experts_product import FP8, LargeConfig, Product, constants
 from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
