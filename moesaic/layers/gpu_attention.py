@@ -171,6 +171,8 @@ class GpuAttention(AttentionStep):
         self.cache, self.slots_T, self.positions_T = cache, slots_T, positions_T
         self.decode, self.prefill = decode, prefill
         self.deterministic = deterministic
+        self.fused = True
+        """Whether one kernel may store and read: no row reads what another row stores."""
         self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
         self._angles: tuple[Angles, Angles] | None = None
 
@@ -214,14 +216,15 @@ class GpuAttention(AttentionStep):
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        pages = self._pages(spec.layer)
+        pages, softmax = self._pages(spec.layer), _softmax(spec)
         if self.decode is not None and self.prefill is None:
-            rows = (qkv_TX, entry, pages, self.slots_T, self.decode, _softmax(spec))
-            room = self._quantised(parts, qkv_TX, pages)
-            if room is not None:
-                return enter_and_decode(*rows, room)
-            out_TND = qkv_TX.new_empty(len(qkv_TX), parts.num_heads, pages.value_dim)
-            return enter_and_decode(*rows, out_TND)
+            out = self._output(parts, qkv_TX, pages)
+            if self.fused:
+                return enter_and_decode(
+                    qkv_TX, entry, pages, self.slots_T, self.decode, softmax, out
+                )
+            q = Queries(enter_heads(qkv_TX, entry, pages, self.slots_T))
+            return decode_attention(q, pages, self.decode, softmax, out)
         return self._mix(spec, Queries(enter_heads(qkv_TX, entry, pages, self.slots_T)), pages)
 
     def attend_latents(
@@ -257,11 +260,14 @@ class GpuAttention(AttentionStep):
         keys = self.cache.layers[layer][0]
         return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
-    def _quantised(self, parts: HeadParts, like: Tensor, pages: LayerPages) -> Rows | None:
-        """Only the decoding kernel quantises what it writes, and only heads of whole groups."""
-        if parts.output is None or pages.value_dim % FP8_GROUP:
-            return None
-        return parts.output.room(like)
+    def _output(self, parts: HeadParts, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
+        """Float8 rows where the output projection multiplies these: only the decode kernel
+        quantises what it writes, and only heads of whole groups."""
+        if parts.output is not None and pages.value_dim % FP8_GROUP == 0:
+            rows = parts.output.room(qkv_TX)
+            if rows is not None:
+                return rows
+        return qkv_TX.new_empty(len(qkv_TX), parts.num_heads, pages.value_dim)
 
     def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
@@ -390,51 +396,62 @@ def _expand(latents: LayerPages, pages: Tensor, maps: LatentMaps, dtype: torch.d
 
 
 class DecodeBuffers:
-    """Static tensors of a CUDA graph that decodes up to `rows` sequences of up to `max_pages` pages
-    each. `attention` reads them whenever the graph runs; rows without a sequence become zeros and
-    store nothing."""
+    """Static tensors of a CUDA graph that decodes up to `size` sequences of up to `max_pages` pages
+    and up to `queries` new tokens each. `attention` reads them whenever the graph runs; rows
+    without a token become zeros and store nothing.
+
+    The decode kernel takes each token as a sequence of its own; tokens of one sequence share its
+    pages. Every token is stored before any is read, so a token sees those before it."""
 
     def __init__(
-        self, cache: PagedCache, rows: int, max_pages: int, deterministic: bool = False
+        self,
+        cache: PagedCache,
+        size: int,
+        max_pages: int,
+        deterministic: bool = False,
+        queries: int = 1,
     ) -> None:
-        self.cache, self.rows, self.max_pages = cache, rows, max_pages
+        self.cache, self.size, self.max_pages, self.queries = cache, size, max_pages, queries
+        self.rows = rows = size * queries
         device = cache.keys.device
-        self._packed = torch.zeros(rows * (4 + max_pages), dtype=torch.int32, device=device)
-        sizes = [rows] * 4 + [rows * max_pages]
-        slots_T, positions_T, kv_lens_B, first_B, pages = self._packed.split(sizes)
+        sizes = [rows] * 4 + [size * max_pages]
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        slots_T, positions_T, kv_lens_T, first_T, pages = self._packed.split(sizes)
         slots_T.fill_(-1)
         if deterministic:
-            prefill = _single_queries(kv_lens_B, first_B, pages)
+            prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
             return
         decode = DecodeRows(
             torch.arange(rows, dtype=torch.int32, device=device),
-            kv_lens_B,
-            first_B,
+            kv_lens_T,
+            first_T,
             pages,
             _splits(cache, rows, max_pages * cache.page_size),
             torch.zeros(rows * COUNTERS, dtype=torch.int32, device=device),
         )
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
+        self.attention.fused = queries == 1
 
     @property
     def positions_T(self) -> Tensor:
         return self.attention.positions_T
 
     def fill(self, spans: Sequence[SequenceSpan]) -> None:
-        """Row i becomes that of the i-th span, each of one token. The host does not wait."""
+        """The spans' rows follow each other from row 0 on. The host does not wait."""
         sequences, pages = Sequences.of(spans), page_list(spans)
-        if len(spans) > self.rows or len(pages) > self.rows * self.max_pages:
+        if len(spans) > self.size or len(pages) > self.size * self.max_pages:
             raise ValueError(
                 f"{len(spans)} sequences with {len(pages)} pages do not fit into buffers for "
-                f"{self.rows} sequences of {self.max_pages} pages: use larger ones"
+                f"{self.size} sequences of {self.max_pages} pages: use larger ones"
             )
-        assert (sequences.lengths_B == 1).all(), "only single tokens are decoded"
-        position = sequences.kv_lens_B - 1
-        slots = _slots(self.cache.page_size, pages, sequences.first_B, position)
+        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
+        number, position = sequences.positions()
+        first = sequences.first_B[number]
+        slots = _slots(self.cache.page_size, pages, first, position)
         head = np.zeros((4, self.rows), np.int32)
         head[0] = -1
-        head[:, : len(spans)] = slots, position, sequences.kv_lens_B, sequences.first_B
+        head[:, : len(position)] = slots, position, position + 1, first
         packed = np.concatenate((head.ravel(), pages))
         self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
 

@@ -14,6 +14,7 @@ from moesaic.layers import gpu_attention
 from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
+from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
@@ -205,6 +206,90 @@ def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
         assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
 
 
+def verifying(queries: int) -> list[SequenceSpan]:
+    """Sequences of different lengths with up to `queries` new tokens each."""
+    return make_spans([(queries, queries), (queries, 37), (max(1, queries - 1), 20), (1, 8)])
+
+
+def padded_to(x: Tensor, rows: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def poison_unused(cache: PagedCache, spans: list[SequenceSpan]) -> None:
+    """NaN in the pages of no sequence and in those behind a sequence's last token."""
+    used = {0} | {page for span in spans for page in span.pages[: -(-span.kv_len // PAGE)]}
+    unused = [page for page in range(cache.keys.shape[1]) if page not in used]
+    assert unused
+    cache.keys[:, unused] = math.nan
+    cache.values[:, unused] = math.nan
+
+
+Buffers = DecodeBuffers | PaddedAttention
+
+
+def make_buffers(cache: PagedCache, kind: str, queries: int) -> Buffers:
+    if kind == "padded":
+        return PaddedAttention(cache, queries)
+    return DecodeBuffers(cache, 5, 11, kind == "deterministic", queries)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
+def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, queries: int) -> None:
+    """As one step from its spans; the fifth sequence is padding."""
+    spans = verifying(queries)
+    cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
+    cache, rows, device = gpu, 5 * queries, DEVICE
+    if kind == "padded":
+        cache, device = make_caches(CacheSpec(2, M, D, D), spans)[0], "cpu"
+        cache.keys.copy_(cpu.keys)
+        cache.values.copy_(cpu.values)
+        poison_unused(cache, spans)
+    buffers = make_buffers(cache, kind, queries)
+    buffers.fill(spans)
+    qkv, count = torch.randn(rows, (N + 2 * M) * D), rows_of(spans)
+    rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
+    out = heads_of(buffers.attention, qkv.to(device), rope, padded_to(positions, rows)).cpu()
+    want = heads_of(TorchAttention(cpu, spans), qkv[:count], rope, positions)
+    assert relative_error(out[:count], want) < BOUND
+    assert not out[count:].any(), "padding rows are zero"
+    assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+    buffers.fill([])
+    assert not heads_of(
+        buffers.attention, qkv.to(device), rope, padded_to(positions, rows)
+    ).any(), "all rows are padding"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
+def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, queries: int) -> None:
+    spans = verifying(queries)
+    cpu, gpu = make_caches(CacheSpec(2, 1, RANK + ROPE, 0), spans)
+    cache, rows, device = gpu, 5 * queries, DEVICE
+    if kind == "padded":
+        cache, device = make_caches(CacheSpec(2, 1, RANK + ROPE, 0), spans)[0], "cpu"
+        cache.keys.copy_(cpu.keys)
+        poison_unused(cache, spans)
+    buffers = make_buffers(cache, kind, queries)
+    buffers.fill(spans)
+    q, latents = torch.randn(rows, N, PLAIN + ROPE), torch.randn(rows, RANK + ROPE)
+    count, positions, maps = rows_of(spans), positions_of(spans), Maps(absorbed=True)
+    rows_in = (q.to(device), latents.to(device), padded_to(positions, rows), maps)
+    out = latents_of(buffers.attention, *rows_in).cpu()
+    step = TorchAttention(cpu, spans)
+    want = latents_of(step, q[:count], latents[:count], positions, maps)
+    assert relative_error(out[:count], want) < BOUND
+    assert not out[count:].any(), "padding rows are zero"
+    assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["decode", "padded"])
+def test_buffers_refuse_more_queries_than_they_have(kind: str) -> None:
+    cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="more than 2"):
+        make_buffers(cache, kind, 2).fill([SequenceSpan(0, 3, 3, [1])])
+
+
 def test_buffers_refuse_what_does_not_fit() -> None:
     cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, DEVICE)
     with pytest.raises(ValueError, match="2 sequences with 2 pages do not fit into buffers for 1"):
@@ -236,13 +321,15 @@ def test_tiles_are_listed_with_the_longest_work_first() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_captured_step_follows_its_buffers() -> None:
-    spans = make_spans(DECODING)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_captured_step_follows_its_buffers(queries: int) -> None:
+    spans = verifying(queries)
+    count = rows_of(spans)
     cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
-    buffers = DecodeBuffers(gpu, 4, 12)
+    buffers = DecodeBuffers(gpu, 5, 12, queries=queries)
     rope = RotaryTable(RopeConfig(D), 64)
     rope.cos, rope.sin = rope.cos.cuda(), rope.sin.cuda()
-    qkv = torch.zeros(4, (N + 2 * M) * D, device="cuda")
+    qkv = torch.zeros(buffers.rows, (N + 2 * M) * D, device="cuda")
     for _ in range(2):
         heads_of(buffers.attention, qkv, rope, buffers.positions_T)
     parts = HeadParts(N, M, D, rope, norm(D, "cuda"), norm(D, "cuda"))
@@ -251,12 +338,12 @@ def test_a_captured_step_follows_its_buffers() -> None:
     with torch.cuda.graph(graph):
         out = buffers.attention.attend_heads(spec, qkv, parts, rope.at(buffers.positions_T))
     for _ in range(3):
-        fresh = torch.randn(len(spans), (N + 2 * M) * D)
-        qkv[: len(spans)] = fresh.cuda()
+        fresh = torch.randn(count, (N + 2 * M) * D)
+        qkv[:count] = fresh.cuda()
         buffers.fill(spans)
         graph.replay()
         cpu_rope = RotaryTable(RopeConfig(D), 64)
         step = TorchAttention(cpu, spans)
         want = heads_of(step, fresh, cpu_rope, positions_of(spans))
-        assert relative_error(out[: len(spans)].cpu(), want) < BOUND
-        assert not out[len(spans) :].any()
+        assert relative_error(out[:count].cpu(), want) < BOUND
+        assert not out[count:].any()
