@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import AttentionSpec, CpuAttention, LatentMaps
+from moesaic.layers.context import AttentionSpec, LatentProjections
 from moesaic.layers.invariant import in_pieces, sigmoid
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import CpuAttention, with_sinks
 
 # Keys of a block begin and end at multiples of this.
 RANGE = 128
@@ -70,33 +71,20 @@ class BlockBatch:
 
 class DeterministicAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
-        self.cache = cache
-        self.spans = spans
+        super().__init__(cache, spans)
         self.unit = math.gcd(cache.page_size, RANGE)
-        self.slots_T = torch.tensor(
-            [
-                self._slot(span, position)
-                for span in spans
-                for position in range(span.kv_len - span.length, span.kv_len)
-            ],
-            dtype=torch.long,
-        )
         self._groups: dict[tuple[int, int | None], list[BlockBatch]] = {}
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
-        values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
-        return self._attend(spec, q_TND, keys, values)
+        return self._attend(spec, q_TND, *self.store(spec.layer, k_TMD, v_TMD))
 
     def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
         """Always in the absorbed form: the two forms round differently."""
-        latents = self.cache.keys[spec.layer]
-        latents.flatten(0, 1).index_copy_(0, self.slots_T, latents_TC.unsqueeze(1))
-        q_TNC = in_pieces(maps.absorb, q_TND)
-        return in_pieces(maps.release, self._attend(spec, q_TNC, latents, None))
+        latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
+        q_TNC = in_pieces(projections.absorb, q_TND)
+        return in_pieces(projections.up_project, self._attend(spec, q_TNC, latents, None))
 
     def _attend(
         self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None
@@ -117,10 +105,6 @@ class DeterministicAttention(CpuAttention):
         units = cache.view(-1, self.unit, *cache.shape[-2:])
         gathered = units.flatten(1).index_select(0, units_BU.flatten())
         return gathered.view(len(units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
-
-    def _slot(self, span: SequenceSpan, position: int) -> int:
-        size = self.cache.page_size
-        return span.pages[position // size] * size + position % size
 
     def _groups_of(self, positions: int, window: int | None) -> list[BlockBatch]:
         """The same for all layers with that window: computed once a step."""
@@ -152,9 +136,8 @@ class DeterministicAttention(CpuAttention):
     def _units(self, block: Block) -> list[int]:
         """Behind the newest key there is only page 0, which is zero."""
         stop = min(block.end, block.span.kv_len)
-        found = [
-            self._slot(block.span, p) // self.unit for p in range(block.begin, stop, self.unit)
-        ]
+        positions = range(block.begin, stop, self.unit)
+        found = [slot // self.unit for slot in block.span.slots(positions, self.cache.page_size)]
         return found + [0] * ((block.end - block.begin) // self.unit - len(found))
 
 
@@ -225,10 +208,7 @@ def _attend(
     out_BQND = by_query(out)
     if spec.sinks_N is None:
         return out_BQND
-    lse_BQN = by_query(lse)
-    # A sink is one more logit in the softmax whose value is zero.
-    kept_BQN = sigmoid(lse_BQN - spec.sinks_N.float())
-    return (out_BQND.float() * kept_BQN.unsqueeze(-1)).to(out_BQND.dtype)
+    return with_sinks(out_BQND, sigmoid(by_query(lse) - spec.sinks_N.float()))
 
 
 def _mask(

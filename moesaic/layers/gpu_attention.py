@@ -51,11 +51,11 @@ from moesaic.layers.context import (
     Angles,
     AttentionSpec,
     AttentionStep,
-    HeadParts,
-    LatentMaps,
-    LatentParts,
+    HeadSpec,
+    LatentProjections,
+    LatentSpec,
 )
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 Ints = npt.NDArray[np.int32]
 # Counters that the decoding kernel has for each row: it needs one for each tile of heads.
@@ -202,23 +202,21 @@ class GpuAttention(AttentionStep):
             deterministic,
         )
 
-    def attend_heads(
-        self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
-    ) -> Tensor | Rows:
-        q_norm, k_norm = parts.q_norm, parts.k_norm
+    def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
+        q_norm, k_norm = spec.q_norm, spec.k_norm
         cos_TR, sin_TR = self._rows_of(angles)
         entry = HeadEntry(
-            parts.num_heads,
+            spec.num_heads,
             cos_TR,
             sin_TR,
-            parts.rope.interleaved,
+            spec.rope.interleaved,
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
         pages, softmax = self._pages(spec.layer), _softmax(spec)
         if self.decode is not None and self.prefill is None:
-            out = self._output(parts, qkv_TX, pages)
+            out = self._output(spec, qkv_TX, pages)
             if self.fused:
                 return enter_and_decode(
                     qkv_TX, entry, pages, self.slots_T, self.decode, softmax, out
@@ -228,21 +226,15 @@ class GpuAttention(AttentionStep):
         return self._mix(spec, Queries(enter_heads(qkv_TX, entry, pages, self.slots_T)), pages)
 
     def attend_latents(
-        self,
-        spec: AttentionSpec,
-        q_TND: Tensor,
-        latents_TC: Tensor,
-        parts: LatentParts,
-        maps: LatentMaps,
-        angles: Angles,
+        self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
     ) -> Tensor:
         cos, sin = self._rows_of(angles)
-        norm, interleaved = parts.norm, parts.rope.interleaved
+        norm, interleaved = spec.norm, spec.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
-        pages = self._latent_pages(spec.layer, parts.rope_dim)
-        plain, rope = q_TND.split([q_TND.shape[-1] - parts.rope_dim, parts.rope_dim], dim=-1)
+        pages = self._latent_pages(spec.layer, spec.rope_dim)
+        plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
-        return self._mix_latents(spec, Queries(plain, rope), pages, maps)
+        return self._mix_latents(spec, Queries(plain, rope), pages, spec.projections)
 
     def _rows_of(self, angles: Angles) -> Angles:
         """Without the dimension of heads; the same for all layers, made once a step."""
@@ -260,14 +252,14 @@ class GpuAttention(AttentionStep):
         keys = self.cache.layers[layer][0]
         return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
-    def _output(self, parts: HeadParts, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
+    def _output(self, spec: HeadSpec, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
         """Float8 rows where the output projection multiplies these: only the decode kernel
         quantises what it writes, and only heads of whole groups."""
-        if parts.output is not None and pages.value_dim % FP8_GROUP == 0:
-            rows = parts.output.room(qkv_TX)
+        if spec.output is not None and pages.value_dim % FP8_GROUP == 0:
+            rows = spec.output.room(qkv_TX)
             if rows is not None:
                 return rows
-        return qkv_TX.new_empty(len(qkv_TX), parts.num_heads, pages.value_dim)
+        return qkv_TX.new_empty(len(qkv_TX), spec.num_heads, pages.value_dim)
 
     def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
@@ -279,22 +271,22 @@ class GpuAttention(AttentionStep):
         return out_TNV
 
     def _mix_latents(
-        self, spec: AttentionSpec, q: Queries, pages: LayerPages, maps: LatentMaps
+        self, spec: AttentionSpec, q: Queries, pages: LayerPages, projections: LatentProjections
     ) -> Tensor:
         """Queries of all rows are absorbed, also of those whose latents are expanded, unless these
         are all there are."""
-        absorbing, expansions = self._grouped(maps)
+        absorbing, expansions = self._grouped(projections)
         softmax, mixed_TNV = _softmax(spec), None
         if self.decode is not None or absorbing is not None:
-            absorbed = Queries(maps.absorb_plain(q.values), q.rest)
+            absorbed = Queries(projections.absorb_nope(q.values), q.rest)
             mixed_TNR = absorbed.values.new_empty(*q.values.shape[:2], pages.value_dim)
             if self.decode is not None:
                 decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
             if absorbing is not None:
                 self._attend(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
-            mixed_TNV = maps.release(mixed_TNR)
+            mixed_TNV = projections.up_project(mixed_TNR)
         for expansion in expansions:
-            expanded = _expand(pages, expansion.pages, maps, q.values.dtype)
+            expanded = _expand(pages, expansion.pages, projections, q.values.dtype)
             if mixed_TNV is None:
                 mixed_TNV = q.values.new_empty(*q.values.shape[:2], expanded.value_dim)
             prefill_attention(q, expanded, expansion.prefill.rows, softmax, mixed_TNV)
@@ -305,13 +297,13 @@ class GpuAttention(AttentionStep):
     def _attend(self) -> Callable[..., Tensor]:
         return invariant_attention if self.deterministic else prefill_attention
 
-    def _grouped(self, maps: LatentMaps) -> tuple[Prefill | None, list[Expansion]]:
+    def _grouped(self, projections: LatentProjections) -> tuple[Prefill | None, list[Expansion]]:
         """Chunks whose queries are absorbed, and those whose latents are expanded: the same for all
         layers, made once a step."""
         if self.prefill is None:
             return None, []
         if self._latent_groups is None:
-            self._latent_groups = _latent_groups(self.prefill, maps, self)
+            self._latent_groups = _latent_groups(self.prefill, projections, self)
         return self._latent_groups
 
 
@@ -341,12 +333,14 @@ def _splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
 
 
 def _latent_groups(
-    prefill: Prefill, maps: LatentMaps, step: GpuAttention
+    prefill: Prefill, projections: LatentProjections, step: GpuAttention
 ) -> tuple[Prefill | None, list[Expansion]]:
     host, page_size = prefill.host, step.cache.page_size
     absorbed = np.array(
         [
-            step.deterministic or kv > MAX_EXPANDED or maps.absorbs(int(new), int(kv))
+            step.deterministic
+            or kv > MAX_EXPANDED
+            or projections.prefers_absorbed(int(new), int(kv))
             for new, kv in zip(host.lengths_B, host.kv_lens_B, strict=True)
         ],
         np.bool_,
@@ -381,7 +375,9 @@ def _expansion(host: Sequences, prefill: Prefill, page_size: int) -> Expansion:
     return Expansion(Prefill.of(moved, upload(own, device)), prefill.pages.index_select(0, sources))
 
 
-def _expand(latents: LayerPages, pages: Tensor, maps: LatentMaps, dtype: torch.dtype) -> LayerPages:
+def _expand(
+    latents: LayerPages, pages: Tensor, projections: LatentProjections, dtype: torch.dtype
+) -> LayerPages:
     keys = latents.keys
     if keys.dtype == FP8:
         # index_select does not know the type.
@@ -391,7 +387,7 @@ def _expand(latents: LayerPages, pages: Tensor, maps: LatentMaps, dtype: torch.d
     latents_LC = gathered.to(dtype).flatten(0, 2)
     if latents.k_scale != 1.0:
         latents_LC = latents_LC * latents.k_scale
-    k_LND, v_LNV = (x.unflatten(0, (len(pages), -1)) for x in maps.expand(latents_LC))
+    k_LND, v_LNV = (x.unflatten(0, (len(pages), -1)) for x in projections.expand(latents_LC))
     return LayerPages(k_LND, v_LNV, v_LNV.shape[-1])
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, LatentMaps
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.context import AttentionSpec, LatentProjections
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 
 
 class PaddedAttention(TorchAttention):
@@ -34,12 +35,12 @@ class PaddedAttention(TorchAttention):
         return out_TND
 
     def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
         rows = len(self.slots_T)
         if not rows:
-            return maps.release(maps.absorb(q_TND)) * 0
-        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows], maps)
+            return projections.up_project(projections.absorb(q_TND)) * 0
+        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows], projections)
         out_TNV = mixed_RNV.new_zeros(len(q_TND), *mixed_RNV.shape[1:])
         out_TNV[:rows] = mixed_RNV
         return out_TNV

@@ -11,12 +11,13 @@ from torch import Tensor
 from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, SplitPolicy, choose_splits
 from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
 from moesaic.layers import gpu_attention
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
+from moesaic.layers.context import AttentionStep, CacheSpec, HeadSpec, LatentSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
 from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -91,12 +92,16 @@ def norm(size: int, device: str) -> RMSNorm:
     return made.to(device)
 
 
-def heads_of(step: AttentionStep, qkv: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
-    where = qkv.device
-    parts = HeadParts(N, M, D, rope, norm(D, where), norm(D, where))
+def head_spec(rope: RotaryTable, where: torch.device | str) -> HeadSpec:
     sinks = torch.linspace(-1, 1, N, device=where)
-    angles = tuple(x.to(where) for x in rope.at(positions))
-    return step.attend_heads(AttentionSpec(LAYER, 0.3, 30, sinks), qkv, parts, angles)
+    norms = {"q_norm": norm(D, where), "k_norm": norm(D, where)}
+    sizes = {"num_heads": N, "num_kv_heads": M, "head_dim": D}
+    return HeadSpec(LAYER, 0.3, 30, sinks, rope=rope, **sizes, **norms)
+
+
+def heads_of(step: AttentionStep, qkv: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
+    angles = tuple(x.to(qkv.device) for x in rope.at(positions))
+    return step.attend_heads(head_spec(rope, qkv.device), qkv, angles)
 
 
 class Maps:
@@ -108,16 +113,16 @@ class Maps:
         self.keys = torch.randn(N, PLAIN, RANK, generator=generator) * 0.2
         self.values = torch.randn(N, VALUE, RANK, generator=generator) * 0.2
 
-    def absorbs(self, queries: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         return self.absorbed
 
     def absorb(self, q: Tensor) -> Tensor:
-        return torch.cat((self.absorb_plain(q[..., :PLAIN]), q[..., PLAIN:]), dim=-1)
+        return torch.cat((self.absorb_nope(q[..., :PLAIN]), q[..., PLAIN:]), dim=-1)
 
-    def absorb_plain(self, q: Tensor) -> Tensor:
+    def absorb_nope(self, q: Tensor) -> Tensor:
         return torch.einsum("tnd,ndr->tnr", q, self.keys.to(q.device))
 
-    def release(self, mixed: Tensor) -> Tensor:
+    def up_project(self, mixed: Tensor) -> Tensor:
         return torch.einsum("tnr,nvr->tnv", mixed[..., :RANK], self.values.to(mixed.device))
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +137,10 @@ def latents_of(
 ) -> Tensor:
     rope = RotaryTable(RopeConfig(ROPE, interleaved=True), 64)
     angles = tuple(x.to(q.device) for x in rope.at(positions))
-    parts = LatentParts(ROPE, rope, norm(RANK, q.device))
-    return step.attend_latents(AttentionSpec(LAYER, 0.3), q, latents, parts, maps, angles)
+    spec = LatentSpec(
+        LAYER, 0.3, rope_dim=ROPE, rope=rope, norm=norm(RANK, q.device), projections=maps
+    )
+    return step.attend_latents(spec, q, latents, angles)
 
 
 def written(cache: PagedCache, spans: list[SequenceSpan]) -> Tensor:
@@ -332,11 +339,10 @@ def test_a_captured_step_follows_its_buffers(queries: int) -> None:
     qkv = torch.zeros(buffers.rows, (N + 2 * M) * D, device="cuda")
     for _ in range(2):
         heads_of(buffers.attention, qkv, rope, buffers.positions_T)
-    parts = HeadParts(N, M, D, rope, norm(D, "cuda"), norm(D, "cuda"))
-    spec = AttentionSpec(LAYER, 0.3, 30, torch.linspace(-1, 1, N, device="cuda"))
+    spec = head_spec(rope, "cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = buffers.attention.attend_heads(spec, qkv, parts, rope.at(buffers.positions_T))
+        out = buffers.attention.attend_heads(spec, qkv, rope.at(buffers.positions_T))
     for _ in range(3):
         fresh = torch.randn(count, (N + 2 * M) * D)
         qkv[:count] = fresh.cuda()

@@ -23,8 +23,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from examples.train.export import export
 from examples.train.model import Model, Shape
 from moesaic.layers.module import MatrixSlot
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.nextn import NextN, load_nextn

@@ -58,7 +58,8 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.folder import ModelEnds, checked
 from moesaic.models.registry import build_model
