@@ -57,7 +57,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Those of one rank. Ranks that share a key/value head split the queries which attend to it."""
+    """The heads of one rank. Ranks that share a key/value head split its queries."""
 
     queries: range
     kv: range
@@ -75,7 +75,7 @@ class Heads:
 
 
 def _splits(config: AttentionConfig, size: int) -> bool:
-    """Each rank has whole key/value heads, or so many share one that its queries split evenly."""
+    """Whether each rank gets whole key/value heads, or an even share of one head's queries."""
     if size <= config.num_kv_heads:
         return True
     return size % config.num_kv_heads == 0 and config.num_heads % size == 0
@@ -122,9 +122,9 @@ class Attention(Module):
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
-        self.cuts = {"sinks": Shard.of((config.num_heads,), heads.queries)}
+        self.shards = {"sinks": Shard.of((config.num_heads,), heads.queries)}
         self.spec = HeadSpec(
-            parallel.in_stage(layer),
+            parallel.stage_layer(layer),
             dim**-0.5,
             config.window,
             self.sinks,
@@ -137,11 +137,11 @@ class Attention(Module):
             output=self.o_proj,
         )
 
-    def of_norm(
+    def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` takes, made of the rows that `norm.add` gives; and the sum."""
-        return self.qkv_proj.of_norm(norm, x_TH, residual_TH)
+        """Projects the output of `norm.add` to the input of `forward`; also returns the sum."""
+        return self.qkv_proj.norm_and_project(norm, x_TH, residual_TH)
 
     def forward(self, qkv_TX: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(qkv_TX):
@@ -209,7 +209,7 @@ class LatentAttention(Module):
             f"attention of layer {layer}",
         )
         self.spec = LatentSpec(
-            parallel.in_stage(layer),
+            parallel.stage_layer(layer),
             config.scale,
             rope_dim=config.rope_dim,
             rope=rope,
@@ -217,10 +217,10 @@ class LatentAttention(Module):
             projections=self,
         )
 
-    def of_norm(
+    def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `norm.add`: two layers multiply the normed rows, each as it will."""
+        """As `norm.add`: two projections take the normed rows."""
         return norm.add(x_TH, residual_TH)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
@@ -261,7 +261,7 @@ class LatentAttention(Module):
         return torch.cat((k_nope, k_rope), dim=-1), values_LNV
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """From the latent to each head's keys [N, nope, R] and values [N, V, R]."""
+        """Projections from the latent to each head's keys [N, nope, R] and values [N, V, R]."""
         cfg = self.config
         both = self.kv_b_proj.weight.view(self.num_heads, -1, cfg.kv_rank)
         keys, values = both.split([cfg.nope_dim, cfg.value_dim], dim=1)
@@ -280,7 +280,7 @@ def _channels(heads: range, dim: int) -> range:
 
 
 def _latent_heads(count: int, size: int) -> list[range]:
-    """Those of each rank."""
+    """The heads of each rank."""
     if size > count:
         raise ValueError(
             f"num_attention_heads {count} cannot be split over {size} ranks of attention: "

@@ -1,7 +1,7 @@
-"""What a forward pass needs beside the weights.
+"""What a forward pass takes beside the weights.
 
-T tokens of the step · N query heads · M key/value heads · D head size · V value size ·
-C latent size · L tokens of a sequence.
+T tokens of the step · N query heads · M key/value heads · D head size · V value size · C latent
+size · L tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moesaic.layers.rotary import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What one token leaves behind in one layer; with `value_dim` 0 the keys serve as values too
-    (the latent of MLA)."""
+    """The cached keys and values of one token. With `value_dim` 0 the keys serve as values too (MLA
+    latents)."""
 
     num_layers: int
     num_heads: int
@@ -35,11 +35,12 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer attends. `window` counts the visible tokens including the query's own."""
+    """How one layer attends."""
 
     layer: int
     scale: float
     window: int | None = None
+    """Visible tokens, including the query's own."""
     sinks_N: Tensor | None = None
 
 
@@ -62,17 +63,18 @@ Angles = tuple[Tensor, Tensor]
 
 
 class LatentProjections(Protocol):
-    """The two equal forms of latent attention. Absorbed: queries go into the latent space and mixed
-    latents come out of it. Expanded: latents become keys and values of every head."""
+    """The two equivalent forms of latent attention. Absorbed: queries are projected to the latent
+    space, and mixed latents back from it. Expanded: latents are projected to keys and values of
+    every head."""
 
     def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
-        """Whether the absorbed form is the cheaper one."""
+        """Whether the absorbed form takes fewer operations."""
 
     def absorb(self, q_TND: Tensor) -> Tensor:
         """[T, N, D] -> [T, N, C]"""
 
     def absorb_nope(self, q_TND: Tensor) -> Tensor:
-        """The same of the channels that are not rotated, which alone are changed."""
+        """The same for the channels without rotary embedding, which are the ones that change."""
 
     def up_project(self, mixed_TNC: Tensor) -> Tensor:
         """[T, N, C] -> [T, N, V]"""

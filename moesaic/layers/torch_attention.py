@@ -141,7 +141,7 @@ class TorchAttention(CpuAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _VisibleSpan:
     """A span with the pages before its window cut off; `kv_len` counts from the first page kept."""
 
     span: SequenceSpan
@@ -149,17 +149,17 @@ class _View:
     kv_len: int
 
 
-def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _View:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _VisibleSpan:
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
     last = -(-span.kv_len // page_size)
-    return _View(span, span.pages[first:last], span.kv_len - first * page_size)
+    return _VisibleSpan(span, span.pages[first:last], span.kv_len - first * page_size)
 
 
-def _batches(views: list[_View]) -> Iterator[list[_View]]:
+def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
     """Cuts sequences sorted by length into batches with little padding."""
-    batch: list[_View] = []
+    batch: list[_VisibleSpan] = []
     used = 0
     for view in views:
         if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
@@ -171,7 +171,9 @@ def _batches(views: list[_View]) -> Iterator[list[_View]]:
         yield batch
 
 
-def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _decode_group(
+    batch: list[_VisibleSpan], window: int | None, dtype: torch.dtype
+) -> AttentionBatch:
     width = len(batch[-1].pages)
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
@@ -181,7 +183,7 @@ def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) ->
     )
 
 
-def _prefill_group(view: _View, window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _prefill_group(view: _VisibleSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):

@@ -120,7 +120,7 @@ def output_projection(quantised: bool) -> RowLinear:
     layer = RowLinear(config, [range(HEADS * DIM)], ShapeOnlyCollective(0, 1), "test")
     weight = torch.randn(128, HEADS * DIM)
     if quantised:
-        layer.keep_as(BLOCK)
+        layer.use_format(BLOCK)
         for name, plane in BLOCK.encode(weight).items():
             getattr(layer, name).copy_(plane)
     else:

@@ -182,7 +182,7 @@ def test_a_step_with_latents_equals_the_cpus(
     want = latents_of(TorchAttention(cpu, spans), q, latents, positions, maps)
     assert relative_error(out.cpu(), want) < BOUND
     assert relative_error(written(gpu, spans), written(cpu, spans)) < BOUND
-    absorbing, expansions = step._grouped(maps)
+    absorbing, expansions = step._latent_batches(maps)
     assert (absorbing is None) is not absorbed
     assert len(expansions) == (0 if absorbed else 2), "5 and 20 tokens do not fit into 22"
 

@@ -32,7 +32,7 @@ from moesaic.models.nextn import NextN, load_nextn
 from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.quantize_formats import FORMS
+from moesaic.models.schemes.quantize_formats import QUANTIZE_FORMATS
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
@@ -354,7 +354,7 @@ def test_quantised(
     """The twin keeps the layers; their projections are quantised and nothing else is, which is how
     DeepSeek stores its own. They compute as the decoded weights do; where `activations` are
     quantised too, about so."""
-    grouped = FORMS[form].group_size
+    grouped = QUANTIZE_FORMATS[form].group_size
     quantize(written.folder, tmp_path / "out", QuantizeJob(form, 16 if grouped else None))
     plain = load_main(written.folder)
     plain_mtp = load_nextn(plain, written.folder)
