@@ -37,7 +37,7 @@ from moesaic.models.nextn import NextN, load_nextn
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.tiny import materialise
-from moesaic.models.weights import load_weights, settle_input_scales
+from moesaic.models.weights import load_weights, sync_input_scales
 from moesaic.moe.context import MoeContext
 
 PAGE = 16
@@ -94,7 +94,7 @@ class Models:
         moe = MoeContext.single(number_type, scheme.expert_format)
         main = build_model(raw, BuildContext(positions, moe))
         load_weights(main, folder, scheme)
-        settle_input_scales(main, folder)
+        sync_input_scales(main, folder)
         return cls(main, load_nextn(main, folder, scheme))
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ DECODE = "moesaic.kernels.triton.attention_decode"
 PREFILL = "moesaic.kernels.triton.attention_prefill"
 FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 128
-Out = TypeVar("Out", Tensor, Rows)
+Out = TypeVar("Out", bound=Tensor | Rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.comm.mesh import share
 from moesaic.kernels.experts import PairSum, Rows
-from moesaic.layers.context import AttentionSpec, ForwardContext, HeadParts, LatentParts
+from moesaic.layers.context import ForwardContext, HeadSpec, LatentSpec
 from moesaic.layers.linear import (
     Linear,
     LinearConfig,
@@ -57,7 +57,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Those of one rank. Ranks that share a key/value head split the queries which attend to it."""
+    """The heads of one rank. Ranks that share a key/value head split its queries."""
 
     queries: range
     kv: range
@@ -75,7 +75,7 @@ class Heads:
 
 
 def _splits(config: AttentionConfig, size: int) -> bool:
-    """Each rank has whole key/value heads, or so many share one that its queries split evenly."""
+    """Whether each rank gets whole key/value heads, or an even share of one head's queries."""
     if size <= config.num_kv_heads:
         return True
     return size % config.num_kv_heads == 0 and config.num_heads % size == 0
@@ -121,23 +121,32 @@ class Attention(Module):
         eps = config.qk_norm_eps
         self.q_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
         self.k_norm = RMSNorm(dim, eps, dtype) if eps is not None else None
-        sizes = (len(heads.queries), len(heads.kv), dim)
-        self.parts = HeadParts(*sizes, rope, self.q_norm, self.k_norm, self.o_proj)
         self.sinks = parameter(len(heads.queries), dtype=dtype) if config.sinks else None
-        self.cuts = {"sinks": Shard.of((config.num_heads,), heads.queries)}
-        self.spec = AttentionSpec(parallel.in_stage(layer), dim**-0.5, config.window, self.sinks)
+        self.shards = {"sinks": Shard.of((config.num_heads,), heads.queries)}
+        self.spec = HeadSpec(
+            parallel.stage_layer(layer),
+            dim**-0.5,
+            config.window,
+            self.sinks,
+            num_heads=len(heads.queries),
+            num_kv_heads=len(heads.kv),
+            head_dim=dim,
+            rope=rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            output=self.o_proj,
+        )
 
-    def of_norm(
+    def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` takes, made of the rows that `norm.add` gives; and the sum."""
-        return self.qkv_proj.of_norm(norm, x_TH, residual_TH)
+        """Projects the output of `norm.add` to the input of `forward`; also returns the sum."""
+        return self.qkv_proj.norm_and_project(norm, x_TH, residual_TH)
 
     def forward(self, qkv_TX: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(qkv_TX):
             return qkv_TX.new_empty(0, self.config.hidden_size)
-        angles = ctx.cos, ctx.sin
-        mixed = ctx.attention.attend_heads(self.spec, qkv_TX, self.parts, angles)
+        mixed = ctx.attention.attend_heads(self.spec, qkv_TX, (ctx.cos, ctx.sin))
         return self.o_proj(mixed if isinstance(mixed, Rows) else mixed.flatten(1))
 
 
@@ -159,9 +168,9 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(Module):
-    """MLA: the cache holds one latent of R + rope channels a token, shared by all heads, instead of
-    keys and values. How queries meet it is up to the backend (`LatentMaps`). Heads are split over
-    the ranks of the attention group, latents are not."""
+    """MLA: the cache holds one latent of R + rope channels per token, which all heads share. The
+    attention backend chooses between the absorbed and the expanded form (`LatentProjections`).
+    Heads are split over the ranks of the attention group, latents are not."""
 
     def __init__(
         self,
@@ -199,25 +208,30 @@ class LatentAttention(Module):
             group,
             f"attention of layer {layer}",
         )
-        self.parts = LatentParts(config.rope_dim, rope, self.kv_a_layernorm)
-        self.spec = AttentionSpec(parallel.in_stage(layer), config.scale)
+        self.spec = LatentSpec(
+            parallel.stage_layer(layer),
+            config.scale,
+            rope_dim=config.rope_dim,
+            rope=rope,
+            norm=self.kv_a_layernorm,
+            projections=self,
+        )
 
-    def of_norm(
+    def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `norm.add`: two layers multiply the normed rows, each as it will."""
+        """As `norm.add`: two projections take the normed rows."""
         return norm.add(x_TH, residual_TH)
 
     def forward(self, x_TH: Tensor, ctx: ForwardContext) -> Tensor:
         if not len(x_TH):
             return x_TH
         q_TND, latents_TC = self._queries(x_TH), self.kv_a_proj_with_mqa(x_TH)
-        values_TNV = ctx.attention.attend_latents(
-            self.spec, q_TND, latents_TC, self.parts, self, (ctx.cos, ctx.sin)
-        )
+        angles = ctx.cos, ctx.sin
+        values_TNV = ctx.attention.attend_latents(self.spec, q_TND, latents_TC, angles)
         return self.o_proj(values_TNV.flatten(1))
 
-    def absorbs(self, queries: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         cfg = self.config
         up = cfg.kv_rank * (cfg.nope_dim + cfg.value_dim)
         absorbed = queries * (kv_len * (2 * cfg.kv_rank + cfg.rope_dim) + up)
@@ -226,14 +240,14 @@ class LatentAttention(Module):
 
     def absorb(self, q_TND: Tensor) -> Tensor:
         q_nope, q_rope = q_TND.split([self.config.nope_dim, self.config.rope_dim], dim=-1)
-        return torch.cat((self.absorb_plain(q_nope), q_rope), dim=-1)
+        return torch.cat((self.absorb_nope(q_nope), q_rope), dim=-1)
 
-    def absorb_plain(self, q_TND: Tensor) -> Tensor:
+    def absorb_nope(self, q_TND: Tensor) -> Tensor:
         keys_NRD = self._up_projections()[0].transpose(1, 2)
         q_latent_NTR = head_products(q_TND.transpose(0, 1), keys_NRD, self.deterministic)
         return q_latent_NTR.transpose(0, 1)
 
-    def release(self, mixed_TNC: Tensor) -> Tensor:
+    def up_project(self, mixed_TNC: Tensor) -> Tensor:
         mixed_NTR = mixed_TNC[..., : self.config.kv_rank].transpose(0, 1)
         values_NVR = self._up_projections()[1]
         return head_products(mixed_NTR, values_NVR, self.deterministic).transpose(0, 1)
@@ -247,7 +261,7 @@ class LatentAttention(Module):
         return torch.cat((k_nope, k_rope), dim=-1), values_LNV
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """From the latent to each head's keys [N, nope, R] and values [N, V, R]."""
+        """Projections from the latent to each head's keys [N, nope, R] and values [N, V, R]."""
         cfg = self.config
         both = self.kv_b_proj.weight.view(self.num_heads, -1, cfg.kv_rank)
         keys, values = both.split([cfg.nope_dim, cfg.value_dim], dim=1)
@@ -266,7 +280,7 @@ def _channels(heads: range, dim: int) -> range:
 
 
 def _latent_heads(count: int, size: int) -> list[range]:
-    """Those of each rank."""
+    """The heads of each rank."""
     if size > count:
         raise ValueError(
             f"num_attention_heads {count} cannot be split over {size} ranks of attention: "

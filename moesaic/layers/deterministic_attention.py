@@ -1,15 +1,15 @@
 """Paged attention whose bits depend on the sequence alone, for deterministic mode.
 
-Where a query stands decides what is computed for it: positions are cut into blocks of Q, and a
-block always meets the keys of its own range, from one multiple of RANGE to another. Queries of the
-block that are not in this step are zeros, and keys that a query may not see are masked. So a prompt
-in one piece, in chunks, from the prefix cache or token by token, with any neighbours, runs the same
-operations on the same shapes. Torch's kernel treats every sequence and head of a batch apart, so
-blocks with equally long ranges share a call.
+The position of a query determines the operations: positions are cut into blocks of Q, and a block
+always attends to one range of keys between two multiples of RANGE. Queries of the block that are
+not in this step are zeros, and keys that a query may not see are masked. A prompt in one piece, in
+chunks, from the prefix cache or token by token, in any batch, runs the same operations on the same
+shapes. Torch's kernel computes each sequence and head of a batch independently, so blocks with
+ranges of equal length share a call.
 
-Nor does it matter how many of the heads a rank has. Heads that share keys are rows of one product;
-how many share them depends on the cut, so a product always has ROWS rows, filled up with zeros, and
-the range of a query does not depend on how many positions stand in its block.
+The number of heads on a rank does not matter either. Heads that share keys are rows of one product,
+which always has ROWS rows, padded with zeros; and the range of a query does not depend on the
+number of positions in its block.
 
 T tokens of the step · N query heads · M key/value heads · G = N / M · D head size · C latent size ·
 B blocks of a group · Q positions of a block · L keys of its range · U units of the cache in it.
@@ -27,25 +27,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import AttentionSpec, CpuAttention, LatentMaps
+from moesaic.layers.context import AttentionSpec, LatentProjections
 from moesaic.layers.invariant import in_pieces, sigmoid
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import CpuAttention, with_sinks
 
-# Keys of a block begin and end at multiples of this.
+# Key ranges begin and end at multiples of this.
 RANGE = 128
-# Rows of a product: Q positions times the G heads that share keys, or some of the heads where they
-# are more. A decoded token pays for all of them, which costs little up to about so many. RANGE is
-# a multiple of it.
+# Rows of a product: Q positions times the G heads that share keys, or some of the heads if G is
+# larger. A decoded token pays for all rows, which is cheap up to about this number. Divides RANGE.
 ROWS = 32
-# A call takes at most so many scores (rows times keys) and gathers at most so many keys.
+# Limits of one call: scores (rows times keys), and gathered keys.
 MAX_SCORES = 1 << 22
 MAX_KEYS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query positions [first, first + Q) of a span, of which the step has `count` from `offset` on,
-    as rows from `start` on; they meet keys [begin, end)."""
+    """Query positions [first, first + Q) of a span. The step has `count` of them from `offset` on,
+    as rows from `start` on; they attend to keys [begin, end)."""
 
     span: SequenceSpan
     first: int
@@ -58,45 +58,32 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockBatch:
-    """Blocks with equally long ranges. `rows` of the step go to `places` among the B * Q positions.
-    `units_BU` says where the keys lie: one line for each block, or one line for all of them."""
+    """Blocks with ranges of equal length. `rows` of the step go to `places` among the B * Q
+    positions. `units_BU` locates the keys: one line per block, or one line for all blocks."""
 
     rows: Tensor
     places: Tensor
     units_BU: Tensor
     last_B: Tensor
-    """The newest key that each block's first query sees, counted from the range's first."""
+    """The newest key that each block's first query sees, relative to the range."""
 
 
 class DeterministicAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
-        self.cache = cache
-        self.spans = spans
+        super().__init__(cache, spans)
         self.unit = math.gcd(cache.page_size, RANGE)
-        self.slots_T = torch.tensor(
-            [
-                self._slot(span, position)
-                for span in spans
-                for position in range(span.kv_len - span.length, span.kv_len)
-            ],
-            dtype=torch.long,
-        )
         self._groups: dict[tuple[int, int | None], list[BlockBatch]] = {}
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
-        values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
-        return self._attend(spec, q_TND, keys, values)
+        return self._attend(spec, q_TND, *self.store(spec.layer, k_TMD, v_TMD))
 
     def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
         """Always in the absorbed form: the two forms round differently."""
-        latents = self.cache.keys[spec.layer]
-        latents.flatten(0, 1).index_copy_(0, self.slots_T, latents_TC.unsqueeze(1))
-        q_TNC = in_pieces(maps.absorb, q_TND)
-        return in_pieces(maps.release, self._attend(spec, q_TNC, latents, None))
+        latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
+        q_TNC = in_pieces(projections.absorb, q_TND)
+        return in_pieces(projections.up_project, self._attend(spec, q_TNC, latents, None))
 
     def _attend(
         self, spec: AttentionSpec, q_TND: Tensor, keys: Tensor, values: Tensor | None
@@ -113,25 +100,21 @@ class DeterministicAttention(CpuAttention):
         return out_TND
 
     def _gather(self, cache: Tensor, units_BU: Tensor) -> Tensor:
-        """[B, M, L, D] of one layer's pages [P, page, M, D]."""
+        """[B, M, L, D] from one layer's pages [P, page, M, D]."""
         units = cache.view(-1, self.unit, *cache.shape[-2:])
         gathered = units.flatten(1).index_select(0, units_BU.flatten())
         return gathered.view(len(units_BU), -1, *cache.shape[-2:]).transpose(1, 2)
 
-    def _slot(self, span: SequenceSpan, position: int) -> int:
-        size = self.cache.page_size
-        return span.pages[position // size] * size + position % size
-
     def _groups_of(self, positions: int, window: int | None) -> list[BlockBatch]:
-        """The same for all layers with that window: computed once a step."""
+        """Cached for all layers with this window."""
         key = positions, window
         if key not in self._groups:
             self._groups[key] = list(self._make_groups(positions, window))
         return self._groups[key]
 
     def _make_groups(self, positions: int, window: int | None) -> Iterator[BlockBatch]:
-        """Blocks of one sequence with the same keys share them; the others are put together by the
-        length of their ranges."""
+        """Blocks of one sequence with the same range share its keys; other blocks are batched by
+        the length of their ranges."""
         singles: list[Block] = []
         for span in self.spans:
             blocks = _blocks(span, positions, window)
@@ -150,16 +133,15 @@ class DeterministicAttention(CpuAttention):
                 yield _group(part, positions, units_BU)
 
     def _units(self, block: Block) -> list[int]:
-        """Behind the newest key there is only page 0, which is zero."""
+        """Page 0, which is zero, pads the range behind the newest key."""
         stop = min(block.end, block.span.kv_len)
-        found = [
-            self._slot(block.span, p) // self.unit for p in range(block.begin, stop, self.unit)
-        ]
+        positions = range(block.begin, stop, self.unit)
+        found = [slot // self.unit for slot in block.span.slots(positions, self.cache.page_size)]
         return found + [0] * ((block.end - block.begin) // self.unit - len(found))
 
 
 def _positions(shared: int) -> int:
-    """Of a block, for so many heads: a power of two, so that none lies in two ranges."""
+    """Positions per block: a power of two, so no block crosses a range."""
     return 1 << (max(1, ROWS // shared).bit_length() - 1)
 
 
@@ -178,7 +160,7 @@ def _length(block: Block) -> int:
 
 
 def _parts(blocks: list[Block], positions: int, scores: int) -> Iterator[list[Block]]:
-    """Blocks with equally long ranges in parts that are not too large."""
+    """Splits blocks with ranges of equal length to stay within `scores`."""
     size = max(1, scores // (_length(blocks[0]) * max(positions, ROWS)))
     for start in range(0, len(blocks), size):
         yield blocks[start : start + size]
@@ -213,7 +195,7 @@ def _attend(
         x.unsqueeze(2).expand(blocks, -1, products, -1, -1).flatten(1, 2) for x in (k_BMLD, v_BMLD)
     )
     mask_BQL = _mask(group.last_B, positions, length, spec.window, q_BQND.dtype)
-    # Where there are several products their rows have one position.
+    # If there are several products, a block has one position.
     position_of_row = (torch.arange(ROWS) // shared).clamp(max=positions - 1)
     mask = mask_BQL[:, position_of_row].unsqueeze(1)
     out, lse = widened.flash(q, k, v, False, mask, spec.scale)
@@ -225,10 +207,7 @@ def _attend(
     out_BQND = by_query(out)
     if spec.sinks_N is None:
         return out_BQND
-    lse_BQN = by_query(lse)
-    # A sink is one more logit in the softmax whose value is zero.
-    kept_BQN = sigmoid(lse_BQN - spec.sinks_N.float())
-    return (out_BQND.float() * kept_BQN.unsqueeze(-1)).to(out_BQND.dtype)
+    return with_sinks(out_BQND, sigmoid(by_query(lse) - spec.sinks_N.float()))
 
 
 def _mask(

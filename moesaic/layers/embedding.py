@@ -1,6 +1,6 @@
-"""Token embedding and its counterpart at the other end, the logits of the vocabulary.
+"""Token embedding, and the head that computes logits.
 
-T tokens · H hidden · R rows whose logits are wanted · V vocabulary, or this rank's part of it.
+T tokens · H hidden · R rows with logits · V vocabulary, or this rank's part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moesaic.layers.parallel import Parallel
 
 
 class Embedding(Module):
-    """The vocabulary is cut over the ranks of the attention group: one of them has a token's row,
+    """The vocabulary is split over the ranks of the attention group: one rank has a token's row,
     the others add zeros."""
 
     def __init__(
@@ -29,22 +29,22 @@ class Embedding(Module):
         self.group = parallel.attention
         self.held = share(vocab_size, self.group.rank, self.group.size)
         self.weight = parameter(len(self.held), hidden_size, dtype=dtype)
-        self.cuts = {"weight": Shard.of((vocab_size, hidden_size), self.held, range(hidden_size))}
+        self.shards = {"weight": Shard.of((vocab_size, hidden_size), self.held, range(hidden_size))}
 
     def forward(self, ids_T: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids_T, self.weight)
         local_T = ids_T - self.held.start
         here_T = (local_T >= 0) & (local_T < len(self.held))
-        # Of all tokens: how many are here only the device knows.
+        # Computed for all tokens: only the device knows how many are local.
         x_TH = F.embedding(local_T.clamp(0, len(self.held) - 1), self.weight)
         x_TH = torch.where(here_T[:, None], x_TH, 0)
         return self.group.all_reduce(x_TH, "embedding")
 
 
 class LMHead(Module):
-    """Logits, cut by vocabulary over `parallel.vocab_tp` ranks. A tied one takes the weights of the
-    embedding where these are cut alike, and holds a copy where they are not."""
+    """Logits, split by vocabulary over `parallel.vocab_tp` ranks. A tied head uses the weights of
+    the embedding if both are split alike, else it holds a copy."""
 
     def __init__(
         self,
@@ -56,30 +56,30 @@ class LMHead(Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.group, rank, size = parallel.cut(parallel.vocab_tp)
+        self.group, rank, size = parallel.shard_group(parallel.vocab_tp)
         self.widths = [len(share(vocab_size, part, size)) for part in range(size)]
         held = share(vocab_size, rank, size)
-        self.borrows = embedding is not None and embedding.held == held
-        if embedding is not None and self.borrows:
+        self.is_tied = embedding is not None and embedding.held == held
+        if embedding is not None and self.is_tied:
             self.weight = embedding.weight
         else:
             self.weight = parameter(len(held), hidden_size, dtype=dtype)
         self.product = product(parallel.deterministic)
-        # In float32 at once: nobody else gets them, nobody else's rounding is to be met.
+        # Directly in float32: these logits are neither gathered nor compared with another rank's.
         samples = parallel.attention.rank == 0
-        self.alone = self.group.size == 1 and samples and not parallel.deterministic
-        self.cuts = {"weight": Shard.of((vocab_size, hidden_size), held, range(hidden_size))}
+        self.float32 = self.group.size == 1 and samples and not parallel.deterministic
+        self.shards = {"weight": Shard.of((vocab_size, hidden_size), held, range(hidden_size))}
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
-        return iter(()) if self.borrows else super().slots(prefix)
+        return iter(()) if self.is_tied else super().slots(prefix)
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
-        """`rows`: how many rows each attention group brings, where there are several."""
+        """`rows`: the number of rows of each attention group, if there are several."""
         wanted = slice(0, len(x_RH))
         if self.parallel.spans_groups(self.parallel.vocab_tp):
             wanted = self.parallel.group_rows(rows)
-            x_RH = self._rows_of_all(x_RH, rows)
-        if self.alone:
+            x_RH = self._gather_rows(x_RH, rows)
+        if self.float32:
             part_RV = logits(x_RH, self.weight)
         else:
             part_RV = self.product(x_RH, self.weight, None)
@@ -87,8 +87,8 @@ class LMHead(Module):
             wanted = slice(0, 0)
         return self.group.gather_columns(part_RV, self.widths, wanted, "logits").float()
 
-    def _rows_of_all(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
-        """The first rank of a group brings all of its rows: they are few."""
+    def _gather_rows(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
+        """The first rank of a group contributes all of its rows, which are few."""
         group, others = self.parallel.attention, [0] * (self.parallel.attention.size - 1)
         counts = [brought for count in rows for brought in (count, *others)]
         mine_RH = x_RH if group.rank == 0 else x_RH[:0]

@@ -1,15 +1,15 @@
-"""Attention on a GPU: what a step's kernels need, made from its spans in one copy to the device.
+"""Attention on a GPU: the kernels' inputs, made from a step's spans in one copy to the device.
 
-A step is of one of two kinds. Decoding alone reads nothing but static buffers, which are filled
-between the runs of a CUDA graph (`DecodeBuffers`). A mixed step is made from its spans: single
-tokens go to the decoding kernel, which shares out a long context over many programs, and chunks to
-the prefill kernel, whose tiles a single token would leave empty.
+A decode step reads static buffers only, which are filled between the runs of a CUDA graph
+(`DecodeBuffers`). A mixed step is made from its spans: single tokens go to the decode kernel, which
+splits a long context over many programs; chunks go to the prefill kernel, whose tiles a single
+token would leave empty.
 
-In deterministic mode all go to one kernel, also from a graph: the bits of a row depend on its
-sequence alone there (`invariant_attention`). Latents are always met in the absorbed form.
+In deterministic mode one kernel takes all rows (`invariant_attention`), so the bits of a row depend
+on its sequence alone, and latents are always absorbed.
 
-T tokens of the step · B sequences · N query heads · D head size · V value size · C latent size ·
-R latent channels that are not rotated · L tokens of sequences · X tiles.
+T tokens of the step · B sequences · N query heads · D head size · V value size · C latent size · R
+latent channels that are not rotated · L tokens of sequences · X tiles.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from moesaic.layers.context import (
     Angles,
     AttentionSpec,
     AttentionStep,
-    HeadParts,
-    LatentMaps,
-    LatentParts,
+    HeadSpec,
+    LatentProjections,
+    LatentSpec,
 )
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 Ints = npt.NDArray[np.int32]
-# Counters that the decoding kernel has for each row: it needs one for each tile of heads.
+# Counters of the decode kernel per row: one for each tile of heads.
 COUNTERS = 256
-# Latents that are expanded at once; a longer sequence is met in the absorbed form.
+# Latents that are expanded at once; longer sequences are absorbed.
 MAX_EXPANDED = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """On the host: rows, new and all tokens of some sequences, and where their pages begin in the
-    list of all pages."""
+    """Sequences on the host: first row, new tokens, all tokens, and first entry in the page
+    list."""
 
     starts_B: Ints
     lengths_B: Ints
@@ -90,17 +90,17 @@ class Sequences:
     def arrays(self) -> list[Ints]:
         return [self.starts_B, self.lengths_B, self.kv_lens_B, self.first_B]
 
-    def take(self, chosen: npt.NDArray[np.intp]) -> Sequences:
+    def select(self, chosen: npt.NDArray[np.intp]) -> Sequences:
         return Sequences(*(array[chosen] for array in self.arrays()))
 
     def positions(self) -> tuple[Ints, Ints]:
-        """Of all new tokens, one sequence after the other: sequence and position."""
+        """Sequence and position of all new tokens, in the order of the sequences."""
         number = np.repeat(np.arange(len(self), dtype=np.int32), self.lengths_B)
         behind = np.cumsum(self.lengths_B) - self.kv_lens_B
         return number, (np.arange(len(number)) - behind[number]).astype(np.int32)
 
     def tiles(self, size: int) -> Ints:
-        """[X, 2]: sequence and offset of each piece of `size` queries, longest work first."""
+        """[X, 2]: sequence and offset of each tile of `size` queries, longest work first."""
         counts = -(-self.lengths_B // size)
         number = np.repeat(np.arange(len(self), dtype=np.int32), counts)
         behind = (np.cumsum(counts) - counts)[number]
@@ -115,8 +115,8 @@ def page_list(spans: Sequence[SequenceSpan]) -> Ints:
     return np.fromiter(chain.from_iterable(span.pages for span in spans), np.int32, total)
 
 
-def upload(array: Ints, device: torch.device) -> Tensor:
-    """The host does not wait; the allocator keeps the pinned memory until the copy is done."""
+def to_device(array: Ints, device: torch.device) -> Tensor:
+    """Does not block the host: the allocator keeps the pinned memory until the copy is done."""
     return _pinned(array, device).to(device, non_blocking=True)
 
 
@@ -128,7 +128,7 @@ def processors(device: torch.device) -> int:
 
 
 class Prefill:
-    """Sequences of a mixed step for the prefill kernel, and their pages."""
+    """Sequences of a mixed step for the prefill kernel."""
 
     def __init__(self, host: Sequences, arrays: Sequence[Tensor], pages: Tensor) -> None:
         self.host, self.pages = host, pages
@@ -138,26 +138,26 @@ class Prefill:
 
     @classmethod
     def of(cls, host: Sequences, pages: Tensor) -> Prefill:
-        arrays = upload(np.stack(host.arrays()), pages.device)
+        arrays = to_device(np.stack(host.arrays()), pages.device)
         return cls(host, list(arrays), pages)
 
     def tiles(self, size: int) -> Tensor:
         if size not in self._tiles:
-            self._tiles[size] = upload(self.host.tiles(size), self.pages.device)
+            self._tiles[size] = to_device(self.host.tiles(size), self.pages.device)
         return self._tiles[size]
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Sequences whose latents become keys and values: their pages one after the other."""
+    """Sequences whose latents are expanded, and their pages in order."""
 
     prefill: Prefill
     pages: Tensor
 
 
 class GpuAttention(AttentionStep):
-    """`slots_T`: where each token's keys and values go, -1 for padding; `positions_T`: where it
-    stands in its sequence; both int32. Every row is one of `decode` or of `prefill`."""
+    """`slots_T`: the cache slot of each token, -1 for padding; `positions_T`: its position in the
+    sequence; both int32. Each row is in `decode` or in `prefill`."""
 
     def __init__(
         self,
@@ -171,6 +171,8 @@ class GpuAttention(AttentionStep):
         self.cache, self.slots_T, self.positions_T = cache, slots_T, positions_T
         self.decode, self.prefill = decode, prefill
         self.deterministic = deterministic
+        self.fused = True
+        """Whether one kernel may store and attend: no row reads what another row stores."""
         self._latent_groups: tuple[Prefill | None, list[Expansion]] | None = None
         self._angles: tuple[Angles, Angles] | None = None
 
@@ -186,9 +188,9 @@ class GpuAttention(AttentionStep):
         slot = _slots(cache.page_size, pages, sequences.first_B[number], position)
         order = np.argsort(row, kind="stable")
         single = (sequences.lengths_B == 1) & (not deterministic)
-        decoding, chunks = (sequences.take(np.flatnonzero(part)) for part in (single, ~single))
+        decoding, chunks = (sequences.select(np.flatnonzero(part)) for part in (single, ~single))
         groups = decoding.arrays() + chunks.arrays()
-        packed = upload(np.concatenate([slot[order], position[order], *groups, pages]), device)
+        packed = to_device(np.concatenate([slot[order], position[order], *groups, pages]), device)
         sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4 + [len(pages)]
         slots_T, positions_T, *parts = packed.split(sizes)
         return cls(
@@ -200,49 +202,40 @@ class GpuAttention(AttentionStep):
             deterministic,
         )
 
-    def attend_heads(
-        self, spec: AttentionSpec, qkv_TX: Tensor, parts: HeadParts, angles: Angles
-    ) -> Tensor | Rows:
-        q_norm, k_norm = parts.q_norm, parts.k_norm
-        cos_TR, sin_TR = self._rows_of(angles)
+    def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
+        q_norm, k_norm = spec.q_norm, spec.k_norm
+        cos_TR, sin_TR = self._head_angles(angles)
         entry = HeadEntry(
-            parts.num_heads,
+            spec.num_heads,
             cos_TR,
             sin_TR,
-            parts.rope.interleaved,
+            spec.rope.interleaved,
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        pages = self._pages(spec.layer)
-        if self.decode is not None and self.prefill is None:
-            rows = (qkv_TX, entry, pages, self.slots_T, self.decode, _softmax(spec))
-            room = self._quantised(parts, qkv_TX, pages)
-            if room is not None:
-                return enter_and_decode(*rows, room)
-            out_TND = qkv_TX.new_empty(len(qkv_TX), parts.num_heads, pages.value_dim)
-            return enter_and_decode(*rows, out_TND)
-        return self._mix(spec, Queries(enter_heads(qkv_TX, entry, pages, self.slots_T)), pages)
+        pages, softmax = self._pages(spec.layer), _softmax(spec)
+        rows = (qkv_TX, entry, pages, self.slots_T)
+        if self.decode is None or self.prefill is not None:
+            return self._attend_rows(softmax, Queries(enter_heads(*rows)), pages)
+        out = self._output(spec, qkv_TX, pages)
+        if self.fused:
+            return enter_and_decode(*rows, self.decode, softmax, out)
+        return decode_attention(Queries(enter_heads(*rows)), pages, self.decode, softmax, out)
 
     def attend_latents(
-        self,
-        spec: AttentionSpec,
-        q_TND: Tensor,
-        latents_TC: Tensor,
-        parts: LatentParts,
-        maps: LatentMaps,
-        angles: Angles,
+        self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
     ) -> Tensor:
-        cos, sin = self._rows_of(angles)
-        norm, interleaved = parts.norm, parts.rope.interleaved
+        cos, sin = self._head_angles(angles)
+        norm, interleaved = spec.norm, spec.rope.interleaved
         entry = LatentEntry(cos, sin, interleaved, norm.weight, norm.eps)
-        pages = self._latent_pages(spec.layer, parts.rope_dim)
-        plain, rope = q_TND.split([q_TND.shape[-1] - parts.rope_dim, parts.rope_dim], dim=-1)
+        pages = self._latent_pages(spec.layer, spec.rope_dim)
+        plain, rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
         rope = enter_latent(rope, latents_TC, entry, pages, self.slots_T)
-        return self._mix_latents(spec, Queries(plain, rope), pages, maps)
+        return self._attend_latent_rows(spec, Queries(plain, rope), pages, spec.projections)
 
-    def _rows_of(self, angles: Angles) -> Angles:
-        """Without the dimension of heads; the same for all layers, made once a step."""
+    def _head_angles(self, angles: Angles) -> Angles:
+        """Drops the dimension of heads; cached for all layers."""
         if self._angles is None or self._angles[0][0] is not angles[0]:
             cos, sin = angles
             self._angles = angles, (cos.squeeze(1), sin.squeeze(1))
@@ -257,38 +250,39 @@ class GpuAttention(AttentionStep):
         keys = self.cache.layers[layer][0]
         return LayerPages(keys, None, keys.shape[-1] - rope_dim, self.cache.k_scale)
 
-    def _quantised(self, parts: HeadParts, like: Tensor, pages: LayerPages) -> Rows | None:
-        """Only the decoding kernel quantises what it writes, and only heads of whole groups."""
-        if parts.output is None or pages.value_dim % FP8_GROUP:
-            return None
-        return parts.output.room(like)
+    def _output(self, spec: HeadSpec, qkv_TX: Tensor, pages: LayerPages) -> Tensor | Rows:
+        """Float8 rows if the output projection multiplies these: only the decode kernel quantises
+        its output, and only heads of whole groups."""
+        if spec.output is not None and pages.value_dim % FP8_GROUP == 0:
+            rows = spec.output.quantised_input(qkv_TX)
+            if rows is not None:
+                return rows
+        return qkv_TX.new_empty(len(qkv_TX), spec.num_heads, pages.value_dim)
 
-    def _mix(self, spec: AttentionSpec, q: Queries, pages: LayerPages) -> Tensor:
+    def _attend_rows(self, softmax: Softmax, q: Queries, pages: LayerPages) -> Tensor:
         out_TNV = q.values.new_empty(*q.values.shape[:2], pages.value_dim)
-        softmax = _softmax(spec)
         if self.decode is not None:
             decode_attention(q, pages, self.decode, softmax, out_TNV)
         if self.prefill is not None:
-            self._attend(q, pages, self.prefill.rows, softmax, out_TNV)
+            self._prefill_kernel(q, pages, self.prefill.rows, softmax, out_TNV)
         return out_TNV
 
-    def _mix_latents(
-        self, spec: AttentionSpec, q: Queries, pages: LayerPages, maps: LatentMaps
+    def _attend_latent_rows(
+        self, spec: AttentionSpec, q: Queries, pages: LayerPages, projections: LatentProjections
     ) -> Tensor:
-        """Queries of all rows are absorbed, also of those whose latents are expanded, unless these
-        are all there are."""
-        absorbing, expansions = self._grouped(maps)
+        """Absorbs the queries of all rows, unless the latents of every sequence are expanded."""
+        absorbing, expansions = self._latent_batches(projections)
         softmax, mixed_TNV = _softmax(spec), None
         if self.decode is not None or absorbing is not None:
-            absorbed = Queries(maps.absorb_plain(q.values), q.rest)
+            absorbed = Queries(projections.absorb_nope(q.values), q.rest)
             mixed_TNR = absorbed.values.new_empty(*q.values.shape[:2], pages.value_dim)
             if self.decode is not None:
                 decode_attention(absorbed, pages, self.decode, softmax, mixed_TNR)
             if absorbing is not None:
-                self._attend(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
-            mixed_TNV = maps.release(mixed_TNR)
+                self._prefill_kernel(absorbed, pages, absorbing.rows, softmax, mixed_TNR)
+            mixed_TNV = projections.up_project(mixed_TNR)
         for expansion in expansions:
-            expanded = _expand(pages, expansion.pages, maps, q.values.dtype)
+            expanded = _expand(pages, expansion.pages, projections, q.values.dtype)
             if mixed_TNV is None:
                 mixed_TNV = q.values.new_empty(*q.values.shape[:2], expanded.value_dim)
             prefill_attention(q, expanded, expansion.prefill.rows, softmax, mixed_TNV)
@@ -296,16 +290,18 @@ class GpuAttention(AttentionStep):
         return mixed_TNV
 
     @property
-    def _attend(self) -> Callable[..., Tensor]:
+    def _prefill_kernel(self) -> Callable[..., Tensor]:
         return invariant_attention if self.deterministic else prefill_attention
 
-    def _grouped(self, maps: LatentMaps) -> tuple[Prefill | None, list[Expansion]]:
-        """Chunks whose queries are absorbed, and those whose latents are expanded: the same for all
-        layers, made once a step."""
+    def _latent_batches(
+        self, projections: LatentProjections
+    ) -> tuple[Prefill | None, list[Expansion]]:
+        """Chunks whose queries are absorbed, and those whose latents are expanded; cached for all
+        layers."""
         if self.prefill is None:
             return None, []
         if self._latent_groups is None:
-            self._latent_groups = _latent_groups(self.prefill, maps, self)
+            self._latent_groups = _latent_groups(self.prefill, projections, self)
         return self._latent_groups
 
 
@@ -335,12 +331,14 @@ def _splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
 
 
 def _latent_groups(
-    prefill: Prefill, maps: LatentMaps, step: GpuAttention
+    prefill: Prefill, projections: LatentProjections, step: GpuAttention
 ) -> tuple[Prefill | None, list[Expansion]]:
     host, page_size = prefill.host, step.cache.page_size
     absorbed = np.array(
         [
-            step.deterministic or kv > MAX_EXPANDED or maps.absorbs(int(new), int(kv))
+            step.deterministic
+            or kv > MAX_EXPANDED
+            or projections.prefers_absorbed(int(new), int(kv))
             for new, kv in zip(host.lengths_B, host.kv_lens_B, strict=True)
         ],
         np.bool_,
@@ -349,7 +347,7 @@ def _latent_groups(
         return prefill, []
     absorbing = None
     if absorbed.any():
-        absorbing = Prefill.of(host.take(np.flatnonzero(absorbed)), prefill.pages)
+        absorbing = Prefill.of(host.select(np.flatnonzero(absorbed)), prefill.pages)
     pieces: list[list[int]] = []
     room = 0
     for number in np.flatnonzero(~absorbed):
@@ -360,89 +358,105 @@ def _latent_groups(
         pieces[-1].append(int(number))
         room -= tokens
     return absorbing, [
-        _expansion(host.take(np.array(piece)), prefill, page_size) for piece in pieces
+        _expansion(host.select(np.array(piece)), prefill, page_size) for piece in pieces
     ]
 
 
 def _expansion(host: Sequences, prefill: Prefill, page_size: int) -> Expansion:
-    """Pages in which the expanded keys and values will lie are counted from 0."""
+    """The pages of expanded keys and values are numbered from 0."""
     counts = -(-host.kv_lens_B // page_size)
     behind = (np.cumsum(counts) - counts).astype(np.int32)
     own = np.arange(counts.sum(), dtype=np.int32)
     device = prefill.pages.device
-    sources = upload(own + np.repeat(host.first_B - behind, counts), device)
+    sources = to_device(own + np.repeat(host.first_B - behind, counts), device)
     moved = Sequences(host.starts_B, host.lengths_B, host.kv_lens_B, behind)
-    return Expansion(Prefill.of(moved, upload(own, device)), prefill.pages.index_select(0, sources))
+    return Expansion(
+        Prefill.of(moved, to_device(own, device)), prefill.pages.index_select(0, sources)
+    )
 
 
-def _expand(latents: LayerPages, pages: Tensor, maps: LatentMaps, dtype: torch.dtype) -> LayerPages:
+def _expand(
+    latents: LayerPages, pages: Tensor, projections: LatentProjections, dtype: torch.dtype
+) -> LayerPages:
     keys = latents.keys
     if keys.dtype == FP8:
-        # index_select does not know the type.
+        # index_select does not support float8.
         gathered = keys.view(torch.uint8).index_select(0, pages).view(FP8)
     else:
         gathered = keys.index_select(0, pages)
     latents_LC = gathered.to(dtype).flatten(0, 2)
     if latents.k_scale != 1.0:
         latents_LC = latents_LC * latents.k_scale
-    k_LND, v_LNV = (x.unflatten(0, (len(pages), -1)) for x in maps.expand(latents_LC))
+    k_LND, v_LNV = (x.unflatten(0, (len(pages), -1)) for x in projections.expand(latents_LC))
     return LayerPages(k_LND, v_LNV, v_LNV.shape[-1])
 
 
 class DecodeBuffers:
-    """Static tensors of a CUDA graph that decodes up to `rows` sequences of up to `max_pages` pages
-    each. `attention` reads them whenever the graph runs; rows without a sequence become zeros and
-    store nothing."""
+    """Static tensors of a CUDA graph that decodes up to `size` sequences of up to `max_pages`
+    pages, with up to `queries` new tokens each. `attention` reads them in every run of the graph;
+    rows without a token become zeros and store nothing.
+
+    The decode kernel takes each token as its own sequence; tokens of one sequence share its pages.
+    All tokens are stored before any is read, so each token sees those before it.
+    """
 
     def __init__(
-        self, cache: PagedCache, rows: int, max_pages: int, deterministic: bool = False
+        self,
+        cache: PagedCache,
+        size: int,
+        max_pages: int,
+        deterministic: bool = False,
+        queries: int = 1,
     ) -> None:
-        self.cache, self.rows, self.max_pages = cache, rows, max_pages
+        self.cache, self.size, self.max_pages, self.queries = cache, size, max_pages, queries
+        self.rows = rows = size * queries
         device = cache.keys.device
-        self._packed = torch.zeros(rows * (4 + max_pages), dtype=torch.int32, device=device)
-        sizes = [rows] * 4 + [rows * max_pages]
-        slots_T, positions_T, kv_lens_B, first_B, pages = self._packed.split(sizes)
+        sizes = [rows] * 4 + [size * max_pages]
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        slots_T, positions_T, kv_lens_T, first_T, pages = self._packed.split(sizes)
         slots_T.fill_(-1)
         if deterministic:
-            prefill = _single_queries(kv_lens_B, first_B, pages)
+            prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
             return
         decode = DecodeRows(
             torch.arange(rows, dtype=torch.int32, device=device),
-            kv_lens_B,
-            first_B,
+            kv_lens_T,
+            first_T,
             pages,
             _splits(cache, rows, max_pages * cache.page_size),
             torch.zeros(rows * COUNTERS, dtype=torch.int32, device=device),
         )
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
+        self.attention.fused = queries == 1
 
     @property
     def positions_T(self) -> Tensor:
         return self.attention.positions_T
 
     def fill(self, spans: Sequence[SequenceSpan]) -> None:
-        """Row i becomes that of the i-th span, each of one token. The host does not wait."""
+        """The spans' rows follow each other from row 0 on. Does not block the host."""
         sequences, pages = Sequences.of(spans), page_list(spans)
-        if len(spans) > self.rows or len(pages) > self.rows * self.max_pages:
+        if len(spans) > self.size or len(pages) > self.size * self.max_pages:
             raise ValueError(
                 f"{len(spans)} sequences with {len(pages)} pages do not fit into buffers for "
-                f"{self.rows} sequences of {self.max_pages} pages: use larger ones"
+                f"{self.size} sequences of {self.max_pages} pages: use larger ones"
             )
-        assert (sequences.lengths_B == 1).all(), "only single tokens are decoded"
-        position = sequences.kv_lens_B - 1
-        slots = _slots(self.cache.page_size, pages, sequences.first_B, position)
+        assert (sequences.lengths_B <= self.queries).all(), f"more than {self.queries} queries"
+        number, position = sequences.positions()
+        first = sequences.first_B[number]
+        slots = _slots(self.cache.page_size, pages, first, position)
         head = np.zeros((4, self.rows), np.int32)
         head[0] = -1
-        head[:, : len(spans)] = slots, position, sequences.kv_lens_B, sequences.first_B
+        head[:, : len(position)] = slots, position, position + 1, first
         packed = np.concatenate((head.ravel(), pages))
         self._packed[: len(packed)].copy_(_pinned(packed, self._packed.device), non_blocking=True)
 
 
 def _single_queries(kv_lens_B: Tensor, first_B: Tensor, pages: Tensor) -> Prefill:
-    """One of each sequence, of which the host only knows that."""
+    """One query per row; the host does not need the lengths."""
     rows, ones = np.arange(len(kv_lens_B), dtype=np.int32), np.ones(len(kv_lens_B), np.int32)
-    starts_B, lengths_B = upload(np.stack((rows, ones)), pages.device)
+    starts_B, lengths_B = to_device(np.stack((rows, ones)), pages.device)
     host = Sequences(rows, ones, ones, 0 * rows)
     return Prefill(host, (starts_B, lengths_B, kv_lens_B, first_B), pages)
 

@@ -1,7 +1,7 @@
-"""Operations whose bits do not depend on the rows beside a row: for deterministic mode.
+"""Operations whose bits for a row do not depend on the other rows, for deterministic mode.
 
-torch picks its kernels by shape, and they sum in different orders: a token alone gets other bits
-than in a batch. Here every shape that torch sees is fixed, or the kernel is our own.
+Torch picks kernels by shape, and they sum in different orders: a token alone gets other bits than
+in a batch. Here torch sees fixed shapes only, or the kernel is our own.
 
 T tokens · I inputs · O outputs.
 """
@@ -18,16 +18,16 @@ from moesaic.kernels.cpu import linear as kernel
 from moesaic.kernels.cpu import widened
 from moesaic.kernels.linear import linear_invariant
 
-# Rows and outputs of a product in torch: always exactly so many, the last ones zero.
+# Rows and outputs of every product in torch, padded with zeros.
 PIECE_ROWS = 32
 PIECE_OUTPUTS = 64
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """F.linear of rows that do not know each other, nor what other outputs the matrix has.
+    """F.linear whose rows and outputs are computed independently of each other.
 
-    With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) the number of threads does
-    not matter either. In torch it must stay as it is.
+    With the compiled kernel (float32 with AVX-512, bfloat16 with AMX) the bits do not depend on the
+    number of threads either; with torch they do.
     """
     if x_TI.is_cuda:
         return linear_invariant(x_TI, weight_OI, bias_O)
@@ -38,7 +38,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     pieces[-1] = F.pad(pieces[-1], (0, 0, 0, PIECE_OUTPUTS - len(pieces[-1])))
 
     def product(x_CI: Tensor) -> Tensor:
-        # Weights on the left: oneDNN reads them as they lie instead of repacking them.
+        # Weights on the left: oneDNN reads them in place instead of repacking them.
         x_IC = x_CI.t()
         return torch.cat([widened.mm(piece, x_IC) for piece in pieces])[:outputs].t()
 
@@ -47,11 +47,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x_T: Tensor) -> Tensor:
-    """function(x) of pieces of PIECE_ROWS rows, the last filled up with zeros, so that it only ever
-    sees one shape."""
+    """Applies `function` to pieces of PIECE_ROWS rows, the last padded with zeros, so it sees one
+    shape."""
     tokens = len(x_T)
     missing = -tokens % PIECE_ROWS if tokens else PIECE_ROWS
-    # A copy even where nothing is missing: some kernels choose by where memory is aligned.
+    # Always a copy: some kernels choose by the alignment of memory.
     padded = x_T.new_zeros(tokens + missing, *x_T.shape[1:])
     padded[:tokens] = x_T
     pieces = [function(piece) for piece in padded.split(PIECE_ROWS)]
@@ -59,11 +59,11 @@ def in_pieces(function: Callable[[Tensor], Tensor], x_T: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """torch.sigmoid by element: torch computes the last few of a float32 tensor, or of a thread's
-    share, otherwise than the rest. It does not for exp, nor after rounding to 16 bits."""
+    """torch.sigmoid per element: torch computes the last elements of a float32 tensor, or of a
+    thread's share, differently. It does not for exp, nor after rounding to 16 bits."""
     return 1 / (1 + torch.exp(-x)) if x.dtype == torch.float32 else torch.sigmoid(x)
 
 
 def silu(x: Tensor) -> Tensor:
-    """F.silu by element, as `sigmoid`."""
+    """F.silu per element, like `sigmoid`."""
     return x / (1 + torch.exp(-x)) if x.dtype == torch.float32 else F.silu(x)

@@ -132,7 +132,7 @@ class Linear(Module):
     def _fp8(self, format: MatrixFormat) -> Fp8Matrix:
         return Fp8Matrix(self.values, self.scales, format.block[0])
 
-    def misfit(self, format: MatrixFormat) -> str:
+    def unsupported_reason(self, format: MatrixFormat) -> str:
         """Why the matrix cannot be kept so; nothing if it can."""
         if self.deterministic:
             return "deterministic mode has no float8 product"
@@ -150,9 +150,9 @@ class Linear(Module):
                     )
         return ""
 
-    def keep_as(self, format: MatrixFormat) -> None:
+    def use_format(self, format: MatrixFormat) -> None:
         """From now on, and before anything is loaded: the matrix is held in planes."""
-        assert not self.misfit(format), self.misfit(format)
+        assert not self.unsupported_reason(format), self.unsupported_reason(format)
         rows, cols = self.weight.shape
         device = self.weight.device
         del self.weight
@@ -236,7 +236,7 @@ class RowLinear(Linear):
         sum_TO = self.group.sum_rows(part_TO, rows, self.operation)
         return sum_TO if self.bias is None else sum_TO + self.bias
 
-    def room(self, like: Tensor) -> Rows | None:
+    def quantised_input(self, like: Tensor) -> Rows | None:
         """For `like`'s number of rows, quantised as this layer multiplies them: whoever computes
         them can write them so. Nothing if it takes them as they are."""
         if self.format is None:
@@ -282,7 +282,7 @@ class MergedLinear(Linear):
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
 
-    def of_norm(
+    def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The product of what `norm.add` gives, and the sum."""

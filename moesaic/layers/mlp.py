@@ -19,7 +19,7 @@ class GatedMLP(Module):
         """`config`: inputs are the hidden size, outputs the inner one."""
         super().__init__()
         self.parallel, self.operation = parallel, operation
-        group, rank, size = parallel.cut(parallel.dense_tp)
+        group, rank, size = parallel.shard_group(parallel.dense_tp)
         hidden, inner = config.inputs, config.outputs
         parts = [share(inner, part, size) for part in range(size)]
         held = parts[rank]

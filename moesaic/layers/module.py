@@ -66,7 +66,7 @@ class MatrixSlot:
 
     `shape` is that of the whole matrix, of which this rank holds `rows` and `cols`. A stacked
     checkpoint holds it as entry `index` of [E, N, K]; `interleaved`: its rows are every second one
-    of the stacked ones, from this one on. `tell_input_scale` is called with the calibrated scale of
+    of the stacked ones, from this one on. `set_input_scale` is called with the calibrated scale of
     what the matrix is multiplied with, where the checkpoint has one.
     """
 
@@ -78,7 +78,7 @@ class MatrixSlot:
     cols: slice
     index: int | None = None
     interleaved: int | None = None
-    tell_input_scale: Callable[[float], None] | None = None
+    set_input_scale: Callable[[float], None] | None = None
 
 
 def slot(name: str, into: Tensor, cut: Shard | None = None) -> TensorSlot:
@@ -95,11 +95,11 @@ class Module(nn.Module):
     parameters are parts of a tensor; a layer that fuses tensors overrides `slots`."""
 
     renamed: Mapping[str, str] = MappingProxyType({})
-    cuts: Mapping[str, Shard] = MappingProxyType({})
+    shards: Mapping[str, Shard] = MappingProxyType({})
 
     def slots(self, prefix: str) -> Iterator[TensorSlot | MatrixSlot]:
         for name, tensor in self.named_parameters(recurse=False):
-            yield slot(prefix + name, tensor, self.cuts.get(name))
+            yield slot(prefix + name, tensor, self.shards.get(name))
         for name, child in self.named_children():
             assert isinstance(child, Module), f"{prefix}{name} is not a moesaic layer"
             yield from child.slots(f"{prefix}{self.renamed.get(name, name)}.")

@@ -1,6 +1,6 @@
-"""Attention of a step whose last rows are padding, on CPU.
+"""Attention of a step whose last rows are padding, on CPU: the twin of `DecodeBuffers`.
 
-T rows of the step · R of them are somebody's · N query heads · M key/value heads · D head size ·
+T rows of the step · R of them have a token · N query heads · M key/value heads · D head size ·
 C latent size · V value size.
 """
 
@@ -10,39 +10,42 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moesaic.layers.context import AttentionSpec, LatentMaps
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.context import AttentionSpec, LatentProjections
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 
 
 class PaddedAttention(TorchAttention):
-    """Attends for the rows that `fill` was told of last; all others get zeros and leave nothing in
-    the cache."""
+    """Attends for the rows that `fill` set last, up to `queries` of each sequence; all others get
+    zeros and store nothing."""
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: PagedCache, queries: int = 1) -> None:
         super().__init__(cache, [])
+        self.queries = queries
 
     def fill(self, spans: Sequence[SequenceSpan]) -> None:
-        """Of one token each, in the order of the rows."""
+        """The spans' rows follow each other from row 0 on."""
+        assert all(span.length <= self.queries for span in spans), f"more than {self.queries}"
         super().__init__(self.cache, spans)
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
-        out_TND, rows = q_TND.new_zeros(q_TND.shape), len(self.spans)
+        out_TND, rows = q_TND.new_zeros(q_TND.shape), len(self.slots_T)
         if rows:
             out_TND[:rows] = super().attend(spec, q_TND[:rows], k_TMD[:rows], v_TMD[:rows])
         return out_TND
 
     def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
-        rows = len(self.spans)
+        rows = len(self.slots_T)
         if not rows:
-            return maps.release(maps.absorb(q_TND)) * 0
-        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows], maps)
+            return projections.up_project(projections.absorb(q_TND)) * 0
+        mixed_RNV = super().attend_latent(spec, q_TND[:rows], latents_TC[:rows], projections)
         out_TNV = mixed_RNV.new_zeros(len(q_TND), *mixed_RNV.shape[1:])
         out_TNV[:rows] = mixed_RNV
         return out_TNV
 
     @property
     def attention(self) -> PaddedAttention:
-        """Under the name that buffers of a GPU have it."""
+        """The same name as in `DecodeBuffers`."""
         return self

@@ -33,7 +33,7 @@ class Parallel:
     def dp_rank(self) -> int:
         return self.stage.rank // self.attention.size
 
-    def cut(self, size: int) -> tuple[Collective, int, int]:
+    def shard_group(self, size: int) -> tuple[Collective, int, int]:
         """Who shares a layer that is cut over `size` ranks, this one's part, and the parts."""
         if size == self.attention.size:
             return self.attention, self.attention.rank, size
@@ -46,7 +46,7 @@ class Parallel:
         """Whether a layer that is cut over `size` ranks needs the tokens of all groups."""
         return size not in (1, self.attention.size)
 
-    def in_stage(self, layer: int) -> int:
+    def stage_layer(self, layer: int) -> int:
         """The number of a layer among those of the stage."""
         return layer - (0 if self.layers is None else self.layers.start)
 

@@ -7,29 +7,27 @@ B sequences of a group · Q new tokens of each · L gathered tokens · P pages.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.cpu import widened
-from moesaic.layers.context import AttentionSpec, CacheSpec, CpuAttention, LatentMaps
+from moesaic.layers.context import (
+    Angles,
+    AttentionSpec,
+    AttentionStep,
+    HeadSpec,
+    LatentProjections,
+    LatentSpec,
+)
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 # Sequences are gathered together while at most this share of the gathered tokens is padding.
 MAX_PADDING = 0.25
-
-
-class SequenceSpan(NamedTuple):
-    """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
-    of its `kv_len` tokens, whose keys and values live in `pages`."""
-
-    start: int
-    length: int
-    kv_len: int
-    pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +42,63 @@ class AttentionBatch:
     causal: bool = False
 
 
-class PagedCache:
-    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero.
+class CpuAttention(AttentionStep):
+    """Norms, rotates and stores in separate operations; subclasses attend."""
 
-    On a GPU they may be in float8_e4m3fn: the real numbers are those of the cache times `k_scale`
-    and `v_scale`."""
+    def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
+        self.cache, self.spans = cache, spans
+        slots = [slot for span in spans for slot in span.slots(span.positions, cache.page_size)]
+        self.slots_T = torch.tensor(slots, dtype=torch.long)
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        shape = (spec.num_layers, num_pages + 1, page_size, spec.num_heads)
-        self.page_size = page_size
-        self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
-        self.values = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
-        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
-        self.k_scale = self.v_scale = 1.0
-        self.clear([0])
+    @abstractmethod
+    def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
+        """Stores the new keys and values, then returns the mixed values [T, N, D]."""
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages before use: what lies behind a sequence's last token is masked, but masked
-        garbage that is not finite would still spoil the result. The kernels of a GPU never let it
-        reach one, so nothing is done there."""
-        if self.keys.is_cuda:
-            return
-        index = torch.tensor(pages)
-        self.keys.index_fill_(1, index, 0)
-        self.values.index_fill_(1, index, 0)
+    @abstractmethod
+    def attend_latent(
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
+    ) -> Tensor:
+        """Stores the new latents, then returns the mixed values [T, N, V]; for each sequence in
+        whichever form takes fewer operations."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+    def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor:
+        dim, queries, kv = spec.head_dim, spec.num_heads, spec.num_kv_heads
+        split = qkv_TX.split([queries * dim, kv * dim, kv * dim], dim=-1)
+        q_TND, k_TMD, v_TMD = (part.unflatten(-1, (-1, dim)) for part in split)
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q_TND, k_TMD = spec.q_norm(q_TND), spec.k_norm(k_TMD)
+        q_TND, k_TMD = spec.rope.rotate(q_TND, *angles), spec.rope.rotate(k_TMD, *angles)
+        return self.attend(spec, q_TND, k_TMD, v_TMD)
+
+    def attend_latents(
+        self, spec: LatentSpec, q_TND: Tensor, latents_TC: Tensor, angles: Angles
+    ) -> Tensor:
+        q_plain, q_rope = q_TND.split([q_TND.shape[-1] - spec.rope_dim, spec.rope_dim], dim=-1)
+        q_TND = torch.cat((q_plain, spec.rope.rotate(q_rope, *angles)), dim=-1)
+        plain = latents_TC.shape[-1] - spec.rope_dim
+        latent, k_rope = latents_TC.split([plain, spec.rope_dim], dim=-1)
+        k_rope = spec.rope.rotate(k_rope.unsqueeze(1), *angles).squeeze(1)
+        latents_TC = torch.cat((spec.norm(latent), k_rope), dim=-1)
+        return self.attend_latent(spec, q_TND, latents_TC, spec.projections)
+
+    def store(
+        self, layer: int, k_TMD: Tensor, v_TMD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the new keys and values; returns the layer's pages of both."""
+        keys, values = self.cache.layers[layer]
+        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
+        if v_TMD is not None:
+            values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
+        return keys, values
 
 
 class TorchAttention(CpuAttention):
     def __init__(self, cache: PagedCache, spans: Sequence[SequenceSpan]) -> None:
-        self.cache = cache
-        self.spans = spans
-        self.slots_T = self._slots()
+        super().__init__(cache, spans)
         self._groups: dict[int | None, list[AttentionBatch]] = {}
 
     def attend(self, spec: AttentionSpec, q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor) -> Tensor:
-        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
-        keys.flatten(0, 1).index_copy_(0, self.slots_T, k_TMD)
-        values.flatten(0, 1).index_copy_(0, self.slots_T, v_TMD)
+        keys, values = self.store(spec.layer, k_TMD, v_TMD)
         out_TND = torch.empty_like(q_TND)
         for group in self.groups(spec.window):
             k_BLMD, v_BLMD = _gather(keys, group), _gather(values, group)
@@ -99,19 +106,18 @@ class TorchAttention(CpuAttention):
         return out_TND
 
     def attend_latent(
-        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, maps: LatentMaps
+        self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
-        latents = self.cache.keys[spec.layer]
-        latents.flatten(0, 1).index_copy_(0, self.slots_T, latents_TC.unsqueeze(1))
+        latents, _ = self.store(spec.layer, latents_TC.unsqueeze(1))
         outputs: list[Tensor] = []
         for group in self.groups(spec.window):
             gathered_BL1C, q_RND = _gather(latents, group), q_TND[group.rows]
-            if group.queries == 1 or maps.absorbs(group.queries, group.kv_len):
-                q_RNC = maps.absorb(q_RND)
+            if group.queries == 1 or projections.prefers_absorbed(group.queries, group.kv_len):
+                q_RNC = projections.absorb(q_RND)
                 mixed_RNC = _attend(group, spec, q_RNC, gathered_BL1C, gathered_BL1C)
-                outputs.append(maps.release(mixed_RNC))
+                outputs.append(projections.up_project(mixed_RNC))
             else:
-                k_LND, v_LNV = maps.expand(gathered_BL1C[0, :, 0])
+                k_LND, v_LNV = projections.expand(gathered_BL1C[0, :, 0])
                 outputs.append(_attend_padded(group, spec, q_RND, k_LND, v_LNV))
         out_TNV = q_TND.new_empty(*q_TND.shape[:2], outputs[0].shape[-1])
         for group, output in zip(self.groups(spec.window), outputs, strict=True):
@@ -124,15 +130,6 @@ class TorchAttention(CpuAttention):
             self._groups[window] = list(self._make_groups(window))
         return self._groups[window]
 
-    def _slots(self) -> Tensor:
-        size = self.cache.page_size
-        slots = [
-            span.pages[position // size] * size + position % size
-            for span in self.spans
-            for position in range(span.kv_len - span.length, span.kv_len)
-        ]
-        return torch.tensor(slots)
-
     def _make_groups(self, window: int | None) -> Iterator[AttentionBatch]:
         views = [_visible(span, window, self.cache.page_size) for span in self.spans]
         decoding = sorted((v for v in views if v.span.length == 1), key=lambda v: v.kv_len)
@@ -144,7 +141,7 @@ class TorchAttention(CpuAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _VisibleSpan:
     """A span with the pages before its window cut off; `kv_len` counts from the first page kept."""
 
     span: SequenceSpan
@@ -152,17 +149,17 @@ class _View:
     kv_len: int
 
 
-def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _View:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _VisibleSpan:
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
     last = -(-span.kv_len // page_size)
-    return _View(span, span.pages[first:last], span.kv_len - first * page_size)
+    return _VisibleSpan(span, span.pages[first:last], span.kv_len - first * page_size)
 
 
-def _batches(views: list[_View]) -> Iterator[list[_View]]:
+def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
     """Cuts sequences sorted by length into batches with little padding."""
-    batch: list[_View] = []
+    batch: list[_VisibleSpan] = []
     used = 0
     for view in views:
         if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
@@ -174,7 +171,9 @@ def _batches(views: list[_View]) -> Iterator[list[_View]]:
         yield batch
 
 
-def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _decode_group(
+    batch: list[_VisibleSpan], window: int | None, dtype: torch.dtype
+) -> AttentionBatch:
     width = len(batch[-1].pages)
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
@@ -184,7 +183,7 @@ def _decode_group(batch: list[_View], window: int | None, dtype: torch.dtype) ->
     )
 
 
-def _prefill_group(view: _View, window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _prefill_group(view: _VisibleSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):
@@ -223,9 +222,13 @@ def _attend(
     out_RND = out.flatten(1, 2)
     if spec.sinks_N is None:
         return out_RND
-    # A sink is one more logit in the softmax whose value is zero.
-    kept_RN = torch.sigmoid(lse.flatten(1, 2) - spec.sinks_N.float())
-    return (out_RND.float() * kept_RN.unsqueeze(-1)).to(out_RND.dtype)
+    return with_sinks(out_RND, torch.sigmoid(lse.flatten(1, 2) - spec.sinks_N.float()))
+
+
+def with_sinks(out: Tensor, kept: Tensor) -> Tensor:
+    """A sink is one more logit whose value is zero: scales the output of each query and head by the
+    share that it leaves."""
+    return (out.float() * kept.unsqueeze(-1)).to(out.dtype)
 
 
 def _attend_padded(

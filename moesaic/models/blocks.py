@@ -212,7 +212,7 @@ class DecoderLayer(Module):
         are those that are given."""
         begin = self._spans.clock()
         attention, norm = self.self_attn, self.input_layernorm
-        rows_TX, residual_TH = attention.of_norm(norm, x_TH, residual_TH)
+        rows_TX, residual_TH = attention.norm_and_project(norm, x_TH, residual_TH)
         mixed_TH = attention(rows_TX, ctx)
         if begin:
             self._spans.add(SpanKind.ATTENTION, begin, self.self_attn.layer, len(x_TH))

@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 # What no model has more of: a file that says so is broken, or meant to take all memory and time.
 # Published models have up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760
 # positions; float32, in which positions are rotated, counts to 2^24.
-MOST: Final = {
+MAX_VALUES: Final = {
     "num_hidden_layers": 1024,
     "num_nextn_predict_layers": 64,
     "num_experts": 4096,
@@ -48,10 +48,10 @@ MOST: Final = {
     "original_max_position_embeddings": 1 << 24,
 }
 # In all layers together, since each has a name that is looked for.
-MOST_EXPERTS: Final = 1 << 16
+MAX_EXPERTS: Final = 1 << 16
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-MOST_ELSE: Final = 2**31 - 1
-MOST_NUMBER: Final = 1e12
+MAX_INTEGER: Final = 2**31 - 1
+MAX_NUMBER: Final = 1e12
 
 
 class RawConfig:
@@ -75,7 +75,7 @@ class RawConfig:
         return self.data.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        value, most = self._get(key, default), MOST.get(key, MOST_ELSE)
+        value, most = self._get(key, default), MAX_VALUES.get(key, MAX_INTEGER)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= most:
             raise ValueError(
                 f"{self.source}: {key} must be an integer from {minimum} to {most}, "
@@ -84,7 +84,7 @@ class RawConfig:
         return value
 
     def number(
-        self, key: str, default: float | None = None, least: float = 0.0, most: float = MOST_NUMBER
+        self, key: str, default: float | None = None, least: float = 0.0, most: float = MAX_NUMBER
     ) -> float:
         value = self._get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -101,7 +101,7 @@ class RawConfig:
             raise ValueError(f"{self.source}: {key} must be true or false, not {brief(value)}")
         return value
 
-    def items(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
+    def list_of(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
         """A list whose items are all of one type; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
@@ -112,7 +112,7 @@ class RawConfig:
             raise ValueError(f"{self.source}: {key} has {len(value)} entries, {length} are needed")
         return value
 
-    def only(self, key: str, served: str) -> None:
+    def require(self, key: str, served: str) -> None:
         """Refuses a value that changes the model in a way which is not served."""
         if self.data.get(key, served) not in (served, None):
             raise ValueError(
@@ -132,10 +132,10 @@ class RawConfig:
             return 0
         key, number = found[0]
         layers = self.integer("num_hidden_layers")
-        if number * layers > MOST_EXPERTS:
+        if number * layers > MAX_EXPERTS:
             raise ValueError(
                 f"{self.source}: {key} {number} and num_hidden_layers {layers} are "
-                f"{number * layers} experts: no more than {MOST_EXPERTS} are served"
+                f"{number * layers} experts: no more than {MAX_EXPERTS} are served"
             )
         return number
 

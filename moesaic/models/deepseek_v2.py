@@ -116,7 +116,7 @@ def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> Caus
 
 
 def _topk(raw: RawConfig) -> TopKConfig:
-    raw.only("scoring_func", "softmax")
+    raw.require("scoring_func", "softmax")
     method = raw.data.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(

@@ -9,8 +9,8 @@ from moesaic.moe.topk import TopKConfig
 
 
 def variant_of(raw: RawConfig) -> Variant:
-    raw.only("scoring_func", "sigmoid")
-    raw.only("topk_method", "noaux_tc")
+    raw.require("scoring_func", "sigmoid")
+    raw.require("topk_method", "noaux_tc")
     topk = TopKConfig(
         top_k=raw.integer("num_experts_per_tok"),
         scoring="sigmoid",

@@ -16,9 +16,9 @@ from moesaic.moe.quant.weights import WeightFormat
 
 logger = logging.getLogger(__name__)
 
-KEPT = ("fp8_block", "fp8_channel", "fp8_tensor")
+FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
 # Used head by head, in the model's type (MLA); and a single row, not worth it.
-PLAIN = re.compile(r"\.(kv_b_proj|shared_expert_gate)\.weight$")
+NEVER_QUANTISED = re.compile(r"\.(kv_b_proj|shared_expert_gate)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DenseWeights:
         for prefix, linear in linears(model):
             reason = self._reason(prefix, linear)
             if reason is None:
-                linear.keep_as(self.format)
+                linear.use_format(self.format)
                 kept += 1
             elif reason:
                 stay[prefix.rstrip(".").rpartition(".")[2], reason] += 1
@@ -50,9 +50,9 @@ class DenseWeights:
         """Why a projection is not kept in the format: None where it is, nothing where that is as
         it should be."""
         names = linear.matrix_names(prefix)
-        if any(map(PLAIN.search, names)):
+        if any(map(NEVER_QUANTISED.search, names)):
             return ""
         if self.names is not None and not self.names.issuperset(names):
             some = not self.names.isdisjoint(names)
             return "the checkpoint has quantised only some of its parts" if some else ""
-        return linear.misfit(self.format) or None
+        return linear.unsupported_reason(self.format) or None

@@ -13,7 +13,7 @@ import msgspec
 
 Kind = TypeVar("Kind")
 
-LONGEST_VALUE: Final = 60
+MAX_VALUE_LENGTH: Final = 60
 # Where msgspec says that a value does not fit.
 _AT: Final = re.compile(r" - at `(?:key` in `)?\$\.?(\w*).*`$")
 
@@ -64,7 +64,7 @@ class TokenizerConfig(TokenNames, frozen=True):
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class EndTokens(msgspec.Struct, frozen=True):
+class EosTokens(msgspec.Struct, frozen=True):
     eos_token_id: TokenId | list[TokenId] | None = None
 
     @property
@@ -73,11 +73,11 @@ class EndTokens(msgspec.Struct, frozen=True):
         return frozenset(found if isinstance(found, list) else [] if found is None else [found])
 
 
-class ModelEnds(EndTokens, frozen=True):
+class ModelEosTokens(EosTokens, frozen=True):
     """The end tokens of config.json: models with several parts keep those of their text model
     apart."""
 
-    text_config: EndTokens | None = None
+    text_config: EosTokens | None = None
 
     @property
     def all_ids(self) -> frozenset[int]:
@@ -85,7 +85,7 @@ class ModelEnds(EndTokens, frozen=True):
         return self.ids if self.eos_token_id is not None else inner
 
 
-class GenerationConfig(ModelEnds, frozen=True):
+class GenerationConfig(ModelEosTokens, frozen=True):
     """The fields of generation_config.json that are read."""
 
     temperature: float | None = None
@@ -151,7 +151,7 @@ def brief(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python does not write integers of thousands of digits
         return "a number of very many digits"
-    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+    return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "…"
 
 
 class _Constant(Exception):

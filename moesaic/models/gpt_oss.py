@@ -27,7 +27,7 @@ class GptOssBlock(SparseBlock):
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
-    types = raw.items("layer_types", str, raw.integer("num_hidden_layers"))
+    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
     slides = types[layer] == "sliding_attention" if types else layer % 2 == 0
     return raw.integer("sliding_window", 128) if slides else None
 

@@ -32,13 +32,13 @@ from moesaic.models.config import ModelConfig, RawConfig
 from moesaic.models.deepseek_v2 import LayerParts
 from moesaic.models.deepseek_v3 import variant_of
 from moesaic.models.schemes import Scheme
-from moesaic.models.weights import build_whole, load_weights, settle_input_scales
+from moesaic.models.weights import build_whole, load_weights, sync_input_scales
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnWeights:
     """The layers, by number, that have an embedding and a head of their own in the checkpoint; the
     others take those of the main model."""
 
@@ -46,7 +46,7 @@ class Own:
     heads: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, layers: range) -> Own:
+    def of(cls, checkpoint: Checkpoint, layers: range) -> OwnWeights:
         def having(module: str) -> frozenset[int]:
             return frozenset(
                 layer
@@ -95,7 +95,7 @@ class NextNLayer(DecoderLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class MainModules:
     """What the main model lends. Not a module: its weights are not loaded with ours."""
 
     embedding: Embedding | None
@@ -106,7 +106,7 @@ class NextN(Module):
     """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`:
     what tokens leave behind in these layers, apart from the main model's."""
 
-    def __init__(self, parts: LayerParts, lent: Lent, own: Own) -> None:
+    def __init__(self, parts: LayerParts, lent: MainModules, own: OwnWeights) -> None:
         super().__init__()
         config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
         self.config, self._lent = config, lent
@@ -164,31 +164,31 @@ class NextN(Module):
         return not ours or name.endswith("rotary_emb.inv_freq")
 
 
-def build_nextn(raw: RawConfig, main: CausalLM, own: Own) -> NextN:
+def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
     """With weights still unset; `main`: the whole model or its last stage."""
     assert main.lm_head is not None, "only the last stage predicts"
     config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
     parts = LayerParts(raw, config, variant_of(raw), main.rope)
-    return NextN(parts, Lent(main.model.embed_tokens, main.lm_head), own).eval()
+    return NextN(parts, MainModules(main.model.embed_tokens, main.lm_head), own).eval()
 
 
 def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> NextN:
     """The MTP layers of `main`'s checkpoint, cut over ranks and quantised as `main` is."""
     raw = RawConfig.read(folder)
     with Checkpoint(folder) as checkpoint:
-        own = Own.of(checkpoint, _layers(raw))
+        own = OwnWeights.of(checkpoint, _layers(raw))
     model = build_nextn(raw, main, own)
     load_weights(model, folder, scheme, partial(_build_whole, own=own))
-    settle_input_scales(model, folder)
+    sync_input_scales(model, folder)
     return model
 
 
-def _build_whole(raw: RawConfig, own: Own) -> NextN:
+def _build_whole(raw: RawConfig, own: OwnWeights) -> NextN:
     return build_nextn(raw, build_whole(raw), own)
 
 
 def _layers(raw: RawConfig) -> range:
-    names = raw.items("architectures", str)
+    names = raw.list_of("architectures", str)
     if ARCHITECTURE not in names:
         raise ValueError(
             f"{raw.source}: architectures {names} have no layers for multi-token prediction that "

@@ -24,7 +24,12 @@ from moesaic.models.checkpoint import FLOATS, INDEX, Checkpoint
 from moesaic.models.config import RawConfig
 from moesaic.models.registry import ARCHITECTURES
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.quantize_formats import FORMS, NO_GROUP, STACK_FORMS, QuantizeFormat
+from moesaic.models.schemes.quantize_formats import (
+    NO_GROUP,
+    QUANTIZE_FORMATS,
+    STACKED_FORMATS,
+    QuantizeFormat,
+)
 from moesaic.models.schemes.storage import Matrix, Storage
 
 logger = logging.getLogger(__name__)
@@ -186,21 +191,23 @@ def quantize(source: Path, target: Path, job: QuantizeJob) -> QuantizeReport:
 
 
 def _form(raw: RawConfig, source: Path, job: QuantizeJob) -> QuantizeFormat:
-    if job.form not in FORMS:
-        raise ValueError(f"unknown format {job.form!r}: choose one of {', '.join(FORMS)}")
-    form = FORMS[job.form]
+    if job.form not in QUANTIZE_FORMATS:
+        raise ValueError(
+            f"unknown format {job.form!r}: choose one of {', '.join(QUANTIZE_FORMATS)}"
+        )
+    form = QUANTIZE_FORMATS[job.form]
     if job.group_size is not None and form.group_size == NO_GROUP:
-        grouped = [name for name, form in FORMS.items() if form.group_size]
+        grouped = [name for name, form in QUANTIZE_FORMATS.items() if form.group_size]
         raise ValueError(
             f"--group-size {job.group_size}: format {job.form} has no groups to choose, only "
             f"{', '.join(grouped)} have"
         )
-    names = raw.items("architectures", str)
+    names = raw.list_of("architectures", str)
     if not any(name in ARCHITECTURES for name in names):
         raise ValueError(
             f"{raw.source}: architectures {names} are not known, only {', '.join(ARCHITECTURES)}"
         )
-    forms = STACK_FORMS if "GptOssForCausalLM" in names else FORMS
+    forms = STACKED_FORMATS if "GptOssForCausalLM" in names else QUANTIZE_FORMATS
     if job.form not in forms:
         raise ValueError(
             f"format {job.form} has no standard form for {names[0]}: choose {', '.join(forms)}"

@@ -62,13 +62,13 @@ def topk_of(raw: RawConfig) -> TopK:
 def is_sparse(raw: RawConfig, layer: int) -> bool:
     """Some layers may be dense: those listed, and all that the step skips."""
     step = raw.integer("decoder_sparse_step", 1)
-    return layer not in raw.items("mlp_only_layers", int) and (layer + 1) % step == 0
+    return layer not in raw.list_of("mlp_only_layers", int) and (layer + 1) % step == 0
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
     if not raw.flag("use_sliding_window", False):
         return None
-    types = raw.items("layer_types", str, raw.integer("num_hidden_layers"))
+    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
     slides = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
     if types:
         slides = types[layer] == "sliding_attention"

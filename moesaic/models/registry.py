@@ -20,7 +20,7 @@ ARCHITECTURES = {
 def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
     """The model with its weights still unset."""
     raw.num_experts()
-    names = raw.items("architectures", str)
+    names = raw.list_of("architectures", str)
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ValueError(

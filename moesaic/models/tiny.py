@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moesaic.config.resolve import SHAPE
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
-from moesaic.models.made import cached_folder, parse_name
-from moesaic.models.nextn import Own, build_nextn
+from moesaic.models.generated import cached_folder, parse_model_name
+from moesaic.models.nextn import OwnWeights, build_nextn
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_folder
 from moesaic.models.tiny_chat import EOS, OTHER_EOS, TURN, chat_template
@@ -25,11 +25,11 @@ from moesaic.models.tiny_chat import EOS, OTHER_EOS, TURN, chat_template
 logger = logging.getLogger(__name__)
 
 PREFIX = "tiny:"
-SMALLEST_VOCAB = 258
+MIN_VOCAB = 258
 # 4 GiB, which are made in memory and kept in the user's cache.
-MOST_NUMBERS = 1 << 30
+MAX_PARAMETERS = 1 << 30
 _COMMON: dict[str, Any] = {
-    "vocab_size": SMALLEST_VOCAB,
+    "vocab_size": MIN_VOCAB,
     "eos_token_id": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -99,12 +99,12 @@ def make_tiny_checkpoint(
         model = build_model(raw, BuildContext.single(torch.float32, 1))
         slots = list(model.checkpoint_slots())
         if config.get("num_nextn_predict_layers"):
-            slots += build_nextn(raw, model, Own()).checkpoint_slots()
+            slots += build_nextn(raw, model, OwnWeights()).checkpoint_slots()
     shapes = {slot.name: _stored_shape(slot, config) for slot in slots}
-    if (size := sum(map(math.prod, shapes.values()))) > MOST_NUMBERS:
+    if (size := sum(map(math.prod, shapes.values()))) > MAX_PARAMETERS:
         raise ValueError(
-            f"a tiny {family} of {size} numbers: at most {MOST_NUMBERS} are made and stored, give "
-            "smaller sizes, or take a shape (shape:NAME) with --load-format dummy"
+            f"a tiny {family} of {size} numbers: at most {MAX_PARAMETERS} are made and stored, "
+            "give smaller sizes, or take a shape (shape:NAME) with --load-format dummy"
         )
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator) for name, shape in sorted(shapes.items())}
@@ -122,9 +122,9 @@ def _config(family: str, changes: Mapping[str, int]) -> dict[str, Any]:
     for key in changes:
         if key not in known:
             raise ValueError(f"tiny {family} has no {key!r} to change; it has {', '.join(known)}")
-    if changes.get("vocab_size", SMALLEST_VOCAB) < SMALLEST_VOCAB:
+    if changes.get("vocab_size", MIN_VOCAB) < MIN_VOCAB:
         raise ValueError(
-            f"vocab_size={changes['vocab_size']}: a tiny model needs at least {SMALLEST_VOCAB}, "
+            f"vocab_size={changes['vocab_size']}: a tiny model needs at least {MIN_VOCAB}, "
             "all bytes and two special tokens"
         )
     return config | dict(changes)
@@ -165,7 +165,7 @@ def materialise(model_path: str) -> str:
         return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
         return model_path
-    family, changes = parse_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")
+    family, changes = parse_model_name(model_path, PREFIX, "tiny:mixtral,num_hidden_layers=4")
     if not family.isidentifier():
         raise ValueError(f"{model_path!r} is not tiny:FAMILY: give a family, as in tiny:qwen3_moe")
     folder = _cached(family, changes)

@@ -17,9 +17,9 @@ from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.models.blocks import CausalLM
 from moesaic.models.checkpoint import Checkpoint, TensorSpec
 from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.pinned_copy import PinnedCopy
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, Scheme, detect_scheme
-from moesaic.models.upload import Upload
 from moesaic.moe.layer import FusedMoE
 from moesaic.moe.quant.dummy import fill_planes
 from moesaic.moe.quant.weights import WeightFormat
@@ -82,8 +82,8 @@ class Loader:
         planes = self.scheme.read(self.checkpoint, matrix, slot.format, slot.rows, slot.cols)
         _copy(planes, slot)
         scale = self.scheme.input_scale(self.checkpoint, matrix)
-        if scale is not None and slot.tell_input_scale is not None:
-            slot.tell_input_scale(scale)
+        if scale is not None and slot.set_input_scale is not None:
+            slot.set_input_scale(scale)
 
 
 def build_whole(raw: RawConfig) -> CausalLM:
@@ -101,7 +101,7 @@ def load_weights(
     slots = list(model.checkpoint_slots())
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
     device = _device(slots[0]) if slots else torch.device("cpu")
-    upload = None if device.type == "cpu" else Upload(device)
+    upload = None if device.type == "cpu" else PinnedCopy(device)
     with Checkpoint(folder, upload) as checkpoint:
         loader = Loader(checkpoint, scheme)
         specs = [loader.tensors(slot) for slot in slots]
@@ -117,11 +117,11 @@ def load_weights(
                 loader.fill(slot)
 
 
-def settle_input_scales(model: Module, folder: Path) -> None:
+def sync_input_scales(model: Module, folder: Path) -> None:
     """Once all ranks have loaded: they agree on the scales of activations."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     for layer in layers:
-        layer.settle_input_scales()
+        layer.sync_input_scales()
     if any(layer.is_uncalibrated for layer in layers):
         logger.warning(
             "%s has no calibrated scales of activations: in nvfp4 they take a global scale of 1, "
@@ -141,36 +141,36 @@ def _check_names(
     missing = sorted(wanted - checkpoint.location.keys())
     others = {
         name
-        for name in checkpoint.location.keys() - wanted - _beside(slots, loader)
+        for name in checkpoint.location.keys() - wanted - _optional_names(slots, loader)
         if not model.is_optional(name) and not scheme.is_optional(name)
     }
     if others:
-        others -= _names_of_all(loader, whole)
+        others -= _all_names(loader, whole)
     extra = sorted(name for name in others if not checkpoint.is_empty(name))
     if missing or extra:
-        problems = [f"missing {_some(missing)}"] * bool(missing)
-        problems += [f"not in the model {_some(extra)}"] * bool(extra)
+        problems = [f"missing {_abbreviated(missing)}"] * bool(missing)
+        problems += [f"not in the model {_abbreviated(extra)}"] * bool(extra)
         raise ValueError(
             f"the tensors in {checkpoint.folder} do not fit config.json: {'; '.join(problems)}"
         )
 
 
-def _beside(slots: Iterable[Slot], loader: Loader) -> set[str]:
+def _optional_names(slots: Iterable[Slot], loader: Loader) -> set[str]:
     """Tensors that may lie beside those of the slots."""
     matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
-    return {name for matrix in matrices for name in loader.scheme.may_have(matrix)}
+    return {name for matrix in matrices for name in loader.scheme.optional_tensors(matrix)}
 
 
-def _names_of_all(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:
+def _all_names(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:
     """Tensors of the whole model, whichever rank holds them."""
     with torch.device("meta"):
         model = whole(RawConfig.read(loader.checkpoint.folder))
     slots = list(model.checkpoint_slots())
     names = {name for slot in slots for name in loader.tensors(slot)}
-    return names | _beside(slots, loader)
+    return names | _optional_names(slots, loader)
 
 
-def _some(names: list[str], limit: int = 5) -> str:
+def _abbreviated(names: list[str], limit: int = 5) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 

@@ -136,7 +136,7 @@ class FusedMoE(Module):
             yield self._inward(f"{stem}{up}.weight", local, 1)
             yield self._outward(f"{stem}{down}.weight", local)
 
-    def settle_input_scales(self) -> None:
+    def sync_input_scales(self) -> None:
         """Once weights are loaded: activations in a format with a global scale get the largest that
         any expert of the layer, on any rank, was calibrated with."""
         activation = self.context.weight_format.activation
@@ -178,7 +178,7 @@ class FusedMoE(Module):
         tell = partial(self._note_input_scale, which=1)
         rows, cols = slice(None), self.share
         into = w2.part(local, 0)
-        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, tell_input_scale=tell)
+        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, set_input_scale=tell)
 
 
 class StackedMoE(FusedMoE):

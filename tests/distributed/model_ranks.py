@@ -18,8 +18,9 @@ from moesaic.comm.collectives.collective import Collective, SingleRank, WindowCo
 from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.comm.mesh import Mesh, RankPlace, share
 from moesaic.core.step import Step
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.core.step import Step
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.nextn import NextN, load_nextn
 from moesaic.models.registry import build_model

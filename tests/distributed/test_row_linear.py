@@ -61,13 +61,13 @@ def quantised_rows_differ(group: RankGroup) -> bool:
     comm = WindowCollective(group, 1 << 10, SECONDS)
     layer = RowLinear(config, [range(128), range(128, 256)], comm, "test")
     x_TI = torch.randn(ROWS, 128)
-    assert layer.room(x_TI) is None and layer.bias is not None
+    assert layer.quantised_input(x_TI) is None and layer.bias is not None
     format = WEIGHT_FORMATS["fp8_block"]
-    layer.keep_as(format)
+    layer.use_format(format)
     for name, plane in format.encode(torch.randn(OUTPUTS, 128)).items():
         getattr(layer, name).copy_(plane)
     layer.bias.copy_(torch.arange(OUTPUTS))
-    room, rows = layer.room(x_TI), quantise_groups(x_TI)
+    room, rows = layer.quantised_input(x_TI), quantise_groups(x_TI)
     assert room is not None and room.scales is not None and rows.scales is not None
     room.values.copy_(rows.values)
     room.scales.copy_(rows.scales)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from moesaic import Engine
 from moesaic.models.quantize import QuantizeJob, quantize
-from moesaic.models.schemes.quantize_formats import FORMS
+from moesaic.models.schemes.quantize_formats import QUANTIZE_FORMATS
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.oracle import Case, Oracle, build, load
 from tests.unit.disk_formats import (
@@ -111,7 +111,7 @@ WRITTEN = (
 
 
 def test_all_forms_are_served() -> None:
-    assert {case.form for case in WRITTEN} == set(FORMS)
+    assert {case.form for case in WRITTEN} == set(QUANTIZE_FORMATS)
 
 
 @pytest.mark.parametrize("case", WRITTEN, ids=str)
@@ -119,7 +119,7 @@ def test_what_quantize_writes_is_served(case: Written, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", case.hidden, case.inner)
     quantize(source, tmp_path / "out", QuantizeJob(case.form, case.group, case.experts_only))
     plain = reference(source, tmp_path / "out", tmp_path / "plain")
-    format = FORMS[case.form].storage(case.group or 128).format
+    format = QUANTIZE_FORMATS[case.form].storage(case.group or 128).format
     assert format is not None
     oracle = Oracle(rounding(load(plain), format.activation))
     error = (served(tmp_path / "out") - oracle.logprobs(PROMPT)).abs()

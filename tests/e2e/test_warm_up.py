@@ -31,7 +31,7 @@ from moesaic.kernels.attention import choose_splits
 from moesaic.kernels.triton.attention_decode import choose_config
 from moesaic.kernels.triton.sort import FEW_PAIRS
 from moesaic.kernels.tuning import ExpertsShape, plan_for
-from moesaic.layers.torch_attention import SequenceSpan
+from moesaic.layers.paged_cache import SequenceSpan
 from moesaic.models.tiny import materialise
 
 PAGE = 4

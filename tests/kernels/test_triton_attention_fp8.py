@@ -14,11 +14,11 @@ from moesaic.kernels.attention import FP8, Softmax, Splits
 from moesaic.kernels.experts import Rows, dense
 from moesaic.kernels.linear import quantise_groups
 from moesaic.kernels.triton import attention_decode, quantise
-from moesaic.layers.context import AttentionSpec, CacheSpec, HeadParts
+from moesaic.layers.context import CacheSpec, HeadSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.linear import LinearConfig, RowLinear
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
 from tests.kernels.test_triton_attention import (
     BOUNDS,
@@ -120,7 +120,7 @@ def output_projection(quantised: bool) -> RowLinear:
     layer = RowLinear(config, [range(HEADS * DIM)], ShapeOnlyCollective(0, 1), "test")
     weight = torch.randn(128, HEADS * DIM)
     if quantised:
-        layer.keep_as(BLOCK)
+        layer.use_format(BLOCK)
         for name, plane in BLOCK.encode(weight).items():
             getattr(layer, name).copy_(plane)
     else:
@@ -133,8 +133,8 @@ def attended(
 ) -> torch.Tensor | Rows:
     rope = RotaryTable(RopeConfig(DIM), 64)
     angles = tuple(x.to(DEVICE) for x in rope.at(step.positions_T.cpu()))
-    parts = HeadParts(HEADS, 1, DIM, rope, output=output)
-    return step.attend_heads(AttentionSpec(0, 0.1), qkv, parts, angles)
+    spec = HeadSpec(0, 0.1, num_heads=HEADS, num_kv_heads=1, head_dim=DIM, rope=rope, output=output)
+    return step.attend_heads(spec, qkv, angles)
 
 
 def test_a_step_that_only_decodes_gives_what_the_projection_takes() -> None:

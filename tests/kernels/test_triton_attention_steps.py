@@ -11,11 +11,13 @@ from torch import Tensor
 from moesaic.kernels.attention import FP8, FP8_HEADS, HEADS, LATENTS, SplitPolicy, choose_splits
 from moesaic.kernels.triton import attention_decode, attention_prefill, rotary
 from moesaic.layers import gpu_attention
-from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec, HeadParts, LatentParts
+from moesaic.layers.context import AttentionStep, CacheSpec, HeadSpec, LatentSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention, processors
 from moesaic.layers.norm import RMSNorm
+from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from tests.kernels.triton_cases import DEVICE, GPU, relative_error
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -90,12 +92,16 @@ def norm(size: int, device: str) -> RMSNorm:
     return made.to(device)
 
 
-def heads_of(step: AttentionStep, qkv: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
-    where = qkv.device
-    parts = HeadParts(N, M, D, rope, norm(D, where), norm(D, where))
+def head_spec(rope: RotaryTable, where: torch.device | str) -> HeadSpec:
     sinks = torch.linspace(-1, 1, N, device=where)
-    angles = tuple(x.to(where) for x in rope.at(positions))
-    return step.attend_heads(AttentionSpec(LAYER, 0.3, 30, sinks), qkv, parts, angles)
+    norms = {"q_norm": norm(D, where), "k_norm": norm(D, where)}
+    sizes = {"num_heads": N, "num_kv_heads": M, "head_dim": D}
+    return HeadSpec(LAYER, 0.3, 30, sinks, rope=rope, **sizes, **norms)
+
+
+def heads_of(step: AttentionStep, qkv: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
+    angles = tuple(x.to(qkv.device) for x in rope.at(positions))
+    return step.attend_heads(head_spec(rope, qkv.device), qkv, angles)
 
 
 class Maps:
@@ -107,16 +113,16 @@ class Maps:
         self.keys = torch.randn(N, PLAIN, RANK, generator=generator) * 0.2
         self.values = torch.randn(N, VALUE, RANK, generator=generator) * 0.2
 
-    def absorbs(self, queries: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         return self.absorbed
 
     def absorb(self, q: Tensor) -> Tensor:
-        return torch.cat((self.absorb_plain(q[..., :PLAIN]), q[..., PLAIN:]), dim=-1)
+        return torch.cat((self.absorb_nope(q[..., :PLAIN]), q[..., PLAIN:]), dim=-1)
 
-    def absorb_plain(self, q: Tensor) -> Tensor:
+    def absorb_nope(self, q: Tensor) -> Tensor:
         return torch.einsum("tnd,ndr->tnr", q, self.keys.to(q.device))
 
-    def release(self, mixed: Tensor) -> Tensor:
+    def up_project(self, mixed: Tensor) -> Tensor:
         return torch.einsum("tnr,nvr->tnv", mixed[..., :RANK], self.values.to(mixed.device))
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +137,10 @@ def latents_of(
 ) -> Tensor:
     rope = RotaryTable(RopeConfig(ROPE, interleaved=True), 64)
     angles = tuple(x.to(q.device) for x in rope.at(positions))
-    parts = LatentParts(ROPE, rope, norm(RANK, q.device))
-    return step.attend_latents(AttentionSpec(LAYER, 0.3), q, latents, parts, maps, angles)
+    spec = LatentSpec(
+        LAYER, 0.3, rope_dim=ROPE, rope=rope, norm=norm(RANK, q.device), projections=maps
+    )
+    return step.attend_latents(spec, q, latents, angles)
 
 
 def written(cache: PagedCache, spans: list[SequenceSpan]) -> Tensor:
@@ -174,7 +182,7 @@ def test_a_step_with_latents_equals_the_cpus(
     want = latents_of(TorchAttention(cpu, spans), q, latents, positions, maps)
     assert relative_error(out.cpu(), want) < BOUND
     assert relative_error(written(gpu, spans), written(cpu, spans)) < BOUND
-    absorbing, expansions = step._grouped(maps)
+    absorbing, expansions = step._latent_batches(maps)
     assert (absorbing is None) is not absorbed
     assert len(expansions) == (0 if absorbed else 2), "5 and 20 tokens do not fit into 22"
 
@@ -203,6 +211,90 @@ def test_buffers_of_a_graph_equal_a_step_of_their_own(kernels: None) -> None:
         assert relative_error(out[: len(spans)].cpu(), want) < BOUND
         assert not out[len(spans) :].any(), "padding rows are zero"
         assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+
+
+def verifying(queries: int) -> list[SequenceSpan]:
+    """Sequences of different lengths with up to `queries` new tokens each."""
+    return make_spans([(queries, queries), (queries, 37), (max(1, queries - 1), 20), (1, 8)])
+
+
+def padded_to(x: Tensor, rows: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def poison_unused(cache: PagedCache, spans: list[SequenceSpan]) -> None:
+    """NaN in the pages of no sequence and in those behind a sequence's last token."""
+    used = {0} | {page for span in spans for page in span.pages[: -(-span.kv_len // PAGE)]}
+    unused = [page for page in range(cache.keys.shape[1]) if page not in used]
+    assert unused
+    cache.keys[:, unused] = math.nan
+    cache.values[:, unused] = math.nan
+
+
+Buffers = DecodeBuffers | PaddedAttention
+
+
+def make_buffers(cache: PagedCache, kind: str, queries: int) -> Buffers:
+    if kind == "padded":
+        return PaddedAttention(cache, queries)
+    return DecodeBuffers(cache, 5, 11, kind == "deterministic", queries)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
+def test_buffers_take_several_queries_of_a_sequence(kernels: None, kind: str, queries: int) -> None:
+    """As one step from its spans; the fifth sequence is padding."""
+    spans = verifying(queries)
+    cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
+    cache, rows, device = gpu, 5 * queries, DEVICE
+    if kind == "padded":
+        cache, device = make_caches(CacheSpec(2, M, D, D), spans)[0], "cpu"
+        cache.keys.copy_(cpu.keys)
+        cache.values.copy_(cpu.values)
+        poison_unused(cache, spans)
+    buffers = make_buffers(cache, kind, queries)
+    buffers.fill(spans)
+    qkv, count = torch.randn(rows, (N + 2 * M) * D), rows_of(spans)
+    rope, positions = RotaryTable(RopeConfig(D), 64), positions_of(spans)
+    out = heads_of(buffers.attention, qkv.to(device), rope, padded_to(positions, rows)).cpu()
+    want = heads_of(TorchAttention(cpu, spans), qkv[:count], rope, positions)
+    assert relative_error(out[:count], want) < BOUND
+    assert not out[count:].any(), "padding rows are zero"
+    assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+    buffers.fill([])
+    assert not heads_of(
+        buffers.attention, qkv.to(device), rope, padded_to(positions, rows)
+    ).any(), "all rows are padding"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["decode", "deterministic", "padded"])
+def test_buffers_take_several_queries_over_latents(kernels: None, kind: str, queries: int) -> None:
+    spans = verifying(queries)
+    cpu, gpu = make_caches(CacheSpec(2, 1, RANK + ROPE, 0), spans)
+    cache, rows, device = gpu, 5 * queries, DEVICE
+    if kind == "padded":
+        cache, device = make_caches(CacheSpec(2, 1, RANK + ROPE, 0), spans)[0], "cpu"
+        cache.keys.copy_(cpu.keys)
+        poison_unused(cache, spans)
+    buffers = make_buffers(cache, kind, queries)
+    buffers.fill(spans)
+    q, latents = torch.randn(rows, N, PLAIN + ROPE), torch.randn(rows, RANK + ROPE)
+    count, positions, maps = rows_of(spans), positions_of(spans), Maps(absorbed=True)
+    rows_in = (q.to(device), latents.to(device), padded_to(positions, rows), maps)
+    out = latents_of(buffers.attention, *rows_in).cpu()
+    step = TorchAttention(cpu, spans)
+    want = latents_of(step, q[:count], latents[:count], positions, maps)
+    assert relative_error(out[:count], want) < BOUND
+    assert not out[count:].any(), "padding rows are zero"
+    assert relative_error(written(cache, spans), written(cpu, spans)) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["decode", "padded"])
+def test_buffers_refuse_more_queries_than_they_have(kind: str) -> None:
+    cache = PagedCache(CacheSpec(1, M, D, D), 10, PAGE, torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="more than 2"):
+        make_buffers(cache, kind, 2).fill([SequenceSpan(0, 3, 3, [1])])
 
 
 def test_buffers_refuse_what_does_not_fit() -> None:
@@ -236,27 +328,28 @@ def test_tiles_are_listed_with_the_longest_work_first() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_captured_step_follows_its_buffers() -> None:
-    spans = make_spans(DECODING)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_captured_step_follows_its_buffers(queries: int) -> None:
+    spans = verifying(queries)
+    count = rows_of(spans)
     cpu, gpu = make_caches(CacheSpec(2, M, D, D), spans)
-    buffers = DecodeBuffers(gpu, 4, 12)
+    buffers = DecodeBuffers(gpu, 5, 12, queries=queries)
     rope = RotaryTable(RopeConfig(D), 64)
     rope.cos, rope.sin = rope.cos.cuda(), rope.sin.cuda()
-    qkv = torch.zeros(4, (N + 2 * M) * D, device="cuda")
+    qkv = torch.zeros(buffers.rows, (N + 2 * M) * D, device="cuda")
     for _ in range(2):
         heads_of(buffers.attention, qkv, rope, buffers.positions_T)
-    parts = HeadParts(N, M, D, rope, norm(D, "cuda"), norm(D, "cuda"))
-    spec = AttentionSpec(LAYER, 0.3, 30, torch.linspace(-1, 1, N, device="cuda"))
+    spec = head_spec(rope, "cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = buffers.attention.attend_heads(spec, qkv, parts, rope.at(buffers.positions_T))
+        out = buffers.attention.attend_heads(spec, qkv, rope.at(buffers.positions_T))
     for _ in range(3):
-        fresh = torch.randn(len(spans), (N + 2 * M) * D)
-        qkv[: len(spans)] = fresh.cuda()
+        fresh = torch.randn(count, (N + 2 * M) * D)
+        qkv[:count] = fresh.cuda()
         buffers.fill(spans)
         graph.replay()
         cpu_rope = RotaryTable(RopeConfig(D), 64)
         step = TorchAttention(cpu, spans)
         want = heads_of(step, fresh, cpu_rope, positions_of(spans))
-        assert relative_error(out[: len(spans)].cpu(), want) < BOUND
-        assert not out[len(spans) :].any()
+        assert relative_error(out[:count].cpu(), want) < BOUND
+        assert not out[count:].any()

@@ -25,11 +25,11 @@ from moesaic.kernels.triton import attention_prefill, experts, linear_heads, pai
 from moesaic.kernels.triton.attention_blocks import AttentionTile
 from moesaic.kernels.tuning import ExpertsPlan
 from moesaic.layers import gpu_attention
-from moesaic.layers.context import AttentionSpec, CacheSpec, HeadParts, LatentParts
+from moesaic.layers.context import CacheSpec, HeadSpec, LatentSpec
 from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
 from moesaic.layers.norm import RMSNorm
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
 from moesaic.moe.dispatch import local
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
@@ -113,14 +113,14 @@ class Maps:
         self.keys_NDR = drawn(case.heads, 16, case.dim, seed=5) / 4
         self.values_NVR = drawn(case.heads, 24, case.dim, seed=6) / 4
 
-    def absorbs(self, queries: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         return queries < kv_len  # what is cheaper must not matter
 
-    def absorb_plain(self, q_TND: Tensor) -> Tensor:
+    def absorb_nope(self, q_TND: Tensor) -> Tensor:
         turned_NRD = self.keys_NDR.transpose(1, 2)
         return linear_heads.heads_invariant(q_TND.transpose(0, 1), turned_NRD).transpose(0, 1)
 
-    def release(self, mixed_TNR: Tensor) -> Tensor:
+    def up_project(self, mixed_TNR: Tensor) -> Tensor:
         found_NTV = linear_heads.heads_invariant(mixed_TNR.transpose(0, 1), self.values_NVR)
         return found_NTV.transpose(0, 1)
 
@@ -134,16 +134,17 @@ def attend(case: Heads, step: GpuAttention, rows: list[int], width: int) -> Tens
     torch.nn.init.ones_(norm.weight)
     if not case.rope:
         sinks_N = torch.linspace(-1, 1, case.heads, device=DEVICE)
-        spec = AttentionSpec(0, 0.3, case.window, sinks_N)
-        parts = HeadParts(case.heads, case.kv_heads, case.dim, rope, norm, norm)
-        out = step.attend_heads(spec, made, parts, (cos, sin))
+        sizes = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.dim}
+        norms = {"q_norm": norm, "k_norm": norm}
+        spec = HeadSpec(0, 0.3, case.window, sinks_N, rope=rope, **sizes, **norms)
+        out = step.attend_heads(spec, made, (cos, sin))
         assert isinstance(out, Tensor)
         return out
     q_TX, latents_TC = made.split([width - case.dim - case.rope, case.dim + case.rope], dim=1)
     q_TND = q_TX.unflatten(1, (case.heads, -1)).contiguous()
-    maps, parts = Maps(case), LatentParts(case.rope, rope, norm)
-    spec = AttentionSpec(0, 0.1)
-    return step.attend_latents(spec, q_TND, latents_TC.contiguous(), parts, maps, (cos, sin))  # type: ignore[arg-type]
+    maps: Any = Maps(case)
+    spec = LatentSpec(0, 0.1, rope_dim=case.rope, rope=rope, norm=norm, projections=maps)
+    return step.attend_latents(spec, q_TND, latents_TC.contiguous(), (cos, sin))
 
 
 def width_of(case: Heads) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moesaic.layers.context import AttentionSpec, CacheSpec
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 
 N, M, D = 6, 2, 8
 LENGTHS = [(1, 1), (1, 37), (1, 16), (5, 5), (17, 40), (1, 3), (33, 33), (1, 200), (1, 17)]
@@ -36,13 +37,13 @@ class Identity:
     def __init__(self, absorbed: bool) -> None:
         self.absorbed = absorbed
 
-    def absorbs(self, queries: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, queries: int, kv_len: int) -> bool:
         return self.absorbed
 
     def absorb(self, q: Tensor) -> Tensor:
         return q
 
-    def release(self, mixed: Tensor) -> Tensor:
+    def up_project(self, mixed: Tensor) -> Tensor:
         return mixed[..., : D - 2]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:

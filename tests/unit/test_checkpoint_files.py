@@ -18,7 +18,7 @@ from moesaic.engine.runner.model_runner import _eos_ids
 from moesaic.engine.setup.memory_plan import context_length, whole_outline
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.checkpoint import INDEX, Checkpoint, check_folder
-from moesaic.models.config import MOST, RawConfig, checkpoint_dtype
+from moesaic.models.config import MAX_VALUES, RawConfig, checkpoint_dtype
 from moesaic.models.schemes import detect_scheme
 from moesaic.models.shapes import known, shape_config
 from moesaic.models.tiny import _COMMON, FAMILIES, make_tiny_checkpoint, materialise
@@ -269,7 +269,7 @@ def test_sizes_that_no_model_has(name: str, words: str) -> None:
 def test_known_models_are_far_from_the_limits() -> None:
     for name in known():
         config = RawConfig(shape_config(name), name)
-        for key, most in MOST.items():
+        for key, most in MAX_VALUES.items():
             if config.has(key):
                 assert 2 * config.integer(key) <= most
         assert config.num_experts() > 0

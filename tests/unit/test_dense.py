@@ -155,21 +155,24 @@ def test_rows_are_normed_as_a_projection_takes_them(stored: dict[str, Path]) -> 
         for rows in (0, 1, 5):
             x, residual = torch.randn(rows, 128), torch.randn(rows, 128)
             normed, total = norm.add(x, residual)
-            mine, mine_total = attention.of_norm(norm, x, residual)
+            mine, mine_total = attention.norm_and_project(norm, x, residual)
             assert torch.equal(mine_total, total)
             assert torch.equal(mine, attention.qkv_proj(normed))
-        mine, mine_total = attention.of_norm(norm, x, None)
+        mine, mine_total = attention.norm_and_project(norm, x, None)
         assert torch.equal(mine, attention.qkv_proj(norm(x))) and mine_total is x
 
 
 def test_parts_must_be_whole_blocks() -> None:
-    assert merged(128, 256, 100).misfit(BLOCK) == ""
-    assert merged(128, 64, 64).misfit(BLOCK) == "rows 0..64 of 64 are no whole blocks of 128"
-    assert merged(128, 64, 64).misfit(CHANNEL) == ""
+    assert merged(128, 256, 100).unsupported_reason(BLOCK) == ""
+    assert (
+        merged(128, 64, 64).unsupported_reason(BLOCK)
+        == "rows 0..64 of 64 are no whole blocks of 128"
+    )
+    assert merged(128, 64, 64).unsupported_reason(CHANNEL) == ""
     cut = Linear(LinearConfig(256, 128, torch.float32), inputs=range(64, 192))
-    assert cut.misfit(BLOCK) == "columns 64..192 of 256 are no whole blocks of 128"
+    assert cut.unsupported_reason(BLOCK) == "columns 64..192 of 256 are no whole blocks of 128"
     same = Linear(LinearConfig(128, 128, torch.float32, deterministic=True))
-    assert same.misfit(BLOCK) == "deterministic mode has no float8 product"
+    assert same.unsupported_reason(BLOCK) == "deterministic mode has no float8 product"
 
 
 def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> None:

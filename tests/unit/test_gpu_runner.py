@@ -226,7 +226,7 @@ def test_calibrated_scales_of_nvfp4() -> None:
     found = []
     for scales in ([1 / 256, 1 / 64], [1 / 128, 1 / 32], [1 / 16384, 1 / 64]):
         layer._input_scales = scales
-        layer.settle_input_scales()
+        layer.sync_input_scales()
         found.append(forward(layer, x_TH, topk, torch.int64))
     assert torch.equal(found[0], found[1])
     assert relative_error(found[2], found[0]) > 0.5

@@ -29,9 +29,9 @@ def test_tiny_activations_need_their_scale(a2a: str, payload: str) -> None:
 
     assert error() > 0.9
     for slot in layer.slots(""):
-        assert isinstance(slot, MatrixSlot) and slot.tell_input_scale is not None
+        assert isinstance(slot, MatrixSlot) and slot.set_input_scale is not None
         down = "down_proj" in slot.name
         # What calibration gives: the largest value over 6 * 448.
-        slot.tell_input_scale(1e-11 / 2688 if down else 5e-6 / 2688)
-    layer.settle_input_scales()
+        slot.set_input_scale(1e-11 / 2688 if down else 5e-6 / 2688)
+    layer.sync_input_scales()
     assert error() < 0.3

@@ -20,9 +20,10 @@ from moesaic.layers import invariant
 from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
 from moesaic.layers.context import AttentionSpec, AttentionStep, CacheSpec
 from moesaic.layers.deterministic_attention import DeterministicAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import RopeConfig, RotaryTable
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.moe.topk import TopK, TopKConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

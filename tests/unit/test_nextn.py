@@ -23,15 +23,16 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from examples.train.export import export
 from examples.train.model import Model, Shape
 from moesaic.layers.module import MatrixSlot
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 from moesaic.layers.parallel import Parallel
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.nextn import NextN, load_nextn
 from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.schemes.quantize_formats import FORMS
+from moesaic.models.schemes.quantize_formats import QUANTIZE_FORMATS
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import load_weights
 from moesaic.moe.context import MoeContext
@@ -353,7 +354,7 @@ def test_quantised(
     """The twin keeps the layers; their projections are quantised and nothing else is, which is how
     DeepSeek stores its own. They compute as the decoded weights do; where `activations` are
     quantised too, about so."""
-    grouped = FORMS[form].group_size
+    grouped = QUANTIZE_FORMATS[form].group_size
     quantize(written.folder, tmp_path / "out", QuantizeJob(form, 16 if grouped else None))
     plain = load_main(written.folder)
     plain_mtp = load_nextn(plain, written.folder)

@@ -13,7 +13,8 @@ from torch import Tensor
 from moesaic.kernels.experts import PairSum
 from moesaic.kernels.norm import SumToNorm
 from moesaic.layers import linear, norm
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.tiny import make_tiny_checkpoint

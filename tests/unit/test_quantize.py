@@ -22,7 +22,7 @@ from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.quantize import PROJECTION, QuantizeJob, quantize
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import Matrix, detect_scheme
-from moesaic.models.schemes.quantize_formats import FORMS
+from moesaic.models.schemes.quantize_formats import QUANTIZE_FORMATS
 from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.models.weights import fill_randomly, load_weights
 from moesaic.moe.context import MoeContext
@@ -43,7 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def job(form: str, **more: int) -> QuantizeJob:
-    return QuantizeJob(form, GROUP if FORMS[form].group_size else None, **more)
+    return QuantizeJob(form, GROUP if QUANTIZE_FORMATS[form].group_size else None, **more)
 
 
 def build(folder: Path, format: WeightFormat | None = None) -> CausalLM:
@@ -75,7 +75,7 @@ def loaded(folder: Path, format: WeightFormat | None = None) -> dict[str, Tensor
 def bound(form: str, name: str, before: dict[str, Tensor]) -> Tensor:
     """Float16 scales of AWQ and GPTQ are larger by at most one part in 1024."""
     w_NK = before[name]
-    format = FORMS[form].storage(GROUP).format
+    format = QUANTIZE_FORMATS[form].storage(GROUP).format
     assert format is not None
     codec = format.codec
     if isinstance(codec, Nvfp4):
@@ -93,7 +93,7 @@ def siblings(name: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", form) for form in FORMS]
+    [("qwen3_moe", form) for form in QUANTIZE_FORMATS]
     + [(family, form) for family in ("deepseek_v3", "mixtral") for form in ("fp8", "awq", "nvfp4")]
     + [("mixtral", "mxfp4")],
 )
@@ -102,7 +102,7 @@ def test_round_trip(family: str, form: str, sources: dict[str, Path], tmp_path: 
     quantize(sources[family], target, job(form))
     scheme = detect_scheme(RawConfig.read(target), target)
     assert scheme.expert_format is not None
-    stored = FORMS[form].storage(GROUP).format
+    stored = QUANTIZE_FORMATS[form].storage(GROUP).format
     assert stored is not None and scheme.expert_format.name == stored.name
     before, kept = loaded(sources[family]), loaded(target, scheme.expert_format)
     dense = loaded(target)
@@ -356,7 +356,7 @@ def test_command(
     assert "exists and is not an empty folder: name a new one" in capsys.readouterr().err
     assert main(["quantize", target, str(tmp_path / "again"), "--format", "awq"]) == 2
     assert "is quantised already (fp8): start from its" in capsys.readouterr().err
-    assert tuple(FORMS) == FORMATS
+    assert tuple(QUANTIZE_FORMATS) == FORMATS
 
 
 def test_numbers_without_a_scale(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from moesaic.core.step import PREFILL
 from moesaic.engine.setup.moe_setup import ONLINE
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import BuildContext, RawConfig
+from moesaic.models.pinned_copy import PinnedCopy
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import known, shape_config
 from moesaic.models.tiny import materialise
-from moesaic.models.upload import Upload
 from moesaic.models.weights import fill_randomly
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
@@ -130,7 +130,7 @@ def test_direct_weights_spread_tokens_over_experts():
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1000])
 def test_uploads_keep_every_byte(piece: int):
-    upload = Upload(torch.device("cpu"), piece_bytes=piece * 8)
+    upload = PinnedCopy(torch.device("cpu"), piece_bytes=piece * 8)
     for tensor in (
         torch.randn(13, 7),
         torch.randn(5, 9).t(),

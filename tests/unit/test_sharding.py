@@ -225,7 +225,7 @@ def test_a_tied_head(folders: dict[str, Path]) -> None:
         names = [slot.name for slot in model.checkpoint_slots()]
         assert names.count("model.embed_tokens.weight") == slots
         assert "lm_head.weight" not in names and model.is_optional("lm_head.weight")
-        assert (model.lm_head.borrows if model.lm_head else None) == borrows
+        assert (model.lm_head.is_tied if model.lm_head else None) == borrows
 
 
 HEADS = AttentionConfig(64, num_heads=12, num_kv_heads=3, head_dim=8)
@@ -306,7 +306,7 @@ def test_rows_of_a_group() -> None:
     assert parallel.group_rows([5, 7]) == slice(5, 12)
     with pytest.raises(AssertionError, match="counts of 0 groups, and there are 2"):
         parallel.group_rows([])
-    assert replace(parallel, layers=range(6, 9)).in_stage(7) == 1
+    assert replace(parallel, layers=range(6, 9)).stage_layer(7) == 1
 
 
 def test_tiny_models_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

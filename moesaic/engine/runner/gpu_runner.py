@@ -50,7 +50,7 @@ from moesaic.engine.setup.device_memory import DeviceRoom, describe, give_back
 from moesaic.engine.setup.kv_memory import GIB
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.padded_attention import PaddedAttention
-from moesaic.layers.torch_attention import SequenceSpan
+from moesaic.layers.paged_cache import SequenceSpan
 
 logger = logging.getLogger(__name__)
 

@@ -58,12 +58,13 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.context import AttentionStep
 from moesaic.layers.deterministic_attention import DeterministicAttention
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
-from moesaic.models.folder import ModelEnds, checked
+from moesaic.models.folder import ModelEosTokens, checked
 from moesaic.models.registry import build_model
 from moesaic.models.schemes import detect_scheme
-from moesaic.models.weights import fill_randomly, load_weights, settle_input_scales
+from moesaic.models.weights import fill_randomly, load_weights, sync_input_scales
 from moesaic.moe.layer import FusedMoE
 from moesaic.observe.spans import SpanKind, Spans
 
@@ -119,7 +120,7 @@ class ModelRunner:
             fill_randomly(self.model, args.random_seed or 0)
         else:
             load_weights(self.model, folder, scheme)
-            settle_input_scales(self.model, folder)
+            sync_input_scales(self.model, folder)
         self._make_cache(args, weight_bytes)
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
@@ -401,4 +402,4 @@ def _is_finite(logits_V: Tensor) -> bool:
 
 def _eos_ids(raw: RawConfig) -> frozenset[int]:
     """For engines without a tokenizer, which knows better."""
-    return checked(raw.data, ModelEnds, raw.source).all_ids
+    return checked(raw.data, ModelEosTokens, raw.source).all_ids

@@ -25,7 +25,7 @@ from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.setup.device_memory import cache_dtype
 from moesaic.engine.setup.moe_setup import StepLimits
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 logger = logging.getLogger(__name__)
 

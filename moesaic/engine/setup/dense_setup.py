@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.dense import KEPT, DenseWeights
+from moesaic.models.dense import FP8_FORMATS, DenseWeights
 from moesaic.models.schemes import Scheme
 from moesaic.moe.context import MoeContext
 from moesaic.moe.quant.weights import WeightFormat
@@ -34,5 +34,5 @@ def stored_weights(scheme: Scheme, folder: Path) -> DenseWeights | None:
 
 def _kept(format: WeightFormat | None) -> DenseWeights | None:
     """Formats that ask for float8 activations, too."""
-    fits = format is not None and format.name in KEPT and format.activation is not None
+    fits = format is not None and format.name in FP8_FORMATS and format.activation is not None
     return DenseWeights(format) if format is not None and fits else None

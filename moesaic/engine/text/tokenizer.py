@@ -22,7 +22,7 @@ from moesaic.engine.text.chat_template import ChatTemplateError as ChatTemplateE
 from moesaic.engine.text.chat_template import ChatTemplates
 from moesaic.models.folder import (
     GenerationConfig,
-    ModelEnds,
+    ModelEosTokens,
     Token,
     TokenizerConfig,
     TokenNames,
@@ -308,7 +308,10 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None)
     found = set[int]()
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         found.add(token_id)
-    for name, kind in (("generation_config.json", GenerationConfig), ("config.json", ModelEnds)):
+    for name, kind in (
+        ("generation_config.json", GenerationConfig),
+        ("config.json", ModelEosTokens),
+    ):
         found |= read_as(folder / name, kind).all_ids
     return frozenset(found)
 

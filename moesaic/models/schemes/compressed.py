@@ -128,7 +128,7 @@ def _ints(
         bits,
         group,
         symmetric=weights.flag("symmetric", True),
-        kept=group or row_group,
+        kept_group=group or row_group,
         activation=activation,
         packed=packed,
         per_tensor=strategy == "tensor",

@@ -26,7 +26,7 @@ EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 
 
 @dataclass(frozen=True)
-class Declared:
+class QuantizationConfig:
     """The quantisation that a checkpoint declares, and what is needed to make sense of it."""
 
     config: RawConfig
@@ -72,12 +72,12 @@ def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
     if config is None:
         return Scheme(num_experts=num_experts)
     if not any(folder.glob("*.safetensors")):
-        return _scheme(Declared(config, raw, None), num_experts)
+        return _scheme(QuantizationConfig(config, raw, None), num_experts)
     with Checkpoint(folder) as checkpoint:
-        return _scheme(Declared(config, raw, checkpoint), num_experts)
+        return _scheme(QuantizationConfig(config, raw, checkpoint), num_experts)
 
 
-def _scheme(declared: Declared, num_experts: int) -> Scheme:
+def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
@@ -107,7 +107,9 @@ def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
     return None
 
 
-def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat | None, str]:
+def _expert_format(
+    declared: QuantizationConfig, storage: Storage
+) -> tuple[WeightFormat | None, str]:
     """Of the experts that are served; layers behind the last one are not."""
     if storage.format is None:
         return None, (
@@ -117,7 +119,7 @@ def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat |
     if declared.checkpoint is None:
         return storage.format, ""
     layers = declared.model.integer("num_hidden_layers")
-    suffix = _mark(storage)
+    suffix = _quantised_suffix(storage)
     names = [
         name
         for name in declared.checkpoint.location
@@ -134,7 +136,7 @@ def _expert_format(declared: Declared, storage: Storage) -> tuple[WeightFormat |
     return storage.format, note if quantised < len(matrices) else ""
 
 
-def _mark(storage: Storage) -> str:
+def _quantised_suffix(storage: Storage) -> str:
     """The end of a name that only a quantised matrix has."""
     if isinstance(storage, StoredFp8Matrix):
         return f".{storage.scale}"
@@ -149,7 +151,7 @@ def _stem(name: str, suffix: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _fp8(declared: Declared) -> Storage:
+def _fp8(declared: QuantizationConfig) -> Storage:
     declared.one_of("fmt", ("e4m3", None), None)
     config = declared.config
     declared.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -167,7 +169,7 @@ def _fp8(declared: Declared) -> Storage:
     return StoredFp8Matrix("block", "weight_scale_inv")
 
 
-def _awq(declared: Declared) -> Storage:
+def _awq(declared: QuantizationConfig) -> Storage:
     keys = ("bits", "group_size") if declared.config.has("bits") else ("w_bit", "q_group_size")
     declared.one_of(keys[0], (4,), 4)
     declared.one_of("zero_point", (True,), True)
@@ -178,10 +180,10 @@ def _awq(declared: Declared) -> Storage:
             "others pack their words in another order"
         )
     group = declared.group(keys[1])
-    return AwqMatrix(4, group, symmetric=False, kept=group or declared.row_group)
+    return AwqMatrix(4, group, symmetric=False, kept_group=group or declared.row_group)
 
 
-def _gptq(declared: Declared) -> Storage:
+def _gptq(declared: QuantizationConfig) -> Storage:
     bits = declared.one_of("bits", (4, 8), None)
     form = declared.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
     dynamic = declared.config.mapping("dynamic")
@@ -196,13 +198,13 @@ def _gptq(declared: Declared) -> Storage:
         bits,
         group,
         symmetric=declared.config.flag("sym", True),
-        kept=group or declared.row_group,
+        kept_group=group or declared.row_group,
         plus_one=form != "gptq_v2",
         act_order=declared.config.flag("desc_act", False) and group is not None,
     )
 
 
-def _modelopt(declared: Declared) -> Storage:
+def _modelopt(declared: QuantizationConfig) -> Storage:
     algorithm = declared.one_of("quant_algo", ("NVFP4", "FP8"), None)
     if algorithm == "FP8":
         return StoredFp8Matrix("tensor")
@@ -210,15 +212,15 @@ def _modelopt(declared: Declared) -> Storage:
     return StoredNvfp4Matrix()
 
 
-def _mxfp4(declared: Declared) -> Storage:
+def _mxfp4(declared: QuantizationConfig) -> Storage:
     return Mxfp4Stack()
 
 
-def _compressed(declared: Declared) -> Storage:
+def _compressed(declared: QuantizationConfig) -> Storage:
     return compressed_tensors(declared.config, declared.row_group)
 
 
-METHODS: dict[str, Callable[[Declared], Storage]] = {
+METHODS: dict[str, Callable[[QuantizationConfig], Storage]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "awq": _awq,

@@ -35,7 +35,7 @@ class StoredFp8Matrix(Storage):
     layout: Layout
     scale: str = "weight_scale"
     weight_only: bool = False
-    sides: ClassVar[frozenset[str]] = frozenset({"input_scale", "activation_scale"})
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset({"input_scale", "activation_scale"})
 
     @property
     def format(self) -> WeightFormat:
@@ -80,7 +80,7 @@ class StoredNvfp4Matrix(Storage):
 
     compressed: bool = False
     weight_only: bool = False
-    sides: ClassVar[frozenset[str]] = frozenset({"input_scale", "input_global_scale"})
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset({"input_scale", "input_global_scale"})
     shares_amax: ClassVar[bool] = True
 
     @property
@@ -139,7 +139,7 @@ class StoredMxfp4Matrix(Storage):
     """compressed-tensors: X.weight_packed [N, K / 2] of e2m1 pairs, the even column in the low
     half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127."""
 
-    sides: ClassVar[frozenset[str]] = frozenset({"input_global_scale"})
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset({"input_global_scale"})
 
     @property
     def format(self) -> WeightFormat:

@@ -29,7 +29,7 @@ AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 HALF = torch.finfo(torch.float16)
 
 
-class Parts(NamedTuple):
+class IntegerPlanes(NamedTuple):
     """Unsigned numbers [N, K] (four bits: pairs [N, K / 2]), scales and zeros [N, G] in uint8."""
 
     values: Tensor
@@ -48,13 +48,13 @@ class IntegerMatrix(Storage):
     bits: int
     group: int | None
     symmetric: bool = True
-    kept: int = 0
+    kept_group: int = 0
     activation: bool = False
 
     @property
     def format(self) -> WeightFormat | None:
         if self.bits == 4:
-            return int4_format(self.kept, self.symmetric)
+            return int4_format(self.kept_group, self.symmetric)
         if self.group is not None or not self.symmetric:
             return None
         return WEIGHT_FORMATS["int8_w8a8" if self.activation else "int8_w8a16"]
@@ -74,13 +74,13 @@ class IntegerMatrix(Storage):
         return 1 if self.group is None else ceil(size_K / self.group)
 
     @abstractmethod
-    def parts(self, source: Source, rows: range, cols: range) -> Parts: ...
+    def parts(self, source: Source, rows: range, cols: range) -> IntegerPlanes: ...
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:
         values, scales, zeros = self.parts(source, rows, cols)
         if self.bits == 8:
             return {"values": _signed(values), "scales": scales}
-        repeats = (len(cols) if self.group is None else self.group) // self.kept
+        repeats = (len(cols) if self.group is None else self.group) // self.kept_group
         return {
             "values": values,
             "scales": scales.repeat_interleave(repeats, 1),
@@ -112,7 +112,7 @@ class CompressedInts(IntegerMatrix):
 
     packed: bool = True
     per_tensor: bool = False
-    sides: ClassVar[frozenset[str]] = frozenset({"input_scale", "input_zero_point"})
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset({"input_scale", "input_zero_point"})
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class CompressedInts(IntegerMatrix):
             tensors[matrix.tensor("weight_zero_point")] = zeros
         return tensors
 
-    def parts(self, source: Source, rows: range, cols: range) -> Parts:
+    def parts(self, source: Source, rows: range, cols: range) -> IntegerPlanes:
         if self.packed:
             words = source.read("weight_packed", rows, blocks(cols, self.per_word))
             values = _bytes(words)[:, : len(cols) * self.bits // 8]
@@ -147,7 +147,7 @@ class CompressedInts(IntegerMatrix):
             scales = source.read("weight_scale").float().view(1, 1).expand(len(rows), 1)
         else:
             scales = source.read("weight_scale", rows, self.groups(cols)).float()
-        return Parts(values, scales, self._zeros(source, rows, cols))
+        return IntegerPlanes(values, scales, self._zeros(source, rows, cols))
 
     def _zeros(self, source: Source, rows: range, cols: range) -> Tensor:
         groups = self.groups(cols)
@@ -175,7 +175,7 @@ class CompressedInts(IntegerMatrix):
 
 
 @dataclass(frozen=True)
-class HalfScaled(IntegerMatrix):
+class Float16Scaled(IntegerMatrix):
     """AutoAWQ's and GPTQ's: tensors lie inputs first, scales are float16."""
 
     def encode(self, w_NK: Tensor) -> Planes:
@@ -193,7 +193,7 @@ class HalfScaled(IntegerMatrix):
 
 
 @dataclass(frozen=True)
-class AwqMatrix(HalfScaled):
+class AwqMatrix(Float16Scaled):
     """qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]: packed along N, columns shuffled."""
 
     @property
@@ -209,12 +209,12 @@ class AwqMatrix(HalfScaled):
             matrix.tensor("scales"): TensorSpec(((groups, size_N),), FLOATS),
         }
 
-    def parts(self, source: Source, rows: range, cols: range) -> Parts:
+    def parts(self, source: Source, rows: range, cols: range) -> IntegerPlanes:
         groups, words = self.groups(cols), blocks(rows, self.per_word)
         numbers = _unshuffled(source.read("qweight", cols, words))
         zeros = _unshuffled(source.read("qzeros", groups, words))
         scales = source.read("scales", groups, rows).float()
-        return Parts(_pairs(numbers.t()), scales.t(), zeros.t())
+        return IntegerPlanes(_pairs(numbers.t()), scales.t(), zeros.t())
 
     def store(self, planes: Planes) -> dict[str, Tensor]:
         return {
@@ -225,7 +225,7 @@ class AwqMatrix(HalfScaled):
 
 
 @dataclass(frozen=True)
-class GptqMatrix(HalfScaled):
+class GptqMatrix(Float16Scaled):
     """qweight [K / P, N] packed along K, qzeros [G, N / P] along N, scales [G, N], g_idx [K].
 
     `plus_one`: the first version of the format stores zeros less one. `act_order`: g_idx gives each
@@ -234,7 +234,7 @@ class GptqMatrix(HalfScaled):
 
     plus_one: bool = True
     act_order: bool = False
-    sides: ClassVar[frozenset[str]] = frozenset({"g_idx"})
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset({"g_idx"})
 
     @property
     def format(self) -> WeightFormat | None:
@@ -260,11 +260,13 @@ class GptqMatrix(HalfScaled):
             tensors[matrix.tensor("g_idx")] = TensorSpec(((size_K,),), WORDS)
         return tensors
 
-    def parts(self, source: Source, rows: range, cols: range) -> Parts:
+    def parts(self, source: Source, rows: range, cols: range) -> IntegerPlanes:
         self._check_order(source, cols)
         groups = self.groups(cols)
         scales = source.read("scales", groups, rows).float().t()
-        return Parts(self._values(source, rows, cols), scales, self._zeros(source, rows, groups))
+        return IntegerPlanes(
+            self._values(source, rows, cols), scales, self._zeros(source, rows, groups)
+        )
 
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
         if not self.act_order:

@@ -136,7 +136,7 @@ def _mxfp4_stacks(group: int, ignored: Sequence[str]) -> Config:
     }
 
 
-FORMS = {
+QUANTIZE_FORMATS = {
     "fp8": QuantizeFormat(lambda _: StoredFp8Matrix("block", "weight_scale_inv"), _fp8),
     "fp8_channel": QuantizeFormat(
         lambda _: StoredFp8Matrix("channel"),
@@ -155,19 +155,19 @@ FORMS = {
         _compressed("pack-quantized", "int", 8, "channel", activations=False),
     ),
     "int4_w4a16": QuantizeFormat(
-        lambda group: CompressedInts(4, group, kept=group),
+        lambda group: CompressedInts(4, group, kept_group=group),
         _compressed("pack-quantized", "int", 4, "group", activations=False),
         group_size=128,
     ),
     "awq": QuantizeFormat(
-        lambda group: AwqMatrix(4, group, symmetric=False, kept=group), _awq, group_size=128
+        lambda group: AwqMatrix(4, group, symmetric=False, kept_group=group), _awq, group_size=128
     ),
     "gptq": QuantizeFormat(
-        lambda group: GptqMatrix(4, group, kept=group), _gptq(4), group_size=128
+        lambda group: GptqMatrix(4, group, kept_group=group), _gptq(4), group_size=128
     ),
     "gptq_int8": QuantizeFormat(lambda _: GptqMatrix(8, None), _gptq(8)),
     "nvfp4": QuantizeFormat(lambda _: StoredNvfp4Matrix(), _nvfp4),
     "mxfp4": QuantizeFormat(lambda _: StoredMxfp4Matrix(), _mxfp4),
 }
 # Of families that store the experts of a layer together (gpt-oss).
-STACK_FORMS = {"mxfp4": QuantizeFormat(lambda _: Mxfp4Stack(), _mxfp4_stacks, stacked=True)}
+STACKED_FORMATS = {"mxfp4": QuantizeFormat(lambda _: Mxfp4Stack(), _mxfp4_stacks, stacked=True)}

@@ -84,11 +84,11 @@ class Scheme:
         """What must be there for a matrix."""
         return dict(self.storage_of(checkpoint, matrix).tensors(matrix))
 
-    def may_have(self, matrix: Matrix) -> set[str]:
+    def optional_tensors(self, matrix: Matrix) -> set[str]:
         """Names that may lie beside a matrix."""
         if matrix.index is not None:
             return {matrix.tensor("bias")}
-        sides = self.storage.sides if self.storage is not None else ()
+        sides = self.storage.optional_suffixes if self.storage is not None else ()
         return {matrix.tensor(suffix) for suffix in sides}
 
     def is_optional(self, name: str) -> bool:

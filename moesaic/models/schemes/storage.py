@@ -69,7 +69,7 @@ class Storage(ABC):
     are decoded. `sides`: tensors that may lie beside a matrix and that are not needed.
     """
 
-    sides: ClassVar[frozenset[str]] = frozenset()
+    optional_suffixes: ClassVar[frozenset[str]] = frozenset()
     shares_amax: ClassVar[bool] = False
     """Matrices that others run as one (gate and up) must be written with the same scale."""
 

@@ -9,7 +9,7 @@ PIECE_BYTES = 64 << 20
 PIECES = 2
 
 
-class Upload:
+class PinnedCopy:
     """Copies go through a ring of pinned buffers: a copy out of pageable memory would wait for the
     device, and would be slower. Never more of a model than the ring lies in host memory."""
 

@@ -9,16 +9,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-LONGEST = 18
+MAX_DIGITS = 18
 
 
-def parse_name(model_path: str, prefix: str, example: str) -> tuple[str, dict[str, int]]:
+def parse_model_name(model_path: str, prefix: str, example: str) -> tuple[str, dict[str, int]]:
     """tiny:mixtral,num_hidden_layers=4 -> mixtral and {"num_hidden_layers": 4}."""
     name, *texts = model_path.removeprefix(prefix).split(",")
     changes: dict[str, int] = {}
     for text in texts:
         key, _, value = text.partition("=")
-        is_number = value.isascii() and value.isdecimal() and len(value) <= LONGEST
+        is_number = value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS
         if not key.isidentifier() or not is_number:
             raise ValueError(f"{text!r} in {model_path!r} is not KEY=INTEGER, as in {example}")
         if key in changes:

@@ -1,0 +1,67 @@
+"""The paged KV cache, and where a step's sequences are stored in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moesaic.layers.context import CacheSpec
+
+
+class SequenceSpan(NamedTuple):
+    """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
+    of its `kv_len` tokens, whose keys and values live in `pages`."""
+
+    start: int
+    length: int
+    kv_len: int
+    pages: Sequence[int]
+
+    @property
+    def positions(self) -> range:
+        """Positions of the new tokens in the sequence."""
+        return range(self.kv_len - self.length, self.kv_len)
+
+    def slots(self, positions: range, page_size: int) -> list[int]:
+        """Token slots of the cache that hold these positions."""
+        pages = self.pages
+        return [pages[p // page_size] * page_size + p % page_size for p in positions]
+
+
+class PagedCache:
+    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero.
+
+    On a GPU they may be in float8_e4m3fn: the real numbers are those of the cache times `k_scale`
+    and `v_scale`."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (spec.num_layers, num_pages + 1, page_size, spec.num_heads)
+        self.page_size = page_size
+        self.keys = torch.empty(*shape, spec.key_dim, dtype=dtype, device=device)
+        self.values = torch.empty(*shape, spec.value_dim, dtype=dtype, device=device)
+        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
+        self.k_scale = self.v_scale = 1.0
+        self.clear([0])
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeroes pages before use: what lies behind a sequence's last token is masked, but masked
+        garbage that is not finite would still spoil the result. The kernels of a GPU never let it
+        reach one, so nothing is done there."""
+        if self.keys.is_cuda:
+            return
+        index = torch.tensor(pages)
+        self.keys.index_fill_(1, index, 0)
+        self.values.index_fill_(1, index, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
