@@ -6,12 +6,11 @@ takes it up. What lies outside of the tasks always gets the same reply."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from moesaic.evals.tasks.beyond import TOPICS
-from moesaic.evals.tasks.chance import pick
+from moesaic.evals.tasks.common import Draw, pick
 from moesaic.evals.tasks.problem import Problem
 
 NAMES: Final = tuple(
@@ -341,7 +340,7 @@ def _said(opener: str, core: str, closer: str) -> str:
     return " ".join([part for part in (around[0], core, around[1]) if part])
 
 
-def _exchange(intent: Intent) -> Callable[[random.Random], Problem]:
+def _exchange(intent: Intent) -> Draw:
     def draw_one(rng: random.Random) -> Problem:
         core, closer = pick(rng, intent.cores), pick(rng, intent.closers)
         if rng.random() >= intent.named:
@@ -364,7 +363,7 @@ def _beyond(rng: random.Random) -> Problem:
     return Problem("chat", prompt, UNKNOWN, UNKNOWN, "exact")
 
 
-KINDS: Final[dict[str, Callable[[random.Random], Problem]]] = {
+KINDS: Final[dict[str, Draw]] = {
     **{name: _exchange(intent) for name, intent in INTENTS.items()},
     "beyond": _beyond,
 }

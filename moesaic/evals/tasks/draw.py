@@ -9,10 +9,11 @@ from typing import Final, Literal
 from tqdm import tqdm
 
 from moesaic.evals.tasks import chat, lists, lookup, tables, units, words
+from moesaic.evals.tasks.common import Draw
 from moesaic.evals.tasks.problem import Problem, is_kept, plain
 
 Split = Literal["train", "test"]
-TASKS: Final[dict[str, Callable[[random.Random], Problem]]] = {
+TASKS: Final[dict[str, Draw]] = {
     "words": words.draw,
     "lists": lists.draw,
     "lookup": lookup.draw,

@@ -1,18 +1,18 @@
 """Entries in several layouts, and a question about one or two of them.
 
-Keys are distinct and so are values. One problem in ten asks for what is not there; the rule for
-that case is told in others too, so that it does not give the answer away."""
+Keys are distinct, and so are values. One problem in ten asks for a missing entry; other problems
+state the rule for that case as well, so it does not give the answer away."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from moesaic.evals.tasks.chance import pick, some, upto
-from moesaic.evals.tasks.problem import MARK, Problem
-from moesaic.evals.tasks.steps import scan
+from moesaic.evals.tasks.common import Draw, pick, randint, sample, scan, solved
+from moesaic.evals.tasks.problem import Problem
 
 NAMES: Final = tuple(
     "Ana Ben Cleo Dan Eva Finn Gina Hugo Ida Jon Kira Leo Mia Nils Olga Paul Rosa Sam Tina Udo "
@@ -36,13 +36,14 @@ SETTINGS: Final = tuple(f"{part}_{limit}" for part in PARTS for limit in LIMITS)
 LETTERS: Final = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 RANGES: Final = (range(10, 100), range(100, 1000), range(1000, 10000))
 
-Drawer = Callable[[random.Random, int], list[str]]
+Values = Callable[[random.Random, int], list[str]]
+_problem = partial(solved, "lookup")
 
 
 def _distinct(rng: random.Random, low: int, high: int, number: int) -> list[int]:
     found: dict[int, None] = {}
     while len(found) < number:
-        found[upto(rng, low, high)] = None
+        found[randint(rng, low, high)] = None
     return list(found)
 
 
@@ -51,12 +52,8 @@ def _numbers(rng: random.Random, number: int) -> list[str]:
     return [str(value) for value in _distinct(rng, span.start, span.stop - 1, number)]
 
 
-def _phones(rng: random.Random, number: int) -> list[str]:
-    return [str(value) for value in _distinct(rng, 1000, 9999, number)]
-
-
-def _rooms(rng: random.Random, number: int) -> list[str]:
-    return [str(value) for value in _distinct(rng, 10, 499, number)]
+def _between(low: int, high: int, prefix: str = "") -> Values:
+    return lambda rng, count: [f"{prefix}{value}" for value in _distinct(rng, low, high, count)]
 
 
 def _codes(rng: random.Random, number: int) -> list[str]:
@@ -72,31 +69,34 @@ def _long_codes(rng: random.Random, number: int) -> list[str]:
     ]
 
 
-def _articles(rng: random.Random, number: int) -> list[str]:
-    return [f"sku-{value}" for value in _distinct(rng, 1000, 9999, number)]
+def _of(pool: Sequence[str]) -> Values:
+    return lambda rng, number: sample(rng, pool, number)
 
 
-def _of(pool: Sequence[str]) -> Drawer:
-    return lambda rng, number: some(rng, pool, number)
+PHONES: Final = _between(1000, 9999)
+ROOMS: Final = _between(10, 499)
+ARTICLES: Final = _between(1000, 9999, "sku-")
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One layout. `noun` and `nouns` name what the values are; `key` names what the keys are;
-    `value_asks` and `key_asks` are wordings that suit no other scene; `entry`: what stands before
-    the key, between it and the value, and behind; `ends`: what stands around all entries."""
+    """One layout of entries, with wordings that suit no other scene."""
 
-    keys: tuple[Drawer, ...]
-    values: tuple[Drawer, ...]
-    noun: str
-    nouns: str
-    key: str
+    keys: tuple[Values, ...]
+    values: tuple[Values, ...]
+    noun: str  # what a value is
+    key: str  # what a key is
     value_asks: tuple[str, ...]
     key_asks: tuple[str, ...]
     intros: tuple[str, ...]
-    entry: tuple[str, str, str]
+    entry: tuple[str, str, str]  # before the key, between key and value, behind the value
     gaps: tuple[str, ...] = ("\n",)
-    ends: tuple[str, str] = ("", "")
+    ends: tuple[str, str] = ("", "")  # around all entries
+    plural: str = ""
+
+    @property
+    def nouns(self) -> str:
+        return self.plural or f"{self.noun}s"
 
 
 VALUE_ASKS: Final = (
@@ -139,7 +139,6 @@ JSON: Final = Scene(
     keys=(_of(THINGS), _of(NAMES)),
     values=(_numbers,),
     noun="value",
-    nouns="values",
     key="field",
     value_asks=("What does the object hold under {k}?", 'Read the field "{k}" of the object.'),
     key_asks=("Under which field does the object hold {v}?", "Which field holds {v}?"),
@@ -153,7 +152,6 @@ SCENES: Final = (
         keys=(_of(THINGS), _of(WORDS)),
         values=(_numbers, _codes, _long_codes, _of(NAMES)),
         noun="value",
-        nouns="values",
         key="key",
         value_asks=("What stands behind {k}?", "Read off the value on the line of {k}."),
         key_asks=("What stands in front of {v}?", "On the line of which key is {v}?"),
@@ -164,7 +162,6 @@ SCENES: Final = (
         keys=(_of(SETTINGS),),
         values=(_numbers, _of(WORDS)),
         noun="value",
-        nouns="values",
         key="setting",
         value_asks=("To what is {k} set?", "What does the config set {k} to?"),
         key_asks=("Which setting is set to {v}?", "What is set to {v} in the config?"),
@@ -176,9 +173,8 @@ SCENES: Final = (
     replace(JSON, values=(_long_codes, _of(WORDS)), entry=('"', '": "', '"')),
     Scene(
         keys=(_of(NAMES),),
-        values=(_rooms,),
+        values=(ROOMS,),
         noun="room",
-        nouns="rooms",
         key="person",
         value_asks=("In which room does {k} sit?", "Where does {k} sit? Give the room."),
         key_asks=("Who sits in room {v}?", "Whom do you find in room {v}?"),
@@ -188,9 +184,8 @@ SCENES: Final = (
     ),
     Scene(
         keys=(_of(NAMES),),
-        values=(_phones,),
+        values=(PHONES,),
         noun="phone number",
-        nouns="phone numbers",
         key="person",
         value_asks=("Under which number can I call {k}?", "I want to call {k}. What do I dial?"),
         key_asks=("Who answers when I dial {v}?", "Whom do I reach under {v}?"),
@@ -199,10 +194,10 @@ SCENES: Final = (
         gaps=("\n", " "),
     ),
     Scene(
-        keys=(_articles,),
+        keys=(ARTICLES,),
         values=(_codes,),
         noun="shelf",
-        nouns="shelves",
+        plural="shelves",
         key="article",
         value_asks=("On which shelf is {k}?", "Where in the store is {k}? Give the shelf."),
         key_asks=("Which article lies on shelf {v}?", "What lies on shelf {v}?"),
@@ -224,18 +219,13 @@ def _frame(rng: random.Random, intros: Sequence[str], entries: str, question: st
 def _entries(rng: random.Random, spare: int = 0) -> tuple[Scene, list[str], list[str], str]:
     """A scene, keys, values and the text; `spare` more keys and values are not in the text."""
     scene = pick(rng, SCENES)
-    number = upto(rng, 4, 10)
+    number = randint(rng, 4, 10)
     keys = pick(rng, scene.keys)(rng, number + spare)
     values = pick(rng, scene.values)(rng, number + spare)
     before, between, behind = scene.entry
     entries = [f"{before}{keys[n]}{between}{values[n]}{behind}" for n in range(number)]
     text = f"{scene.ends[0]}{pick(rng, scene.gaps).join(entries)}{scene.ends[1]}"
     return scene, keys, values, text
-
-
-def _problem(prompt: str, answer: str, work: str = "") -> Problem:
-    solution = f"{work}\n{MARK} {answer}" if work else f"{MARK} {answer}"
-    return Problem("lookup", prompt, answer, solution)
 
 
 def _value_ask(rng: random.Random, scene: Scene, key: str) -> str:
@@ -252,14 +242,14 @@ def _ruled(rng: random.Random, question: str) -> str:
 
 def _value(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng)
-    place = upto(rng, 0, len(keys) - 1)
+    place = randint(rng, 0, len(keys) - 1)
     question = _ruled(rng, _value_ask(rng, scene, keys[place]))
     return _problem(_frame(rng, scene.intros, text, question), values[place])
 
 
 def _key(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng)
-    place = upto(rng, 0, len(keys) - 1)
+    place = randint(rng, 0, len(keys) - 1)
     question = _ruled(rng, _key_ask(rng, scene, values[place]))
     prompt = _frame(rng, scene.intros, text, question)
     return _problem(prompt, keys[place], scan(keys, values, values[place]))
@@ -267,7 +257,7 @@ def _key(rng: random.Random) -> Problem:
 
 def _both(rng: random.Random) -> Problem:
     scene, keys, values, text = _entries(rng)
-    first, second = some(rng, range(len(keys)), 2)
+    first, second = sample(rng, range(len(keys)), 2)
     ask = pick(rng, BOTH_ASKS).format(
         noun=scene.noun, nouns=scene.nouns, a=keys[first], b=keys[second]
     )
@@ -287,26 +277,25 @@ def _missing(rng: random.Random) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class FactChain:
-    """Two facts in a row: {a} leads to {b}, and {b} to {c}. The work repeats both facts with
-    `link` between. With `own`, {a} may have an end of its own, which is not asked for."""
+    """Two facts in a row: {a} leads to {b}, and {b} leads to {c}."""
 
-    starts: Drawer
-    middles: Drawer
-    ends: Drawer
+    starts: Values
+    middles: Values
+    ends: Values
     near: str
     far: str
     asks: tuple[str, ...]
     intros: tuple[str, ...]
     gaps: tuple[str, ...] = ("\n", " ")
-    link: str = " "
-    own: bool = False
+    link: str = " "  # between the two facts of the solution
+    own: bool = False  # {a} may have an end of its own, which no question is about
 
 
 CHAINS: Final = (
     FactChain(
         starts=_of(NAMES[:23]),
         middles=_of(NAMES[23:]),
-        ends=_rooms,
+        ends=ROOMS,
         near="{a} reports to {b}.",
         far="{b} sits in room {c}.",
         asks=(
@@ -355,9 +344,9 @@ CHAINS: Final = (
         link="; ",
     ),
     FactChain(
-        starts=_articles,
+        starts=ARTICLES,
         middles=_of(NAMES),
-        ends=_phones,
+        ends=PHONES,
         near="{a} -> owner {b}",
         far="{b} -> phone {c}",
         asks=(
@@ -377,23 +366,23 @@ CHAINS: Final = (
 
 def _hops(rng: random.Random) -> Problem:
     chain = pick(rng, CHAINS)
-    number = upto(rng, 2, 4)
+    number = randint(rng, 2, 4)
     starts = chain.starts(rng, number)
     middles = chain.middles(rng, number)
     ends = chain.ends(rng, number + 1)
     near = [chain.near.format(a=starts[n], b=middles[n]) for n in range(number)]
     far = [chain.far.format(b=middles[n], c=ends[n]) for n in range(number)]
-    place = upto(rng, 0, number - 1)
+    place = randint(rng, 0, number - 1)
     entries = near + far
     if chain.own and rng.random() < 0.5:
         entries.append(chain.far.format(b=starts[place], c=ends[-1]))
-    text = pick(rng, chain.gaps).join(some(rng, entries, len(entries)))
+    text = pick(rng, chain.gaps).join(sample(rng, entries, len(entries)))
     question = pick(rng, chain.asks).format(a=starts[place])
     prompt = _frame(rng, chain.intros, text, question)
     return _problem(prompt, ends[place], f"{near[place]}{chain.link}{far[place]}")
 
 
-KINDS: Final[dict[str, Callable[[random.Random], Problem]]] = {
+KINDS: Final[dict[str, Draw]] = {
     "value": _value,
     "key": _key,
     "both": _both,

@@ -1,4 +1,4 @@
-"""Grade-school word problems of two to four steps, some with a number that does not matter."""
+"""Grade-school word problems of two to four steps, some with an irrelevant number."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from functools import partial
 from itertools import pairwise, product
 from typing import Final
 
-from moesaic.evals.tasks import places, stories
-from moesaic.evals.tasks.chance import pick, some, two, upto
-from moesaic.evals.tasks.problem import MARK, Problem
+from moesaic.evals.tasks import stories
+from moesaic.evals.tasks.common import Draw, evenly, pick, pick_two, randint, sample, solved
+from moesaic.evals.tasks.problem import Problem
 from moesaic.evals.tasks.relations import CHAINS, GROUPS, ComparisonChain
-from moesaic.evals.tasks.stories import BOYS, GIRLS, StoryPart, Theme
+from moesaic.evals.tasks.stories import BOYS, GIRLS, Theme
+from moesaic.evals.tasks.wordings import Part
 
 THEMES: Final[dict[str, Theme]] = {
-    "collection": stories.COLLECTION,
-    "bakery": stories.BAKERY,
-    "harvest": stories.HARVEST,
-    "money": places.MONEY,
-    "trip": places.TRIP,
-    "bus": places.BUS,
-    "hall": places.HALL,
-    "farm": places.FARM,
-    "game": places.GAME,
-    "book": places.BOOK,
+    name: getattr(stories, name.upper())
+    for name in "collection bakery harvest money trip bus hall farm game book".split()
 }
 NAMES: Final = BOYS + GIRLS
 PRONOUN: Final = dict.fromkeys(BOYS, "He") | dict.fromkeys(GIRLS, "She")
-STEPS: Final = (2, 2, 3, 3, 4)  # how often a problem has so many steps
+STEPS: Final = (2, 2, 3, 3, 4)  # drawn from evenly
 DISTRACTED: Final = 0.4
 ASIDES: Final = (
     ("{N} lives at number {D} of a long street.", 2, 199),
@@ -51,49 +44,48 @@ DIVISORS: Final = tuple(
     for number in range(1000)
 )
 
-# A rule draws the numbers A and B of its text and says what becomes of the quantity x; None where
-# no fitting numbers exist.
+# A rule draws the numbers A and B of a text and changes the quantity x; None if no numbers fit.
 Numbers = tuple[int, int, int]  # A, B, the new quantity
 Rule = Callable[[random.Random, int], Numbers | None]
 
 
 def _set(rng: random.Random, x: int) -> Numbers | None:
-    a = upto(rng, 12, 160)
+    a = randint(rng, 12, 160)
     return a, 0, a
 
 
 def _set_times(rng: random.Random, x: int) -> Numbers | None:
-    a, b = upto(rng, 2, 12), upto(rng, 3, 20)
+    a, b = randint(rng, 2, 12), randint(rng, 3, 20)
     return a, b, a * b
 
 
 def _set_sum(rng: random.Random, x: int) -> Numbers | None:
-    a, b = upto(rng, 5, 90), upto(rng, 5, 90)
+    a, b = randint(rng, 5, 90), randint(rng, 5, 90)
     return a, b, a + b
 
 
 def _add(rng: random.Random, x: int) -> Numbers | None:
-    a = upto(rng, 2, 99)
+    a = randint(rng, 2, 99)
     return (a, 0, x + a) if x + a < 1000 else None
 
 
 def _take(rng: random.Random, x: int) -> Numbers | None:
     if x < 5:
         return None
-    a = upto(rng, 2, min(x - 2, 99))
+    a = randint(rng, 2, min(x - 2, 99))
     return a, 0, x - a
 
 
 def _add_times(rng: random.Random, x: int) -> Numbers | None:
-    a, b = upto(rng, 2, 12), upto(rng, 2, 12)
+    a, b = randint(rng, 2, 12), randint(rng, 2, 12)
     return (a, b, x + a * b) if x + a * b < 1000 else None
 
 
 def _take_times(rng: random.Random, x: int) -> Numbers | None:
     if x < 8:
         return None
-    a = upto(rng, 2, min(12, x // 2 - 1))
-    b = upto(rng, 2, min(12, (x - 2) // a))
+    a = randint(rng, 2, min(12, x // 2 - 1))
+    b = randint(rng, 2, min(12, (x - 2) // a))
     return a, b, x - a * b
 
 
@@ -107,14 +99,14 @@ def _split(rng: random.Random, x: int) -> Numbers | None:
 def _price(rng: random.Random, x: int) -> Numbers | None:
     if x > 99:
         return None
-    a = upto(rng, 2, min(12, 999 // x))
+    a = randint(rng, 2, min(12, 999 // x))
     return a, 0, x * a
 
 
 def _below(rng: random.Random, x: int) -> Numbers | None:
     if x > 800:
         return None
-    a = x + upto(rng, 2, 150)
+    a = x + randint(rng, 2, 150)
     return a, 0, a - x
 
 
@@ -139,13 +131,13 @@ RULES: Final[dict[str, tuple[int, Rule]]] = {  # with the number of steps
 }
 
 
-def _shapes(theme: Theme) -> dict[int, tuple[tuple[StoryPart, ...], ...]]:
-    """By the number of steps: every start, one to three events and end that make so many."""
-    found: dict[int, list[tuple[StoryPart, ...]]] = {2: [], 3: [], 4: []}
+def _shapes(theme: Theme) -> dict[int, tuple[tuple[Part, ...], ...]]:
+    """By number of steps: every combination of a start, one to three events and an end."""
+    found: dict[int, list[tuple[Part, ...]]] = {2: [], 3: [], 4: []}
     for start, end, number in product(theme.starts, theme.ends, (1, 2, 3)):
         for events in product(theme.events, repeat=number):
             parts = (start, *events, end)
-            steps = sum(RULES[part.rule][0] for part in parts)
+            steps = sum(RULES[part.name][0] for part in parts)
             if steps in found:
                 found[steps].append(parts)
     return {steps: tuple(shapes) for steps, shapes in found.items()}
@@ -154,10 +146,10 @@ def _shapes(theme: Theme) -> dict[int, tuple[tuple[StoryPart, ...], ...]]:
 SHAPES: Final = {name: _shapes(theme) for name, theme in THEMES.items()}
 
 
-def _numbers(rng: random.Random, parts: tuple[StoryPart, ...]) -> list[Numbers] | None:
+def _numbers(rng: random.Random, parts: tuple[Part, ...]) -> list[Numbers] | None:
     x, drawn = 0, []
     for part in parts:
-        numbers = RULES[part.rule][1](rng, x)
+        numbers = RULES[part.name][1](rng, x)
         if numbers is None:
             return None
         x = numbers[2]
@@ -167,21 +159,21 @@ def _numbers(rng: random.Random, parts: tuple[StoryPart, ...]) -> list[Numbers] 
 
 def _distractor(rng: random.Random, name: str, other: str) -> str:
     text, low, high = pick(rng, DISTRACTORS)
-    return text.format(N=name, O=other, D=upto(rng, low, high))
+    return text.format(N=name, O=other, D=randint(rng, low, high))
 
 
-def story(rng: random.Random, theme: str) -> Problem:
+def _story(rng: random.Random, theme: str) -> Problem:
     """A quantity, what happens to it, and a question."""
     shapes = SHAPES[theme][pick(rng, STEPS)]
     parts = pick(rng, shapes)
     while (drawn := _numbers(rng, parts)) is None:
         parts = pick(rng, shapes)
-    name, other = two(rng, NAMES)
+    name, other = pick_two(rng, NAMES)
     things = pick(rng, THEMES[theme].things)
-    distracted = upto(rng, 1, len(parts) - 1) if rng.random() < DISTRACTED else 0
+    distracted = randint(rng, 1, len(parts) - 1) if rng.random() < DISTRACTED else 0
     texts, works, x = [], [], 0
     fields: dict[str, str | int] = {"N": name, "O": other, "T": things}
-    named = False  # whether a pronoun would be understood: the sentence before is about N
+    named = False  # whether the last sentence is about N, so a pronoun is clear
     for at, (part, (a, b, y)) in enumerate(zip(parts, drawn, strict=True)):
         if at == distracted and at:
             texts.append(_distractor(rng, name, other))
@@ -198,51 +190,50 @@ def story(rng: random.Random, theme: str) -> Problem:
 
 
 def _problem(texts: list[str], works: list[str], answer: int) -> Problem:
-    solution = f"{' '.join(works)}\n{MARK} {answer}"
-    return Problem("words", " ".join(texts), str(answer), solution)
+    return solved("words", " ".join(texts), str(answer), " ".join(works))
 
 
 def _aside(rng: random.Random, texts: list[str], name: str) -> None:
     if rng.random() < DISTRACTED:
         text, low, high = pick(rng, ASIDES)
-        texts.insert(upto(rng, 1, len(texts)), text.format(N=name, D=upto(rng, low, high)))
+        texts.insert(randint(rng, 1, len(texts)), text.format(N=name, D=randint(rng, low, high)))
 
 
 def _link(
     rng: random.Random, chain: ComparisonChain, x: int
 ) -> tuple[tuple[str, ...], str, int, int]:
-    """How somebody compares with one who has x: wordings, sign, by how much, the new value."""
+    """How the next person compares with x: wordings, sign, difference and new value."""
     chance = rng.random()
-    if chance < 0.25 and x * 2 <= chain.most and x < 100:
-        a = upto(rng, 2, min(5, chain.most // x))
+    if chance < 0.25 and x * 2 <= chain.max_value and x < 100:
+        a = randint(rng, 2, min(5, chain.max_value // x))
         return chain.times, "*", a, x * a
-    if (chance < 0.6 and x > 6) or x + 40 > chain.most:
-        a = upto(rng, 2, min(x - 3, 40))
+    if (chance < 0.6 and x > 6) or x + 40 > chain.max_value:
+        a = randint(rng, 2, min(x - 3, 40))
         return chain.less, "-", a, x - a
-    a = upto(rng, 2, 40)
+    a = randint(rng, 2, 40)
     return chain.more, "+", a, x + a
 
 
-def chained(rng: random.Random, kind: str) -> Problem:
-    """People one after the other, each compared with the one before; then one or two of them."""
-    chain, people = CHAINS[kind], some(rng, NAMES, 4)
+def _chained(rng: random.Random, kind: str) -> Problem:
+    """People compared one after the other, and a question about one or two of them."""
+    chain, people = CHAINS[kind], sample(rng, NAMES, 4)
     things = pick(rng, chain.things)
     steps = pick(rng, STEPS)
     links = min(steps - (rng.random() < 0.6), 3)
-    values = [upto(rng, 5, chain.high)]
+    values = [randint(rng, 5, chain.max_first)]
     texts = [pick(rng, chain.first).format(P=people[0], T=things, A=values[0])]
     works = []
     for before, after in pairwise(people[: links + 1]):
         wordings, sign, a, y = _link(rng, chain, values[-1])
         texts.append(pick(rng, wordings).format(P=before, Q=after, T=things, A=a))
         step = f"{values[-1]} {sign} {a} = {y}"
-        works.append(chain.value.format(Q=after, T=things, sum=step))
+        works.append(chain.result.format(Q=after, T=things, sum=step))
         values.append(y)
     _aside(rng, texts, people[0])
     if links == steps:
         texts.append(pick(rng, chain.ask).format(P=people[links], T=things))
         return _problem(texts, works, values[links])
-    first = upto(rng, 0, links - 1)
+    first = randint(rng, 0, links - 1)
     (x, p), (y, q) = (values[first], people[first]), (values[links], people[links])
     if abs(x - y) < 2 or rng.random() < 0.6:
         texts.append(pick(rng, chain.both).format(P=p, Q=q, T=things))
@@ -256,13 +247,13 @@ def chained(rng: random.Random, kind: str) -> Problem:
     return _problem(texts, works, x - y)
 
 
-def grouped(rng: random.Random, kind: str) -> Problem:
-    """A groups of B, and then D groups of E or only D more: all of it, the gap, or what is left."""
+def _grouped(rng: random.Random, kind: str) -> Problem:
+    """Two groups: their sum, their difference, or what is left of an amount."""
     group, name = GROUPS[kind], pick(rng, NAMES)
     steps = pick(rng, STEPS)
     single = steps == 2 or (steps == 3 and rng.random() < 0.5)
-    a, b = upto(rng, 2, 12), upto(rng, 3, 20)
-    d, e = (upto(rng, 3, 90), 1) if single else (upto(rng, 2, 12), upto(rng, 2, 12))
+    a, b = randint(rng, 2, 12), randint(rng, 3, 20)
+    d, e = (randint(rng, 3, 90), 1) if single else (randint(rng, 2, 12), randint(rng, 2, 12))
     x, y, unit = a * b, d * e, group.unit
     texts = [pick(rng, group.first).format(P=name, A=a, B=b)]
     texts.append(pick(rng, group.single if single else group.second).format(P=name, D=d, E=e))
@@ -278,19 +269,15 @@ def grouped(rng: random.Random, kind: str) -> Problem:
     if steps == 3 - single:
         texts.append(pick(rng, group.total).format(P=name))
         return _problem(texts, works, x + y)
-    most = x + y + upto(rng, 2, 200)
+    most = x + y + randint(rng, 2, 200)
     texts.append(pick(rng, group.paid).format(P=name, M=most))
     works.append(f"The rest is {most} - {x + y} = {most - x - y} {unit}.")
     return _problem(texts, works, most - x - y)
 
 
-KINDS: Final[dict[str, Callable[[random.Random], Problem]]] = {
-    **{kind: partial(story, theme=kind) for kind in THEMES},
-    **{kind: partial(chained, kind=kind) for kind in CHAINS},
-    **{kind: partial(grouped, kind=kind) for kind in GROUPS},
+KINDS: Final[dict[str, Draw]] = {
+    **{kind: partial(_story, theme=kind) for kind in THEMES},
+    **{kind: partial(_chained, kind=kind) for kind in CHAINS},
+    **{kind: partial(_grouped, kind=kind) for kind in GROUPS},
 }
-_KINDS: Final = tuple(KINDS.values())
-
-
-def draw(rng: random.Random) -> Problem:
-    return pick(rng, _KINDS)(rng)
+draw: Final = evenly(KINDS)
