@@ -92,7 +92,7 @@ def test_all_of_the_table_and_nothing_else(server: tuple[Engine, httpx.Client]) 
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
         assert family.samples, f"{family.name} has no values"
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
-        assert labels == {frozenset(metric.labels)}
+        assert labels == {frozenset(metric.series.labels)}
 
 
 def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> None:
@@ -348,10 +348,11 @@ def test_names_are_as_prometheus_wants_them() -> None:
     for metric in METRICS:
         assert re.fullmatch(r"moesaic_[a-z0-9_]+", metric.full_name)
         assert metric.full_name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
-        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
-        assert list(metric.buckets) == sorted(set(metric.buckets))
-        assert set(metric.by) <= set(metric.labels)
-        assert metric.help.endswith(".") and metric.source
+        series = metric.series
+        assert bool(series.buckets) == (metric.kind is MetricKind.HISTOGRAM)
+        assert list(series.buckets) == sorted(set(series.buckets))
+        assert set(series.by) <= set(series.labels)
+        assert metric.help.endswith(".") and series.source
 
 
 def test_docs_and_dashboard_are_up_to_date() -> None:

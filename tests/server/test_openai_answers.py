@@ -16,7 +16,7 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
-from openai.types.chat.chat_completion import ChatAnswer as ChoiceType
+from openai.types.chat.chat_completion import Choice as ChoiceType
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
