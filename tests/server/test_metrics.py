@@ -28,7 +28,7 @@ from moesaic.observe.exposition import exposition
 from moesaic.observe.metrics import METRICS, Metric, MetricKind, ServerStats, Snapshot
 from moesaic.observe.metrics_docs import grafana_json, markdown
 from moesaic.observe.requests import Distribution, Histogram, RequestWatch
-from moesaic.server import live_stats as figures
+from moesaic.server import live_stats
 from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_a_scrape_does_not_wait_for_a_busy_engine(
     server: tuple[Engine, httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, client = server
-    monkeypatch.setattr(figures, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(live_stats, "POLL_TIMEOUT", 0.05)
     engine.generate("old", {"max_new_tokens": 2})
     known = fresh(client, engine)["moesaic_steps_total"]
     go_on = threading.Event()
@@ -204,10 +204,10 @@ def test_readings_are_compared_and_not_too_often(monkeypatch: pytest.MonkeyPatch
         return EngineStats(time.time(), groups[: 3 - asked], [])
 
     async def main() -> list[float]:
-        poll = figures.EnginePoll(ask)
+        poll = live_stats.EnginePoll(ask)
         found = []
         for period in (1000, 1000, 0):
-            monkeypatch.setattr(figures, "POLL_SECONDS", period)
+            monkeypatch.setattr(live_stats, "POLL_SECONDS", period)
             await poll.refresh()
             found.append(poll.batch)
         assert len(poll.stats.groups) == 1
@@ -224,8 +224,8 @@ def test_the_loop_is_watched(server: tuple[Engine, httpx.Client]) -> None:
 
 
 def test_a_loop_that_was_held_up_shows() -> None:
-    async def main() -> figures.LagWatch:
-        watch = figures.LagWatch()
+    async def main() -> live_stats.LagMonitor:
+        watch = live_stats.LagMonitor()
         task = asyncio.create_task(watch.run())
         await asyncio.sleep(0.05)
         time.sleep(0.3)
