@@ -1,4 +1,8 @@
-"""Metrics as Prometheus reads them: text exposition format 0.0.4."""
+"""Metrics in Prometheus' text exposition format 0.0.4.
+
+prometheus-client is not used: it keeps values in a global registry, and ours are a snapshot of
+other processes. The tests parse this output with it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ def _lines(metric: Metric, snapshot: Snapshot) -> Iterator[str]:
     name = metric.full_name
     yield f"# HELP {name} {_escaped(metric.help)}\n"
     yield f"# TYPE {name} {metric.kind.value}\n"
-    for values, value in metric.read(snapshot):
-        labels = list(zip(metric.labels, values, strict=True))
+    for values, value in metric.series.read(snapshot):
+        labels = list(zip(metric.series.labels, values, strict=True))
         if isinstance(value, Distribution):
             yield from _histogram(name, labels, value)
         else:

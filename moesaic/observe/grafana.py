@@ -1,4 +1,4 @@
-"""The Grafana dashboard, from the table of metrics."""
+"""The Grafana dashboard, generated from the table of metrics."""
 
 from __future__ import annotations
 
@@ -12,84 +12,81 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 WIDTH: Final = 24
 HEIGHT: Final = 8
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-# What a dashboard is chosen by: one of several servers, or all.
+# The dashboard's variable that selects one server or all.
 SELECTOR: Final = 'instance=~"$instance"'
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`unit`: one of Grafana's. `kind`: of Grafana's panels. `width`: of 24 columns."""
-
     title: str
     unit: str
+    """Grafana's name of the unit."""
     width: int = 8
+    """Columns, of 24."""
     kind: str = "timeseries"
+    """Grafana's type of the panel."""
     stacked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    title: str
-    panels: tuple[Panel, ...]
-
-
-ROWS: Final = (
-    Row(
-        "Requests",
-        (
-            Panel("Throughput", "short"),
-            Panel("Queue", "short"),
-            Panel("Requests ended", "reqps", stacked=True),
-            Panel("Time to first token", "s", 6),
-            Panel("Inter-token latency", "s", 6),
-            Panel("End-to-end latency", "s", 6),
-            Panel("Queue time", "s", 6),
-        ),
+ROWS: Final = {
+    "Requests": (
+        Panel("Throughput", "short"),
+        Panel("Queue", "short"),
+        Panel("Requests ended", "reqps", stacked=True),
+        Panel("Time to first token", "s", 6),
+        Panel("Inter-token latency", "s", 6),
+        Panel("End-to-end latency", "s", 6),
+        Panel("Queue time", "s", 6),
     ),
-    Row(
-        "Steps",
-        (
-            Panel("KV cache", "percentunit"),
-            Panel("Batch", "short"),
-            Panel("Computed tokens", "short"),
-            Panel("Steps", "ops", 12),
-            Panel("Time in steps", "percentunit", 12),
-        ),
+    "Steps": (
+        Panel("KV cache", "percentunit"),
+        Panel("Batch", "short"),
+        Panel("Computed tokens", "short"),
+        Panel("Steps", "ops", 12),
+        Panel("Time in steps", "percentunit", 12),
     ),
-    Row(
-        "Ranks",
-        (
-            Panel("Ranks: compute and wait", "percentunit", 12),
-            Panel("Step time by rank", "s", 6),
-            Panel("Busy by rank", "percentunit", 6),
-            Panel("State of ranks", "short", 12, kind="table"),
-            Panel("Time in state", "s", 6),
-            Panel("Experts' share of computing", "percentunit", 6),
-        ),
+    "Ranks": (
+        Panel("Ranks: compute and wait", "percentunit", 12),
+        Panel("Step time by rank", "s", 6),
+        Panel("Busy by rank", "percentunit", 6),
+        Panel("State of ranks", "short", 12, kind="table"),
+        Panel("Time in state", "s", 6),
+        Panel("Experts' share of computing", "percentunit", 6),
     ),
-    Row(
-        "Experts",
-        (
-            Panel("All-to-all bytes", "Bps"),
-            Panel("All-to-all rows", "short"),
-            Panel("All-to-all time", "percentunit"),
-            Panel("Balancedness, now", "percentunit", 12),
-            Panel("Balancedness, since the start", "percentunit", 12, kind="bargauge"),
-        ),
+    "Experts": (
+        Panel("All-to-all bytes", "Bps"),
+        Panel("All-to-all rows", "short"),
+        Panel("All-to-all time", "percentunit"),
+        Panel("Balancedness, now", "percentunit", 12),
+        Panel("Balancedness, since the start", "percentunit", 12, kind="bargauge"),
     ),
-    Row(
-        "Server",
-        (
-            Panel("Errors", "ops"),
-            Panel("HTTP responses", "reqps"),
-            Panel("Event loop lag", "s"),
-            Panel("Server", "short", 12, kind="table"),
-            Panel("Startup", "s", 6, kind="stat"),
-            Panel("Age of values", "s", 6, kind="stat"),
-        ),
+    "Server": (
+        Panel("Errors", "ops"),
+        Panel("HTTP responses", "reqps"),
+        Panel("Event loop lag", "s"),
+        Panel("Server", "short", 12, kind="table"),
+        Panel("Startup", "s", 6, kind="stat"),
+        Panel("Age of values", "s", 6, kind="stat"),
     ),
-)
-CALM: Final = ("stat", "bargauge", "table")
+}
+INSTANT_KINDS: Final = ("stat", "bargauge", "table")
+DATA_SOURCE_VARIABLE: Final = {
+    "name": "datasource",
+    "label": "Data source",
+    "type": "datasource",
+    "query": "prometheus",
+}
+INSTANCE_VARIABLE: Final = {
+    "name": "instance",
+    "label": "Server",
+    "type": "query",
+    "datasource": SOURCE,
+    "query": {"query": "label_values(moesaic_info, instance)", "refId": "instance"},
+    "refresh": 2,
+    "multi": True,
+    "includeAll": True,
+    "current": {"text": "All", "value": "$__all"},
+}
 
 
 def dashboard() -> dict[str, Any]:
@@ -106,41 +103,18 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-15m", "to": "now"},
         "refresh": "5s",
         "annotations": {"list": []},
-        "templating": {"list": [_datasource(), _instance()]},
+        "templating": {"list": [DATA_SOURCE_VARIABLE, INSTANCE_VARIABLE]},
         "panels": list(_panels()),
-    }
-
-
-def _datasource() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-    }
-
-
-def _instance() -> dict[str, Any]:
-    return {
-        "name": "instance",
-        "label": "Server",
-        "type": "query",
-        "datasource": SOURCE,
-        "query": {"query": "label_values(moesaic_info, instance)", "refId": "instance"},
-        "refresh": 2,
-        "multi": True,
-        "includeAll": True,
-        "current": {"text": "All", "value": "$__all"},
     }
 
 
 def _panels() -> Iterator[dict[str, Any]]:
     number, y = 1, 0
-    for row in ROWS:
+    for title, panels in ROWS.items():
         place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
-        yield {"id": number, "type": "row", "title": row.title, "gridPos": place, "panels": []}
+        yield {"id": number, "type": "row", "title": title, "gridPos": place, "panels": []}
         number, y, x = number + 1, y + 1, 0
-        for panel in row.panels:
+        for panel in panels:
             if x + panel.width > WIDTH:
                 x, y = 0, y + HEIGHT
             yield _panel(number, panel, {"x": x, "y": y, "w": panel.width, "h": HEIGHT})
@@ -172,7 +146,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
                 "datasource": SOURCE,
                 "expr": expr,
                 "legendFormat": legend,
-                "instant": panel.kind in CALM,
+                "instant": panel.kind in INSTANT_KINDS,
                 "format": "table" if panel.kind == "table" else "time_series",
             }
             for index, (expr, legend) in enumerate(targets)
@@ -181,12 +155,14 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def queries(metric: Metric, panel: Panel) -> Iterator[tuple[str, str]]:
-    """What is asked of Prometheus, and what its answer is called."""
+    """PromQL queries and their legends."""
     name = metric.full_name
     short = metric.name.removesuffix("_total").removesuffix("_seconds").replace("_", " ")
-    legend = " ".join(f"{{{{{label}}}}}" for label in metric.by) or short
-    if len({other.name for other in METRICS if other.panel == panel.title}) > 1 and metric.by:
+    by = metric.series.by
+    legend = " ".join(f"{{{{{label}}}}}" for label in by) or short
+    if by and sum(other.panel == panel.title for other in METRICS) > 1:
         legend = f"{short} {legend}"
+    aggregated = f" by ({', '.join(by)})" if by else ""
     if metric.kind is MetricKind.HISTOGRAM:
         for quantile in QUANTILES:
             rate = f"sum by (le) (rate({name}_bucket{{{SELECTOR}}}[$__rate_interval]))"
@@ -194,17 +170,13 @@ def queries(metric: Metric, panel: Panel) -> Iterator[tuple[str, str]]:
     elif metric.expr:
         yield _selected(metric.expr.format(name=name)), legend
     elif metric.kind is MetricKind.COUNTER:
-        yield f"sum{_by(metric)} (rate({name}{{{SELECTOR}}}[$__rate_interval]))", legend
+        yield f"sum{aggregated} (rate({name}{{{SELECTOR}}}[$__rate_interval]))", legend
     else:
-        yield f"max{_by(metric)} ({name}{{{SELECTOR}}})", legend
-
-
-def _by(metric: Metric) -> str:
-    return f" by ({', '.join(metric.by)})" if metric.by else ""
+        yield f"max{aggregated} ({name}{{{SELECTOR}}})", legend
 
 
 def _selected(expr: str) -> str:
-    """With the chosen servers alone."""
+    """Restricts every metric in the expression to the selected servers."""
     for metric in METRICS:
         expr = expr.replace(f"{metric.full_name}[", f"{metric.full_name}{{{SELECTOR}}}[")
         expr = expr.replace(f"{metric.full_name})", f"{metric.full_name}{{{SELECTOR}}})")

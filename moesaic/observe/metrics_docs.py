@@ -1,4 +1,4 @@
-"""docs/metrics.md and the Grafana dashboard from the table:
+"""Writes docs/metrics.md and the Grafana dashboard from the table of metrics:
 `python -m moesaic.observe.metrics_docs docs/metrics.md deploy/grafana/moesaic.json`."""
 
 from __future__ import annotations
@@ -8,54 +8,60 @@ import sys
 from pathlib import Path
 
 from moesaic.observe.grafana import dashboard
-from moesaic.observe.metrics import METRICS, Metric
+from moesaic.observe.metrics import METRICS, Metric, Source
 
 HEAD = """\
 # Metrics
 
-Written by `make docs` from `moesaic/observe/metrics.py`; a test compares the two.
+`make docs` writes this page from `moesaic/observe/metrics.py`; a test compares the two.
 
 `GET /metrics` answers in Prometheus' text format. It is always on and needs no key;
 `--enable-metrics` is accepted for compatibility and changes nothing. Requests and HTTP are counted
-in the server's own process. Schedulers and ranks are asked when somebody scrapes, at most once a
-second; if they do not answer within 2 s, their last values are given, and
-`moesaic_stats_age_seconds` tells how old those are.
+in the server's own process. A scrape queries schedulers and ranks, at most once a second; if they
+do not answer within 2 s, it returns their last values, and `moesaic_stats_age_seconds` shows their
+age.
 
     moesaic serve tiny:qwen3_moe &
     curl -s localhost:30000/metrics | grep time_to_first_token
 
-[deploy/prometheus.yml](../deploy/prometheus.yml) is an example of a scrape,
+[deploy/prometheus.yml](../deploy/prometheus.yml) is an example of a scrape configuration,
 [deploy/grafana/moesaic.json](../deploy/grafana/moesaic.json) a dashboard to import into Grafana
-(Dashboards, New, Import). For a look without either there is [the server's own page](dashboard.md).
+(Dashboards, New, Import). [The server's own page](dashboard.md) needs neither.
 
-`group` is a scheduler with requests of its own (one for each part of DP attention and each copy of
-the model), `rank` a process.
+A `group` is a scheduler with its own requests (one per data-parallel group and per copy of the
+model); a `rank` is a process.
+
+The server writes the text format itself. `prometheus-client` would keep the values in a global
+registry, and ours are a snapshot of other processes; the tests parse the output with it.
 """
+
+TITLES = {
+    Source.REQUESTS: "Requests, counted in the caller's process",
+    Source.SCHEDULERS: "Schedulers",
+    Source.RANKS: "Ranks",
+    Source.SERVER: "HTTP server",
+}
 
 
 def markdown() -> str:
     parts = [HEAD]
-    for source in dict.fromkeys(metric.source for metric in METRICS):
-        parts.append(f"\n## Counted by {_who(source)}\n\n| name | kind | labels | meaning |\n")
+    for source, title in TITLES.items():
+        parts.append(f"\n## {title}\n\n| name | kind | labels | meaning |\n")
         parts.append("|---|---|---|---|\n")
-        parts += [_row(metric) for metric in METRICS if metric.source == source]
+        parts += [_row(metric) for metric in METRICS if metric.series.source is source]
     return "".join(parts) + _buckets()
 
 
-def _who(source: str) -> str:
-    return f"the {source}" if source != "requests" else "whoever waits for requests"
-
-
 def _row(metric: Metric) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    labels = ", ".join(f"`{label}`" for label in metric.series.labels)
     return f"| `{metric.full_name}` | {metric.kind.value} | {labels} | {metric.help} |\n"
 
 
 def _buckets() -> str:
-    lines = ["\n## Buckets\n\nUpper bounds in seconds; one without a bound follows.\n\n"]
+    lines = ["\n## Buckets\n\nUpper bounds in seconds; the last bucket has no bound.\n\n"]
     for metric in METRICS:
-        if metric.buckets:
-            bounds = ", ".join(f"{bound:g}" for bound in metric.buckets)
+        if metric.series.buckets:
+            bounds = ", ".join(f"{bound:g}" for bound in metric.series.buckets)
             lines.append(f"- `{metric.full_name}`: {bounds}\n")
     return "".join(lines)
 

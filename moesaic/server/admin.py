@@ -1,4 +1,4 @@
-"""Routes for those who run the server."""
+"""Routes for operators."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from starlette.responses import Response
 
 import moesaic
 from moesaic.engine.frontend.inputs import GenerateInput
-from moesaic.server import generation as work
+from moesaic.server import generation
 from moesaic.server.bodies import AbortBody, read_body
-from moesaic.server.context import LEAVING, Context
+from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.routes import ADMIN, OPEN, USER, Route
 
-# How long one token may take until the engine counts as ill.
+# The engine is unhealthy if one token takes longer.
 PROBE_SECONDS: Final = 20.0
-# How long what it found is told to others who ask.
+# Later callers get the same result for this long.
 FRESH_SECONDS: Final = 1.0
 
 
 async def health(context: Context, _: Request) -> Response:
-    if context.trouble:
-        raise Refusal(503, context.trouble, headers=LEAVING)
+    if reason := context.unavailable_reason:
+        raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
     return json_response({"status": "ok"})
 
 
-class Probe:
-    """One token through every serving group, and so through every rank. Everybody may ask for it,
-    and it waits for nobody: so those who ask at about the same time get the same one's result."""
+class HealthProbe:
+    """Generates one token in every serving group, and so on every rank. Any client may ask for it
+    and it skips the queue, so concurrent callers share one result."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._under_way: asyncio.Task[Refusal | None] | None = None
+        self._task: asyncio.Task[Refusal | None] | None = None
         self._ended = 0.0
 
     async def result(self) -> Refusal | None:
-        """Nothing, if all is well."""
-        task = self._under_way
+        """None if the engine is healthy."""
+        task = self._task
         if task is None or (task.done() and time.monotonic() - self._ended > FRESH_SECONDS):
-            task = self._under_way = asyncio.create_task(self._run())
-        return await asyncio.shield(task)  # whoever leaves, others wait for it
+            task = self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(task)  # a caller that disconnects does not cancel it
 
     async def _run(self) -> Refusal | None:
         try:
-            return await self._ask()
+            return await self._generate()
         except Refusal as refusal:
             return refusal
         finally:
             self._ended = time.monotonic()
 
-    async def _ask(self) -> Refusal | None:
+    async def _generate(self) -> Refusal | None:
         context, groups = self._context, list(range(self._context.engine.mesh.num_groups))
         call = GenerateInput(
             input_ids=[[0] for _ in groups],
@@ -63,16 +63,16 @@ class Probe:
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                pieces = await work.probe(context, call)
+                updates = await generation.probe(context, call)
         except TimeoutError:
             return Refusal(503, f"the engine gave no token in {PROBE_SECONDS:g} s")
-        failed = [piece.request for piece in pieces if piece.request.failed]
-        return context.failed(failed[0]) if failed else None
+        failed = [update.request for update in updates if update.request.failed]
+        return context.failure_of(failed[0]) if failed else None
 
 
 async def health_generate(context: Context, request: Request) -> Response:
     await health(context, request)
-    if (refusal := await context.part(Probe).result()) is not None:
+    if (refusal := await context.shared(HealthProbe).result()) is not None:
         raise refusal
     return json_response({"status": "ok"})
 
@@ -94,64 +94,39 @@ async def version(_: Context, __: Request) -> Response:
 
 
 async def server_info(context: Context, _: Request) -> Response:
-    return json_response(await context.ask(context.engine.get_server_info))
+    return json_response(await context.in_thread(context.engine.get_server_info))
 
 
 async def flush_cache(context: Context, _: Request) -> Response:
-    return json_response({"freed_pages": await context.ask(context.engine.flush_cache)})
+    return json_response({"freed_pages": await context.in_thread(context.engine.flush_cache)})
 
 
 async def abort_request(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortBody)
     if body.abort_all:
-        context.keys.admit(RouteAccess.ADMIN, request)  # they are other people's, too
-        ended = await context.ask(context.engine.abort_all)
+        context.keys.admit(ADMIN, request)  # this ends other clients' requests
+        ended = await context.in_thread(context.engine.abort_all)
         return json_response({"status": "ok", "aborted": ended})
     if not body.rid:
         raise Refusal(400, "give the rid of a request, or abort_all", "rid")
-    may_end_all = context.keys.allow(RouteAccess.ADMIN, request)
-    client = None if may_end_all else work.client_of(request)
-    ended = await context.ask(lambda: context.engine.abort(body.rid, client))
+    may_end_all = context.keys.allow(ADMIN, request)
+    client = None if may_end_all else generation.client_of(request)
+    ended = await context.in_thread(lambda: context.engine.abort(body.rid, client))
     return json_response({"status": "ok", "aborted": ended})
 
 
 ROUTES = (
-    Route("GET", "/health", health, RouteAccess.OPEN, "Whether the server lives", probe=True),
+    Route("GET", "/health", health, OPEN, "Whether the server is up", probe=True),
     Route(
-        "GET",
-        "/health_generate",
-        health_generate,
-        RouteAccess.OPEN,
-        "One token through every rank",
-        probe=True,
+        "GET", "/health_generate", health_generate, OPEN, "One token through every rank", probe=True
     ),
-    Route(
-        "GET",
-        "/server_info",
-        server_info,
-        RouteAccess.ADMIN,
-        "What was resolved, and what is so now",
-    ),
-    Route("GET", "/get_server_info", server_info, RouteAccess.ADMIN, "The same as /server_info"),
-    Route("GET", "/model_info", model_info, RouteAccess.USER, "Which model is served"),
-    Route("GET", "/get_model_info", model_info, RouteAccess.USER, "The same as /model_info"),
-    Route("GET", "/version", version, RouteAccess.OPEN, "The version of the server"),
-    Route("GET", "/ping", health, RouteAccess.OPEN, "The same as /health", probe=True),
-    Route("POST", "/flush_cache", flush_cache, RouteAccess.ADMIN, "Empties the prefix cache"),
-    Route(
-        "GET",
-        "/flush_cache",
-        flush_cache,
-        RouteAccess.ADMIN,
-        "The same, as SGLang has it",
-        changes=True,
-    ),
-    Route(
-        "POST",
-        "/abort_request",
-        abort_request,
-        RouteAccess.USER,
-        "Ends a request by its id",
-        AbortBody,
-    ),
+    Route("GET", "/server_info", server_info, ADMIN, "Resolved configuration and current state"),
+    Route("GET", "/get_server_info", server_info, ADMIN, "The same as /server_info"),
+    Route("GET", "/model_info", model_info, USER, "The model that is served"),
+    Route("GET", "/get_model_info", model_info, USER, "The same as /model_info"),
+    Route("GET", "/version", version, OPEN, "The version of the server"),
+    Route("GET", "/ping", health, OPEN, "The same as /health", probe=True),
+    Route("POST", "/flush_cache", flush_cache, ADMIN, "Empties the prefix cache"),
+    Route("GET", "/flush_cache", flush_cache, ADMIN, "The same, as in SGLang", changes=True),
+    Route("POST", "/abort_request", abort_request, USER, "Ends a request by its id", AbortBody),
 )

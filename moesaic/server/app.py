@@ -11,16 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moesaic.engine.engine import Engine
-from moesaic.server import (
-    admin,
-    dashboard,
-    metrics,
-    native,
-    openai,
-    openapi,
-    profile,
-    tokens,
-)
+from moesaic.server import admin, dashboard, metrics, native, openai, openapi, profile, tokens
 from moesaic.server.auth import Keys, refuse_browsers
 from moesaic.server.context import Context
 from moesaic.server.errors import INTERNAL, Refusal
@@ -44,24 +35,24 @@ def make_app(
     engine: Engine, is_stopping: Callable[[], bool] = lambda: False, keys: Keys | None = None
 ) -> FastAPI:
     """`is_stopping`: whether the server is shutting down, which explains failed requests.
-    `keys`: None for those of the engine's flags and the environment."""
+    `keys`: None for the keys of the engine's flags and the environment."""
     context = Context(engine, is_stopping, Keys.of(engine.args) if keys is None else keys)
     app = FastAPI(
         title="Moesaic",
         openapi_url=None,
         redirect_slashes=False,
-        lifespan=lambda _: context.figures.running(),
+        lifespan=lambda _: context.stats.running(),
     )
     app.state.context = context
-    context.part(openai.OpenAISetup)  # so that what is wrong with it is told at start
+    context.shared(openai.OpenAISetup)  # raises its errors at start
     routes = (*ROUTES, openapi.route(ROUTES))
     for route in routes:
         app.router.add_route(route.path, _endpoint(context, route), [route.method])
     app.add_exception_handler(Exception, _internal)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_middleware(CountResponses, context.figures)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_middleware(CountResponses, context.stats)
     return app
 
 
@@ -75,7 +66,7 @@ def _endpoint(context: Context, route: Route) -> Callable[[Request], Awaitable[R
             return await route.handler(context, request)
         except (Refusal, HTTPException, ClientDisconnect):
             raise
-        except Exception as error:  # here, because starlette raises it once more for the log
+        except Exception as error:  # starlette would raise it again, for the log
             return await _internal(request, error)
 
     return endpoint
@@ -96,6 +87,6 @@ async def _internal(request: Request, error: Exception) -> Response:
     return Refusal(500, INTERNAL).response()
 
 
-async def _gone(_: Request, __: Exception) -> Response:
-    """Nobody reads it."""
+async def _disconnected(_: Request, __: Exception) -> Response:
+    """The client has disconnected; the response is not sent."""
     return Response(status_code=499)

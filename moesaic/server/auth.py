@@ -1,4 +1,4 @@
-"""Keys: who may call what. Only digests of them are kept, and compared in constant time."""
+"""API keys and access checks. Only digests of keys are kept, and compared in constant time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moesaic.server.routes import RouteAccess
 
 NAMED_PORT: Final = re.compile(r":\d*$")
 CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
-# What browsers send, and the clients of servers do not. A page can leave out some of it, and set
-# some of it, but it cannot leave out all: its language and the name of the browser stay.
+# Headers that browsers send and API clients do not. A page can suppress or set some of them, but
+# not all: the language and the name of the browser remain.
 BROWSER_HEADERS: Final = frozenset(
     "accept-language cookie origin referer upgrade-insecure-requests".split()
 )
@@ -32,16 +32,16 @@ BROWSER_NAME: Final = "mozilla/"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keys:
-    """`api` and `admin`: digests, or nothing where there is no such key. `local`: only this machine
-    can reach the server."""
+    """Digests of the server's keys; empty without a key."""
 
     api: bytes = b""
     admin: bytes = b""
     local: bool = False
+    """Only this machine can reach the server."""
 
     @classmethod
     def of(cls, args: ServerArgs, environment: Mapping[str, str] = os.environ) -> Keys:
-        """From flags, or where there is none from the environment, which `ps` does not show."""
+        """Flags take precedence over the environment, which `ps` does not show."""
         api = args.api_key if args.api_key is not None else environment.get(API_KEY)
         admin = args.admin_api_key
         admin = admin if admin is not None else environment.get(ADMIN_API_KEY)
@@ -52,17 +52,17 @@ class Keys:
         return bool(self.api or self.admin)
 
     def admit(self, access: RouteAccess, request: Request) -> bytes:
-        """The digest of the key that the request carries, if a key is needed. A Refusal for who may
-        not call this."""
-        wanted = self._wanted(access)
-        if not wanted:
+        """The digest of the request's key, empty if the route needs none. Raises a Refusal if the
+        client may not call the route."""
+        accepted = self._accepted(access)
+        if not accepted:
             if access is not RouteAccess.OPEN:
                 _refuse_foreign_pages(request)
                 if self.local:
                     _refuse_foreign_names(request)
             return b""
         given = _bearer(request)
-        if any(hmac.compare_digest(given, key) for key in wanted):
+        if any(hmac.compare_digest(given, key) for key in accepted):
             return given
         if given and self.api and hmac.compare_digest(given, self.api):
             raise Refusal(403, "this needs the admin key", code="admin_key_needed")
@@ -80,8 +80,8 @@ class Keys:
             return False
         return True
 
-    def _wanted(self, access: RouteAccess) -> tuple[bytes, ...]:
-        """Keys of which one is needed; none: it is open."""
+    def _accepted(self, access: RouteAccess) -> tuple[bytes, ...]:
+        """The keys that open a route; empty if it needs none."""
         match access:
             case RouteAccess.OPEN:
                 return ()
@@ -102,23 +102,23 @@ def _digest_of(flag: str, key: str | None) -> bytes:
 
 
 def _bearer(request: Request) -> bytes:
-    """The digest of what the header carries, which is of nothing where it is missing or wrong."""
+    """The digest of the header's key; empty if the header is missing or malformed."""
     found = [value for name, value in request.scope["headers"] if name == b"authorization"]
     scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
     return sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
 
 
 def _refuse_foreign_pages(request: Request) -> None:
-    """Without a key, any page that a browser shows could send requests to a server on the same
-    machine. Browsers say where such a page is from."""
+    """Without keys, any page in a browser could send requests to a server on the same machine.
+    Browsers name the page's site in the Origin header."""
     origin = request.headers.get("origin")
     if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
         raise Refusal(403, "requests from pages of other sites need a key: start with --api-key")
 
 
 def refuse_browsers(request: Request) -> None:
-    """For a GET that changes something, where there is no key: any page may make a browser send it,
-    and not every browser says to every address that a page did."""
+    """Protects a GET that changes state on a server without keys: any page can make a browser send
+    it, and some browsers omit the Origin header."""
     headers = request.headers
     if (
         any(name in BROWSER_HEADERS or name.startswith(BROWSER_PREFIX) for name in headers)
@@ -133,21 +133,21 @@ def refuse_browsers(request: Request) -> None:
 
 
 def _refuse_foreign_names(request: Request) -> None:
-    """A page's own site may change its address to this machine's; its requests then are its own to
-    the browser, which says by what name it came. An address cannot be changed so."""
+    """Prevents DNS rebinding: a site may point its name at this machine, and the browser then sends
+    that name as the host. It cannot do so with an address."""
     host = request.headers.get("host")
     if host is None or NAMED_PORT.sub("", host).lower() == "localhost" or _address(host):
         return
     raise Refusal(
         403,
-        "the Host header has a name that is not this machine's own: ask for localhost or an IP "
-        "address, or start with --api-key",
+        "the Host header is not this machine's own: use localhost or an IP address, or start with "
+        "--api-key",
         code="foreign_host",
     )
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Of a host, with a port or without."""
+    """The address in a host with or without a port."""
     try:
         return ipaddress.ip_address(NAMED_PORT.sub("", host).removeprefix("[").removesuffix("]"))
     except ValueError:

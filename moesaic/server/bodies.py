@@ -1,4 +1,4 @@
-"""What clients send: bodies of limited size, in strict JSON, of a declared shape."""
+"""Request bodies: limited in size, strict JSON, of a declared type."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from moesaic.server.errors import Refusal
 
 MAX_BODY: Final = 4 << 20
 MAX_DEPTH: Final = 64
-# Lists and objects, texts, and values in them: Python's lock is held while they are made.
+# Limits on what decoding creates: it holds Python's lock.
 MAX_CONTAINERS: Final = 1 << 14
 MAX_STRINGS: Final = 1 << 16
 MAX_VALUES: Final = 300_000
-# Larger bodies are read in a thread.
+# Larger bodies are decoded in a thread.
 LARGE_BODY: Final = 1 << 16
-# Looked at together: what holds Python's lock is short then.
-PIECE: Final = 1 << 16
+# Bytes that one numpy call scans, so that Python's lock is held only briefly.
+SCAN_BYTES: Final = 1 << 16
 MAX_DIGITS: Final = 20
-# Where msgspec's messages name a field or a value that was sent.
+# Fields and values of the client that msgspec's messages quote.
 QUOTED: Final = re.compile(r"(?<=field `|value ')(.*?)(?=[`'] - at `\$|[`']$)", re.DOTALL)
 
-LONE: Final = "the body has a lone surrogate: \\ud800 to \\udfff come in pairs, or not at all"
+LONE_SURROGATE: Final = "the body has a lone surrogate: \\ud800 to \\udfff must come in pairs"
 
-# How msgspec names the field at fault.
+# The field at fault in msgspec's messages.
 _FIELD: Final = re.compile(r"`\$\.(\w+)|field `(\w+)`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of /generate, with the names and defaults of SGLang."""
+    """The body of /generate, with SGLang's names and defaults."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -54,11 +54,11 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool = False
     rid: str | list[str] | None = None
     data_parallel_rank: int | list[int] | None = None
-    # Existing clients send these empty.
+    # Existing clients send these as null.
     image_data: None = None
     lora_path: None = None
 
-    def call(self) -> GenerateInput:
+    def to_input(self) -> GenerateInput:
         if (self.text is None) == (self.input_ids is None):
             raise Refusal(400, "give either text or input_ids, and not both")
         return GenerateInput(
@@ -74,41 +74,41 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def samples(self) -> Any:
-        """`n`, as it was sent."""
+        """`n` as the client sent it."""
         params = self.sampling_params
         return params.get("n") or 1 if isinstance(params, dict) else 1
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """As SGLang sends it: an id, or all."""
+    """SGLang's body: an id, or all."""
 
     rid: str = ""
     abort_all: bool = False
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body, or a Refusal. msgspec knows no NaN, no Infinity, no lone surrogates, and its
-    messages say where and what was expected without repeating what was sent."""
+    """The body, or a Refusal. msgspec rejects NaN, Infinity and lone surrogates, and its messages
+    say where and what was expected without quoting the body."""
     return (await read_sized(request, kind))[0]
 
 
 async def read_sized(request: Request, kind: type[Body]) -> tuple[Body, int]:
-    """The body and the number of its bytes, which says how long its handling may take."""
+    """The body and the number of its bytes, an estimate of the time that it takes."""
     data = await _read(request)
     if len(data) > LARGE_BODY:
         return await asyncio.to_thread(_decode, data, kind), len(data)
     return _decode(data, kind), len(data)
 
 
-async def aside(size: int, make: Callable[[], Result]) -> Result:
-    """In a thread where it is made of much: the event loop must not be held up."""
+async def in_thread_if_large(size: int, make: Callable[[], Result]) -> Result:
+    """Large inputs are handled in a thread, so that they do not block the event loop."""
     return make() if size <= LONG_PROMPT else await asyncio.to_thread(make)
 
 
-def is_moderate(text: str) -> bool:
-    """Whether JSON that came as the arguments of a call may be decoded too. A Refusal where it is
-    nested too deep: templates recurse into it."""
-    found = outline_of(text.encode())
+def is_decodable(text: str) -> bool:
+    """Whether the JSON arguments of a call are small enough to decode. Raises a Refusal if they are
+    nested too deeply, because templates recurse into them."""
+    found = json_extent(text.encode())
     if found.depth > MAX_DEPTH:
         what = f"the arguments of a call are nested more than {MAX_DEPTH} levels deep"
         raise Refusal(400, what, "messages")
@@ -119,25 +119,25 @@ def is_moderate(text: str) -> bool:
 def _decode(data: bytes, kind: type[Body]) -> Body:
     if not data.strip():
         raise Refusal(400, "the body is empty: send JSON")
-    outline = outline_of(data)
-    if outline.depth > MAX_DEPTH:
+    extent = json_extent(data)
+    if extent.depth > MAX_DEPTH:
         raise Refusal(400, f"the body is nested more than {MAX_DEPTH} levels deep")
     for number, most, what in (
-        (outline.containers, MAX_CONTAINERS, "lists and objects"),
-        (outline.strings, MAX_STRINGS, "texts"),
-        (outline.values, MAX_VALUES, "values"),
+        (extent.containers, MAX_CONTAINERS, "lists and objects"),
+        (extent.strings, MAX_STRINGS, "texts"),
+        (extent.values, MAX_VALUES, "values"),
     ):
         if number > most:
             raise Refusal(413, f"the body has {number} {what}: send at most {most} at once")
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
-        raise Refusal(400, "the body is nested too deeply") from None  # by its types
+        raise Refusal(400, "the body is nested too deeply") from None
     except UnicodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except msgspec.DecodeError as error:
         if not isinstance(error, msgspec.ValidationError) and _has_lone_surrogate(data, str(error)):
-            raise Refusal(400, LONE) from None
+            raise Refusal(400, LONE_SURROGATE) from None
         message = QUOTED.sub(_shorten, str(error))
         field = _FIELD.search(message)
         where = field and (field[1] or field[2])
@@ -145,29 +145,30 @@ def _decode(data: bytes, kind: type[Body]) -> Body:
 
 
 class JsonExtent(NamedTuple):
-    """Of JSON, without what strings hold. `values`: no fewer than the commas."""
+    """The size of JSON, not counting the contents of strings."""
 
     depth: int
     containers: int
     strings: int
     values: int
+    """Commas and one, an upper bound."""
 
 
-def outline_of(data: bytes) -> JsonExtent:
-    """What decoding would cost; where it is not JSON, of what comes before."""
+def json_extent(data: bytes) -> JsonExtent:
+    """What decoding would create. Invalid JSON is counted as if it were valid."""
     containers, strings = data.count(b"[") + data.count(b"{"), data.count(b'"') // 2
     values = data.count(b",") + 1
     if containers <= MAX_DEPTH and strings <= MAX_STRINGS and values <= MAX_VALUES:
         return JsonExtent(containers, containers, strings, values)
     level = depth = containers = quotes = 0
     values, rest = 1, b""
-    for start in range(0, len(data), PIECE):
-        piece, rest = _without_escapes(rest + data[start : start + PIECE])
-        codes = np.frombuffer(piece, np.uint8)
+    for start in range(0, len(data), SCAN_BYTES):
+        plain, rest = _without_escapes(rest + data[start : start + SCAN_BYTES])
+        codes = np.frombuffer(plain, np.uint8)
         is_quote = codes == QUOTE
         inside = (np.cumsum(is_quote, dtype=np.uint8) + np.uint8(quotes % 2)) & 1
         outside = np.where(inside, 0, codes)
-        steps = STEPS[outside]
+        steps = DEPTH_STEPS[outside]
         levels = level + np.cumsum(steps, dtype=np.int32)
         depth = max(depth, int(levels.max(initial=0)))
         containers += int(np.count_nonzero(steps > 0))
@@ -177,17 +178,18 @@ def outline_of(data: bytes) -> JsonExtent:
     return JsonExtent(depth, containers, quotes // 2, values)
 
 
-def _without_escapes(piece: bytes) -> tuple[bytes, bytes]:
-    """And the backslash at its end, if it escapes what follows."""
-    if b"\\" not in piece:
-        return piece, b""
-    piece = piece.replace(b"\\\\", b"")
-    rest = piece[-1:] if piece.endswith(b"\\") else b""
-    return piece[: len(piece) - len(rest)].replace(b'\\"', b""), rest
+def _without_escapes(data: bytes) -> tuple[bytes, bytes]:
+    """The data without escaped quotes, and a final backslash that escapes what follows."""
+    if b"\\" not in data:
+        return data, b""
+    data = data.replace(b"\\\\", b"")
+    rest = data[-1:] if data.endswith(b"\\") else b""
+    return data[: len(data) - len(rest)].replace(b'\\"', b""), rest
 
 
 def _has_lone_surrogate(data: bytes, message: str) -> bool:
-    """Of what is no JSON to msgspec, which takes half a pair near the end for a missing end."""
+    """Whether a lone surrogate is why msgspec rejects the data; near the end of the data it reports
+    truncation instead."""
     if "truncated" not in message:
         return "surrogate" in message
     try:
@@ -197,30 +199,30 @@ def _has_lone_surrogate(data: bytes, message: str) -> bool:
     return True
 
 
-def _steps() -> npt.NDArray[np.int8]:
-    """By byte: what it adds to the depth."""
+def _depth_steps() -> npt.NDArray[np.int8]:
+    """The change of depth for each byte."""
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")], steps[list(b"]}")] = 1, -1
     return steps
 
 
-STEPS: Final = _steps()
+DEPTH_STEPS: Final = _depth_steps()
 QUOTE, COMMA = b'",'
 
 
 def _shorten(found: re.Match[str]) -> str:
-    """Names that were sent are repeated only if they are plain and short."""
+    """Quotes a client's name only if it is plain and short."""
     return found[1] if shown(found[1]) == repr(found[1]) else shown(found[1])
 
 
 async def _read(request: Request) -> bytes:
-    """Who says beforehand that it is too much is refused before it is sent."""
+    """Refuses a body by its content-length before it is sent."""
     length = request.headers.get("content-length", "")
     data = bytearray()
     if length.isdigit() and int(length[:MAX_DIGITS]) > MAX_BODY:
         raise _too_large()
-    async for piece in request.stream():
-        data += piece
+    async for chunk in request.stream():
+        data += chunk
         if len(data) > MAX_BODY:
             raise _too_large()
     return bytes(data)

@@ -1,9 +1,8 @@
-"""Which connections a server holds, by the client that holds them, and which of them are closed
-when there are too many.
+"""The open connections of a server by client, and which of them it closes when there are too many.
 
-A connection waits for the server while a whole request is answered, and for its client otherwise:
-for a head, for the rest of a body, until an answer is read, for the next request. Where those that
-wait for clients take what others need, the client that holds most of them loses its oldest.
+While the server answers a whole request the connection waits for the server. Otherwise it waits for
+its client: to send a head, the rest of a body or the next request, or to read an answer. When such
+connections take up the room that others need, the client with the most of them loses its oldest.
 """
 
 from __future__ import annotations
@@ -16,44 +15,46 @@ from typing import Final, Protocol
 
 BODY_BYTES: Final = 256 << 20
 PROBE_CONNECTIONS: Final = 16
-# Clients that begin thousands of requests at once do not send them all in the same instant.
+# Clients that open thousands of connections at once need a moment to send their heads.
 GRACE_SECONDS: Final = 1.0
 NETWORK: Final = ~((1 << 64) - 1)
 
 
 class ConnectionState(Enum):
-    """What a connection waits for. HEAD: the rest of a head, or the first one. BODY: the rest of a
-    body. UNREAD: a client that reads, so that its answer can go on. IDLE: the next request, or a
-    client that reads the end of its answer. BUSY: an answer to a whole request."""
+    """What a connection waits for."""
 
     HEAD = auto()
+    """The first head, or the rest of one."""
     BODY = auto()
+    """The rest of a body."""
     UNREAD = auto()
+    """The client must read, so that the server can write the rest of the answer."""
     IDLE = auto()
+    """The next request, or the client must read the end of its answer."""
     BUSY = auto()
+    """The answer to a whole request."""
 
 
 class Connection(Protocol):
-    """`address`: of the client, as `network_of` gives it. `since`: when it began to wait for what
-    it waits for, by the monotonic clock."""
-
     address: str
+    """The client's network, from `network_of`."""
     since: float
+    """Monotonic time of the last change of state."""
 
-    def give_way(self) -> None:
-        """Closes the connection, and tells the client why where it waits for an answer."""
+    def evict(self) -> None:
+        """Closes the connection; a client that waits for an answer gets the reason."""
 
 
-class Holders:
-    """Connections with a weight each, by address, the oldest first."""
+class ConnectionWeights:
+    """Weights of connections, grouped by address, the oldest first."""
 
     def __init__(self) -> None:
         self._by_address: dict[str, dict[Connection, int]] = {}
         self._weights: dict[str, int] = {}
         self.total = 0
 
-    def put(self, connection: Connection, weight: int) -> None:
-        """A weight of 0 removes it; another weight keeps its place in the order."""
+    def set(self, connection: Connection, weight: int) -> None:
+        """A weight of 0 removes the connection; a changed weight keeps its age."""
         address = connection.address
         own = self._by_address.get(address, {})
         change = weight - own.get(connection, 0)
@@ -75,91 +76,91 @@ class Holders:
         return next(iter(self._by_address[address]))
 
     def oldest_of_largest(self) -> Connection | None:
-        """The oldest connection of the address with most weight; the first such address wins."""
+        """The oldest connection of the address with the most weight."""
         if not self._weights:
             return None
         return self.oldest_of(max(self._weights, key=self._weights.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """`connections`: all that may be open. `for_probes`: of these, those that no request but one to
-    a probe may take. `heads`: connections of one address that have waited for a whole head longer
-    than `grace_seconds`. `body_bytes`: what may be held of all bodies that are not whole."""
-
+class ConnectionQuotas:
     connections: int
+    """Connections that may be open."""
     for_probes: int
+    """Connections that are reserved for probes."""
     heads: int
+    """Connections of one address that may wait for a head longer than `grace_seconds`."""
     body_bytes: int = BODY_BYTES
+    """Bytes of all unfinished bodies together."""
     grace_seconds: float = GRACE_SECONDS
 
     @classmethod
-    def of(cls, connections: int) -> Shares:
-        """Keeps a few connections for probes, and lets one address, which may be a proxy, take half
-        of all with unfinished heads."""
+    def of(cls, connections: int) -> ConnectionQuotas:
+        """Reserves a few connections for probes. One address, which may be a proxy, may have half
+        of all connections in unfinished heads."""
         return cls(connections, min(PROBE_CONNECTIONS, connections // 4), connections // 2)
 
 
-class Connections:
-    """Those of one server."""
+class ConnectionTable:
+    """The open connections of one server."""
 
-    def __init__(self, shares: Shares) -> None:
-        self._shares = shares
-        self._waiting, self._heads = Holders(), Holders()
-        self._slow, self._body_bytes = Holders(), Holders()
+    def __init__(self, quotas: ConnectionQuotas) -> None:
+        self._quotas = quotas
+        self._waiting, self._heads = ConnectionWeights(), ConnectionWeights()
+        self._slow, self._body_bytes = ConnectionWeights(), ConnectionWeights()
         self._requests: set[Connection] = set()
 
-    def arrive(self, connection: Connection, number: int) -> None:
-        """Makes room for a connection that is new, the last of this number."""
-        self.place(connection, ConnectionState.HEAD)
-        if number > self._shares.connections:
-            self._close(self._waiting.oldest_of_largest())
+    def register(self, connection: Connection, number: int) -> None:
+        """Records a new connection, and evicts another if `number` are too many."""
+        self.update(connection, ConnectionState.HEAD)
+        if number > self._quotas.connections:
+            self._evict(self._waiting.oldest_of_largest())
 
-    def place(self, connection: Connection, state: ConnectionState, body_bytes: int = 0) -> None:
-        """Notes what a connection waits for, and how much it holds of a body that is not whole."""
+    def update(self, connection: Connection, state: ConnectionState, body_bytes: int = 0) -> None:
+        """Records a connection's state and the bytes of its unfinished body."""
         if state in (ConnectionState.HEAD, ConnectionState.IDLE):
             self._requests.discard(connection)
-        self._note(connection, state, body_bytes)
-        if self._heads.weight_of(connection.address) > self._shares.heads:
+        self._set_weights(connection, state, body_bytes)
+        if self._heads.weight_of(connection.address) > self._quotas.heads:
             oldest = self._heads.oldest_of(connection.address)
-            if time.monotonic() - oldest.since >= self._shares.grace_seconds:
-                self._close(oldest)
-        while self._body_bytes.total > self._shares.body_bytes:
-            self._close(self._body_bytes.oldest_of_largest())
+            if time.monotonic() - oldest.since >= self._quotas.grace_seconds:
+                self._evict(oldest)
+        while self._body_bytes.total > self._quotas.body_bytes:
+            self._evict(self._body_bytes.oldest_of_largest())
 
-    def begin_request(self, connection: Connection) -> bool:
-        """Whether there is room for a request that is none to a probe: it takes that of a request
-        which waits for its client, if need be."""
-        if len(self._requests) >= self._shares.connections - self._shares.for_probes:
+    def admit_request(self, connection: Connection) -> bool:
+        """Whether there is room for a request that is not a probe; it may evict a request that
+        waits for its client."""
+        if len(self._requests) >= self._quotas.connections - self._quotas.for_probes:
             oldest = self._slow.oldest_of_largest()
             if oldest is None:
                 return False
-            self._close(oldest)
+            self._evict(oldest)
         self._requests.add(connection)
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def unregister(self, connection: Connection) -> None:
         self._requests.discard(connection)
-        self._note(connection, ConnectionState.BUSY, 0)  # which waits for nothing
+        self._set_weights(connection, ConnectionState.BUSY, 0)  # has no weight
 
-    def _note(self, connection: Connection, state: ConnectionState, body_bytes: int) -> None:
+    def _set_weights(self, connection: Connection, state: ConnectionState, body_bytes: int) -> None:
         is_slow = (
             state in (ConnectionState.BODY, ConnectionState.UNREAD) and connection in self._requests
         )
-        self._waiting.put(connection, state is not ConnectionState.BUSY)
-        self._heads.put(connection, state is ConnectionState.HEAD)
-        self._slow.put(connection, is_slow)
-        self._body_bytes.put(connection, body_bytes if state is ConnectionState.BODY else 0)
+        self._waiting.set(connection, state is not ConnectionState.BUSY)
+        self._heads.set(connection, state is ConnectionState.HEAD)
+        self._slow.set(connection, is_slow)
+        self._body_bytes.set(connection, body_bytes if state is ConnectionState.BODY else 0)
 
-    def _close(self, connection: Connection | None) -> None:
+    def _evict(self, connection: Connection | None) -> None:
         if connection is not None:
-            self.leave(connection)
-            connection.give_way()
+            self.unregister(connection)
+            connection.evict()
 
 
 def network_of(host: str) -> str:
-    """Where a client is: an IPv4 address, or the 64 bits of an IPv6 address that name a network,
-    since one client may have all addresses in it."""
+    """An IPv4 address, or the /64 network of an IPv6 address, because one client may have all
+    addresses in it."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

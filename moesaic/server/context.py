@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, and how its failures become answers."""
+"""What all handlers share: the engine, its statistics, and how its failures become responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from moesaic.core.request import Request
 from moesaic.core.sampling import BadParameter
 from moesaic.engine.engine import Engine, QueueFull
 from moesaic.engine.frontend.inputs import PromptTooLong
+from moesaic.engine.frontend.profiler import ProfileRunning
 from moesaic.engine.frontend.queries import QueryTimeout
-from moesaic.server.admission import Admission, Full
+from moesaic.server.admission import AdmissionQueue, AdmissionQueueFull
 from moesaic.server.auth import Keys
 from moesaic.server.errors import INTERNAL, Refusal
 from moesaic.server.live_stats import LiveStats
@@ -21,8 +22,8 @@ from moesaic.server.live_stats import LiveStats
 logger = logging.getLogger(__name__)
 
 STOPPING: Final = "the server is stopping"
-# Another server may answer at once, or this one when it has started again.
-LEAVING: Final = {"Connection": "close", "Retry-After": "1"}
+# Another server, or this one after a restart, can answer at once.
+CLOSE_AND_RETRY: Final = {"Connection": "close", "Retry-After": "1"}
 
 Result = TypeVar("Result")
 
@@ -33,58 +34,62 @@ class Context:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], keys: Keys) -> None:
         self.engine, self._is_stopping = engine, is_stopping
         self.keys = keys
-        self.admission = Admission(engine.max_running, engine.args.max_queued_requests)
-        self.figures = LiveStats(engine, lambda: self.admission.waiting)
-        self._parts: dict[Any, Any] = {}
+        self.admission = AdmissionQueue(engine.max_running, engine.args.max_queued_requests)
+        self.stats = LiveStats(engine, lambda: self.admission.waiting)
+        self._shared: dict[Any, Any] = {}
 
     @property
     def args(self) -> ServerArgs:
         return self.engine.args
 
     @property
-    def trouble(self) -> str:
-        """Why nobody is served any more, or nothing."""
+    def unavailable_reason(self) -> str:
+        """Why the server accepts no requests; empty if it does."""
         return self.engine.fault or (STOPPING if self._is_stopping() else "")
 
-    def part(self, kind: Callable[[Context], Result]) -> Result:
-        """What a set of routes needs and is made once a server."""
-        if kind not in self._parts:
-            self._parts[kind] = kind(self)
-        made: Result = self._parts[kind]
+    def shared(self, make: Callable[[Context], Result]) -> Result:
+        """The server's one instance of `make`, created at its first use."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        made: Result = self._shared[make]
         return made
 
-    async def ask(self, question: Callable[[], Result]) -> Result:
-        """The engine answers between two steps: not in the event loop's time."""
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Runs blocking work, such as queries that the engine answers between steps. Errors of the
+        engine become Refusals."""
         try:
-            return await asyncio.to_thread(question)
-        except RuntimeError as error:
+            return await asyncio.to_thread(work)
+        except (ValueError, RuntimeError) as error:
             raise self.refusal(error) from error
 
     def refusal(self, error: Exception) -> Refusal:
-        """What to tell a client of an error that the engine raised."""
+        """The response to an error that the engine raised."""
         match error:
             case Refusal():
                 return error
             case QueueFull():
-                seconds = error.retry_after if isinstance(error, Full) else 1
+                seconds = error.retry_after if isinstance(error, AdmissionQueueFull) else 1
                 headers = {"Retry-After": str(seconds)}
                 return Refusal(429, str(error), code="queue_full", headers=headers)
             case QueryTimeout():
-                return Refusal(503, self.trouble or str(error), headers=LEAVING)
+                reason = self.unavailable_reason or str(error)
+                return Refusal(503, reason, headers=CLOSE_AND_RETRY)
+            case ProfileRunning():
+                return Refusal(409, str(error))
             case PromptTooLong():
                 return Refusal(400, str(error), code="context_length_exceeded")
             case BadParameter():
                 return Refusal(400, str(error), error.name)
-            # A number such as 10**400 is valid JSON, and no float.
+            # JSON allows numbers that no float can hold, such as 10**400.
             case ValueError() | OverflowError():
                 return Refusal(400, str(error))
-        if self.trouble:
-            return Refusal(503, self.trouble, headers=LEAVING)
+        if reason := self.unavailable_reason:
+            return Refusal(503, reason, headers=CLOSE_AND_RETRY)
         logger.error("the engine failed", exc_info=error)
         return Refusal(500, INTERNAL)
 
-    def failed(self, request: Request) -> Refusal:
-        """What to tell of a request that failed, which says why itself."""
-        if self.trouble:
-            return Refusal(503, self.trouble, headers=LEAVING)
+    def failure_of(self, request: Request) -> Refusal:
+        """The response to a request that failed."""
+        if reason := self.unavailable_reason:
+            return Refusal(503, reason, headers=CLOSE_AND_RETRY)
         return Refusal(500, request.failure)

@@ -1,4 +1,4 @@
-"""The page at /, and the one endpoint that feeds it."""
+"""The page at / and the endpoint that feeds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
-from moesaic.server.routes import Handler, Route, RouteAccess
+from moesaic.server.routes import OPEN, USER, Handler, Route
 
 FOLDER: Final = Path(__file__).with_name("page")
 KINDS: Final = {
@@ -33,18 +33,18 @@ HEADERS: Final = {
 
 
 async def data(context: Context, request: Request) -> Response:
-    """All that the page shows; of the history only what is newer than `since`."""
+    """The data of the page, with the samples of the history after `since`."""
     since = _since(request.query_params.get("since", "0"))
-    figures, engine = context.figures, context.engine
-    await figures.poll.refresh()
-    stats, requests = figures.poll.stats, engine.request_stats()
+    live, requests = context.stats, context.engine.request_stats()
+    await live.poll.refresh()
+    stats = live.poll.stats
     return json_response(
         {
-            "info": figures.info,
-            "trouble": context.trouble,
+            "info": live.info,
+            "trouble": context.unavailable_reason,
             "when": stats.when,
-            "age": figures.poll.age,
-            "history": [sample for sample in figures.history.samples if sample.when > since],
+            "age": live.poll.age,
+            "history": [sample for sample in live.history.samples if sample.when > since],
             "requests": {
                 "open": requests.open,
                 "answering": requests.answering,
@@ -55,11 +55,8 @@ async def data(context: Context, request: Request) -> Response:
             },
             "groups": [msgspec.structs.asdict(group) for group in stats.groups],
             "ranks": list(_ranks(context)),
-            "experts": {
-                "number": stats.num_experts,
-                "layers": figures.poll.experts,
-            },
-            "loop_lag_max": figures.lag.max,
+            "experts": {"number": stats.num_experts, "layers": live.poll.experts},
+            "loop_lag_max": live.lag.max,
         }
     )
 
@@ -75,7 +72,7 @@ def _since(text: str) -> float:
 
 
 def _ranks(context: Context) -> Iterator[dict[str, Any]]:
-    for rank in context.figures.poll.stats.ranks:
+    for rank in context.stats.poll.stats.ranks:
         yield {
             "rank": rank.rank,
             "place": rank.place,
@@ -99,15 +96,13 @@ def _file(path: Path) -> Handler:
 
 
 def _files() -> Iterator[Route]:
-    yield Route("GET", "/", _file(FOLDER / "index.html"), RouteAccess.OPEN, "The server's own page")
+    yield Route("GET", "/", _file(FOLDER / "index.html"), OPEN, "The server's own page")
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in KINDS:
-            yield Route(
-                "GET", f"/page/{path.name}", _file(path), RouteAccess.OPEN, "A file of the page"
-            )
+            yield Route("GET", f"/page/{path.name}", _file(path), OPEN, "A file of the page")
 
 
 ROUTES = (
     *_files(),
-    Route("GET", "/dashboard/data", data, RouteAccess.USER, "What the page shows"),
+    Route("GET", "/dashboard/data", data, USER, "The data of the page"),
 )

@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's shape, with the right status, whatever the route."""
+"""Error responses: OpenAI's shape on every route."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import Response
 
-# A message may quote what was sent, which may be megabytes.
+# Messages may quote the request, which may have megabytes.
 LONGEST_MESSAGE: Final = 500
-INTERNAL: Final = "an error of the server, which its log has"
+INTERNAL: Final = "internal server error: see the server's log"
 TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -26,8 +26,8 @@ TYPES: Final = {
 
 
 class Refusal(Exception):
-    """Ends the handling of a request with this status. `param`: the field at fault; `code`: a word
-    that programs look for, such as context_length_exceeded."""
+    """Ends a request with this status. `param`: the field at fault. `code`: a word for programs,
+    such as context_length_exceeded."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Refusal(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Also the event that ends a stream which has begun."""
+        """The body of the response, or the last event of a stream."""
         text = self.message
         if len(text) > LONGEST_MESSAGE:
             text = f"{text[:LONGEST_MESSAGE]} …"

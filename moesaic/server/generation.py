@@ -1,4 +1,4 @@
-"""Requests of a client on their way through the engine: every route that generates goes here."""
+"""Runs clients' requests in the engine; every route that generates uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.engine.frontend.admission import AdmissionGate, NoGate
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
-from moesaic.server.context import LEAVING, Context
+from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
 from moesaic.server.request_log import log_request
 from moesaic.server.responses import while_connected
@@ -20,11 +20,11 @@ from moesaic.server.routes import CLIENT
 
 
 @contextmanager
-def arrival(context: Context) -> Iterator[None]:
-    """While a body is made into requests, which a chat template or a grammar may hold up: a server
-    that stops meanwhile waits for it, and one that has begun to stop refuses it."""
-    if context.trouble:
-        raise Refusal(503, context.trouble, headers=LEAVING)
+def open_call(context: Context) -> Iterator[None]:
+    """Counts a call from the moment its body is read: chat templates and grammars may delay its
+    requests. A stopping server waits for open calls and refuses new ones."""
+    if reason := context.unavailable_reason:
+        raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
     context.admission.calls += 1
     try:
         yield
@@ -33,62 +33,61 @@ def arrival(context: Context) -> Iterator[None]:
 
 
 async def stream(
-    context: Context, request: Request, call: GenerateInput, apart: bool = False
+    context: Context, request: Request, call: GenerateInput, keep_failures: bool = False
 ) -> AsyncGenerator[RequestUpdate, None]:
-    """The pieces of all answers, the first of which is there already: until then the engine may
-    refuse or fail, and the status of the response can still say so. Errors are Refusals. `apart`: a
-    failed answer leaves the others whole, and is told as one of them."""
-    pieces = _pieces(context, call, True, client_of(request))
+    """The updates of all answers, once the first has arrived: until then the engine may refuse or
+    fail, and the status of the response can still say so. Errors are Refusals. `keep_failures`: a
+    failed answer is one of the updates and does not end the others."""
+    updates = _updates(context, call, True, client_of(request))
     try:
-        first = await while_connected(request, anext(pieces))
-        if first.progress.finished and first.request.failed and not apart:
-            raise context.failed(first.request)
+        first = await while_connected(request, anext(updates))
+        if first.progress.finished and first.request.failed and not keep_failures:
+            raise context.failure_of(first.request)
     except BaseException:
-        await pieces.aclose()
+        await updates.aclose()
         raise
-    return _with_first(first, pieces)
+    return _with_first(first, updates)
 
 
-async def whole(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
-    """The last piece of each answer, in the order of the prompts. Errors are Refusals."""
-    return await while_connected(request, _all(context, call, client_of(request)))
+async def collect(context: Context, request: Request, call: GenerateInput) -> list[RequestUpdate]:
+    """The last update of each answer, in the order of the prompts. Errors are Refusals."""
+    return await while_connected(request, _collect(context, call, client_of(request)))
 
 
 async def probe(context: Context, call: GenerateInput) -> list[RequestUpdate]:
-    """The same before all that waits, and for no client in particular."""
-    return await _all(context, call, None)
+    """Like `collect`, but the call skips the queue and belongs to no client."""
+    return await _collect(context, call, None)
 
 
-async def _all(
+async def _collect(
     context: Context, call: GenerateInput, client: Hashable | None
 ) -> list[RequestUpdate]:
-    found = {piece.index: piece async for piece in _pieces(context, call, False, client)}
-    return [found[index] for index in sorted(found)]
+    last = {update.index: update async for update in _updates(context, call, False, client)}
+    return [last[index] for index in sorted(last)]
 
 
 def client_of(request: Request) -> Hashable:
-    """The client that a request comes from, by its key and its network: many clients may share one
-    key, and many may share an address."""
+    """Identifies a client by its key and its network: clients may share either."""
     return request.scope.get(CLIENT), request.client and network_of(request.client.host)
 
 
-async def _pieces(
+async def _updates(
     context: Context, call: GenerateInput, stream: bool, client: Hashable | None
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
-        raise Refusal(503, context.engine.fault, headers=LEAVING)
-    gate: AdmissionGate = NoGate() if client is None else context.admission.ticket(client)
-    pieces = context.engine.follow(replace(call, client=client), stream, gate)
+        raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
+    gate: AdmissionGate = NoGate() if client is None else context.admission.new_call(client)
+    updates = context.engine.follow(replace(call, client=client), stream, gate)
     try:
-        async for piece in pieces:
-            if context.args.log_requests and piece.progress.finished:
-                log_request(context.args, piece, call.text_of(piece.index))
-            yield piece
+        async for update in updates:
+            if context.args.log_requests and update.progress.finished:
+                log_request(context.args, update, call.text_of(update.index))
+            yield update
     except (ValueError, OverflowError, RuntimeError) as error:
         raise context.refusal(error) from error
     finally:
-        await pieces.aclose()
-        gate.leave()  # it may not have come to it
+        await updates.aclose()
+        gate.leave()  # the engine may not have entered it
 
 
 async def _with_first(
@@ -96,7 +95,7 @@ async def _with_first(
 ) -> AsyncGenerator[RequestUpdate, None]:
     try:
         yield first
-        async for piece in rest:
-            yield piece
+        async for update in rest:
+            yield update
     finally:
         await rest.aclose()

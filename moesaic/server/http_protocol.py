@@ -1,8 +1,7 @@
-"""The connection itself: limits on its head, its pace and its number, before any handler is asked.
+"""uvicorn's HTTP protocol with limits on heads, on time and on the number of connections.
 
-uvicorn's protocol does the rest. It has no limit on the size of a head or of trailers, nor on the
-time in which one comes or an answer is read, and tells only the newest of pipelined requests that
-the client has left.
+uvicorn limits neither the size of a head or of trailers, nor the time in which a request arrives or
+an answer is read, and it reports a disconnect only to the newest of pipelined requests.
 """
 
 from __future__ import annotations
@@ -23,74 +22,78 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from moesaic.server.connections import Connections, ConnectionState, Shares, network_of
+from moesaic.server.connections import (
+    ConnectionQuotas,
+    ConnectionState,
+    ConnectionTable,
+    network_of,
+)
 from moesaic.server.errors import Refusal
 
 MAX_HEAD: Final = 16 << 10
-# Of a line of a head: what is neither its name nor its value.
-LINE_SIGNS: Final = len(": \r\n")
-# The bytes that the parser is fed at once. It does not say at which of them a message begins, so
-# the piece with the beginning is not counted.
-PIECE: Final = 4 << 10
-# What frames the data of a chunk may have as many bytes, and twice as many as the data.
-CHUNK_SIGNS: Final = 16
-# From its first byte to its last; a connection without any request has as long.
+# Bytes of a header line besides its name and value.
+LINE_OVERHEAD: Final = len(": \r\n")
+# Bytes that the parser gets at once. It does not report where a message begins, so the bytes with
+# the beginning are not counted.
+PARSE_BYTES: Final = 4 << 10
+# Framing bytes that a chunk may have, besides twice the bytes of its data.
+CHUNK_OVERHEAD: Final = 16
+# Time for a whole request, or for the first byte on a new connection.
 REQUEST_SECONDS: Final = 30.0
-# In which a client must take something of what waits for it.
+# Time in which a client must read something of its answer.
 WRITE_SECONDS: Final = 60.0
-LOOKS: Final = 8
-# What is thrown away of a body that was refused, so that the client reads why instead of an error.
+WRITE_CHECKS: Final = 8
+# Bytes of a refused body that are discarded, so that the client reads the refusal.
 MAX_DISCARDED: Final = 16 << 20
 MAX_PIPELINED: Final = 64
 VERSIONS: Final = ("1.0", "1.1")
-# RFC 9112, section 3.2: a name or an address, and a port.
+# RFC 9112, section 3.2: a name or an address, and optionally a port.
 HOST: Final = re.compile(rb"(?:\[[\w:.%~-]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
-CROWDED: Final = "too many connections: try again later"
+TOO_MANY_CONNECTIONS: Final = "too many connections: try again later"
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`probes`: paths whose requests find a connection when no others do."""
-
-    shares: Shares
+    quotas: ConnectionQuotas
     probes: frozenset[str]
+    """Paths that have reserved connections."""
     request_seconds: float = REQUEST_SECONDS
     write_seconds: float = WRITE_SECONDS
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """`limits` and `held`, the connections of one server, are set by `guarded`."""
+    """`protocol_with` sets the class attributes, which all connections of one server share."""
 
     limits: ConnectionLimits
-    held: Connections
+    table: ConnectionTable
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.address, self.since = "", time.monotonic()
-        self._placed = ConnectionState.HEAD
-        self._in_head = self._begun = False
+        self._last_state = ConnectionState.HEAD
+        self._in_head = self._in_message = False
         self._messages = self._head_bytes = 0
-        # Of the message that is being read: what is no data, data and chunks that came lately, data
-        # that was kept, and bytes after the answer.
-        self._signs = self._data_bytes = self._chunks = self._body_bytes = self._discarded = 0
+        # Of the current message: framing, data and chunks since the last call of the parser, data
+        # that is kept, and bytes after the answer.
+        self._framing = self._data_bytes = self._chunks = self._body_bytes = self._discarded = 0
         self._running: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._deaf = self._gone = False
-        self._look: asyncio.TimerHandle | None = None
-        self._unsent = self._looks = 0
+        self._ignores_input = self._lost = False
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = self._stalled_checks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = network_of(self.client[0]) if self.client else ""
-        self._expect()
-        self.held.arrive(self, len(self.connections))
+        self._start_deadline()
+        self.table.register(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gone = True
-        self.held.leave(self)
-        self._expect_nothing()
-        if self._look is not None:
-            self._look.cancel()
+        self._lost = True
+        self.table.unregister(self)
+        self._cancel_deadline()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         self._unset_keepalive_if_required()
         running = self._running
         super().connection_lost(exc)
@@ -100,30 +103,31 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
         self._unset_keepalive_if_required()
         if self._deadline is None:
-            self._expect()
-        for start in range(0, len(data), PIECE):
-            piece, message = data[start : start + PIECE], self._messages
+            self._start_deadline()
+        for start in range(0, len(data), PARSE_BYTES):
+            part, message = data[start : start + PARSE_BYTES], self._messages
             self._data_bytes = self._chunks = 0
             try:
-                self._parse(piece)
+                self._parse(part)
             except httptools.HttpParserError as error:
                 cause = error.__context__
-                self._end(cause if isinstance(cause, Refusal) else Refusal(400, "this is no HTTP"))
-            if not self._deaf and self._begun and self._messages == message:
-                self._count(len(piece))
-            if self._deaf:
+                refusal = cause if isinstance(cause, Refusal) else Refusal(400, "this is not HTTP")
+                self._refuse(refusal)
+            if not self._ignores_input and self._in_message and self._messages == message:
+                self._count(len(part))
+            if self._ignores_input:
                 return
-        if self._begun and self._deadline is None:  # it came with the end of the one before
-            self._expect()
-        self._place()
+        if self._in_message and self._deadline is None:  # it began behind the previous message
+            self._start_deadline()
+        self._update_state()
 
     def _parse(self, data: bytes) -> None:
-        """Clients may propose another protocol, and some do with every request. The parser then
-        stops after the head, and takes no body: it is given the head again without the proposal."""
+        """Clients may propose an upgrade, and some do so in every request. The parser then stops
+        after the head and reads no body, so it gets the head again without the proposal."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -139,31 +143,31 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _count(self, size: int) -> None:
-        """Bytes of the message that was being read before them, and still is."""
-        # The parser keeps the beginning of a header or trailer until it has the end.
-        data = 3 * self._data_bytes + CHUNK_SIGNS * self._chunks
-        self._signs = max(0, self._signs + size - data)
-        if self._signs > MAX_HEAD:
-            self._end(_head_refusal())
+        """Counts bytes that belong to one message."""
+        # The parser buffers an unfinished header or trailer.
+        data = 3 * self._data_bytes + CHUNK_OVERHEAD * self._chunks
+        self._framing = max(0, self._framing + size - data)
+        if self._framing > MAX_HEAD:
+            self._refuse(_head_refusal())
         elif not self._in_head and self.cycle.response_complete:
             self._discarded += size
             if self._discarded > MAX_DISCARDED:
-                self._deaf = True
+                self._ignores_input = True
                 self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = self._begun = True
+        self._in_head = self._in_message = True
         self._messages += 1
-        self._head_bytes = self._signs = self._body_bytes = self._discarded = 0
+        self._head_bytes = self._framing = self._body_bytes = self._discarded = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # and is no trailer: the request was let in without it
-            self._head_bytes += len(name) + len(value) + LINE_SIGNS
+        if self._in_head:  # trailers are ignored: the request was admitted without them
+            self._head_bytes += len(name) + len(value) + LINE_OVERHEAD
             super().on_header(name, value.strip(b" \t"))
 
     def on_headers_complete(self) -> None:
@@ -173,14 +177,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if self.url[:1] not in (b"/", b"*"):
-            self._take_host_of_url()
+            self._use_host_of_url()
         super().on_headers_complete()
         self._in_head = False
         if len(self.pipeline) > MAX_PIPELINED:
             raise Refusal(400, f"more than {MAX_PIPELINED} requests without reading an answer")
 
-    def _take_host_of_url(self) -> None:
-        """RFC 9112, section 3.2.2: where the target has a host, the header does not count."""
+    def _use_host_of_url(self) -> None:
+        """RFC 9112, section 3.2.2: a host in the target overrides the header."""
         url = httptools.parse_url(self.url)
         host = url.host or b""
         host = b"[%s]" % host if b":" in host else host
@@ -200,47 +204,47 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._in_head = self._begun = False
-        self._expect_nothing()
+        self._in_head = self._in_message = False
+        self._cancel_deadline()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
-        self._place()
+        self._watch_writes()
+        self._update_state()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._looks = 0
-        self._place()
+        self._stalled_checks = 0
+        self._update_state()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch_reader()
-        self._place()
+        self._watch_writes()
+        self._update_state()
 
     def send_400_response(self, msg: str) -> None:
-        self._end(Refusal(400, msg))
+        self._refuse(Refusal(400, msg))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if not self._may_start(cycle):
-            self._end(Refusal(503, CROWDED))
+            self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
             return
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _may_start(self, cycle: RequestResponseCycle) -> bool:
-        if self._gone:
+        if self._lost:
             return False
-        self.held.place(self, ConnectionState.IDLE)  # its last request is over
-        return cycle.scope["path"] in self.limits.probes or self.held.begin_request(self)
+        self.table.update(self, ConnectionState.IDLE)  # its last request is over
+        return cycle.scope["path"] in self.limits.probes or self.table.admit_request(self)
 
-    def _place(self) -> None:
-        if self._gone:
+    def _update_state(self) -> None:
+        if self._lost:
             return
         state = self._state
-        if state is not self._placed:
-            self._placed, self.since = state, time.monotonic()
-        self.held.place(self, state, self._body_bytes)
+        if state is not self._last_state:
+            self._last_state, self.since = state, time.monotonic()
+        self.table.update(self, state, self._body_bytes)
 
     @property
     def _state(self) -> ConnectionState:
@@ -251,95 +255,95 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return ConnectionState.UNREAD if self.flow.write_paused else ConnectionState.BUSY
         return ConnectionState.HEAD if self._in_head or running is None else ConnectionState.IDLE
 
-    def give_way(self) -> None:
-        self._gone = True
+    def evict(self) -> None:
+        self._lost = True
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # its client has not read the answer
         elif self._state is ConnectionState.IDLE:
             self.transport.close()
         else:
-            self._end(Refusal(503, CROWDED))
+            self._refuse(Refusal(503, TOO_MANY_CONNECTIONS))
 
-    def _expect(self) -> None:
-        self._expect_nothing()
-        self._deadline = self.loop.call_later(self.limits.request_seconds, self._late)
+    def _start_deadline(self) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(self.limits.request_seconds, self._on_deadline)
 
-    def _expect_nothing(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _late(self) -> None:
+    def _on_deadline(self) -> None:
         self._deadline = None
         if self._state in (ConnectionState.BUSY, ConnectionState.UNREAD):
-            if self._begun:  # it was sent ahead, and does not end the one before it
-                self._expect()
-        elif self._begun:
-            message = f"the request did not come within {self.limits.request_seconds:g} s"
-            self._end(Refusal(408, message))
+            if self._in_message:  # a pipelined request must not end the one before it
+                self._start_deadline()
+        elif self._in_message:
+            message = f"the request did not arrive within {self.limits.request_seconds:g} s"
+            self._refuse(Refusal(408, message))
         else:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # there is no request
 
-    def _end(self, refusal: Refusal) -> None:
-        """The last answer on this connection, unless another is being given."""
-        self._deaf = True
-        self._expect_nothing()
+    def _refuse(self, refusal: Refusal) -> None:
+        """Sends the refusal as the last answer, unless another answer is being sent, and closes."""
+        self._ignores_input = True
+        self._cancel_deadline()
         running = self._running
         free = running is None or running.response_complete or not running.response_started
         if free and not self.transport.is_closing():
-            self.transport.write(_raw(refusal.response()))
+            self.transport.write(_to_bytes(refusal.response()))
         self.transport.close()
-        self._watch_reader()
+        self._watch_writes()
 
-    def _watch_reader(self) -> None:
-        """From when something may be left unread until it is not. A transport that is closed keeps
-        what it has for ever, too."""
-        if self._look is None:
-            self._unsent, self._looks = self.transport.get_write_buffer_size(), 0
-            self._look_again()
+    def _watch_writes(self) -> None:
+        """Checks until the write buffer is empty that the client reads. A closed transport keeps
+        its buffer for ever, too."""
+        if self._write_timer is None:
+            self._unsent, self._stalled_checks = self.transport.get_write_buffer_size(), 0
+            self._schedule_write_check()
 
-    def _look_again(self) -> None:
-        self._look = None
+    def _schedule_write_check(self) -> None:
+        self._write_timer = None
         if self._unsent:
-            seconds = self.limits.write_seconds / LOOKS
-            self._look = self.loop.call_later(seconds, self._look_at_reader)
+            seconds = self.limits.write_seconds / WRITE_CHECKS
+            self._write_timer = self.loop.call_later(seconds, self._check_writes)
 
-    def _look_at_reader(self) -> None:
+    def _check_writes(self) -> None:
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        self._looks = 0 if self._unsent < before else self._looks + 1
-        if self._looks < LOOKS:
-            self._look_again()
+        self._stalled_checks = 0 if self._unsent < before else self._stalled_checks + 1
+        if self._stalled_checks < WRITE_CHECKS:
+            self._schedule_write_check()
         else:
             self.transport.abort()
 
 
-def guarded(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
-    """The protocol of one server, with these limits."""
-    own = {"limits": limits, "held": Connections(limits.shares)}
-    return type("GuardedProtocol", (LimitedHttpProtocol,), own)
+def protocol_with(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
+    """The protocol class of one server."""
+    attributes = {"limits": limits, "table": ConnectionTable(limits.quotas)}
+    return type("ServerProtocol", (LimitedHttpProtocol,), attributes)
 
 
 def _check_head(
     parser: httptools.HttpRequestParser, headers: Iterable[tuple[bytes, bytes]]
 ) -> None:
-    """What the parser lets pass and HTTP does not; two servers in a row might read it otherwise."""
+    """Refuses what the parser accepts and HTTP forbids: a proxy might read it differently."""
     version, method = parser.get_http_version(), parser.get_method()
     if version not in VERSIONS or method == b"CONNECT":
-        raise Refusal(400, "send HTTP/1.1 or HTTP/1.0, and no CONNECT: this is no proxy")
+        raise Refusal(400, "send HTTP/1.1 or HTTP/1.0, and no CONNECT: this is not a proxy")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise Refusal(400, f"the request has {len(hosts)} Host headers: send one")
     if hosts and not HOST.fullmatch(hosts[0]):
         raise Refusal(400, "the Host header is not a name or an address, with a port or without")
     if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in headers):
-        raise Refusal(400, "of transfer encodings only chunked is known")
+        raise Refusal(400, "the only transfer encoding supported is chunked")
 
 
 def _head_refusal() -> Refusal:
     return Refusal(431, f"path, headers and trailers have more than {MAX_HEAD} bytes: send less")
 
 
-def _raw(response: Response) -> bytes:
+def _to_bytes(response: Response) -> bytes:
     lines = [STATUS_LINE[response.status_code]]
     lines += [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
     return b"".join([*lines, b"connection: close\r\n\r\n", bytes(response.body)])

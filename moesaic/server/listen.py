@@ -1,4 +1,4 @@
-"""The address of the server. No torch here: a port in use is told before anything is loaded."""
+"""Binds the server's address. Needs no torch, so a port in use is an error before loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address and does not listen yet."""
+    """A socket that is bound and does not listen yet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]

@@ -1,4 +1,4 @@
-"""What the server counts and remembers of itself and its engine, for /metrics and the page."""
+"""Statistics of the server and its engine, for /metrics and the page."""
 
 from __future__ import annotations
 
@@ -23,63 +23,63 @@ from moesaic.observe.requests import Distribution, Histogram, RequestStats
 
 logger = logging.getLogger(__name__)
 
-# Ranks are asked no more often than that, and nobody waits longer for their answer.
+# The least time between two queries of the ranks, and the longest wait for their answer.
 POLL_SECONDS: Final = 1.0
-PATIENCE_SECONDS: Final = 2.0
+POLL_TIMEOUT: Final = 2.0
 LAG_SECONDS: Final = 0.02
 SAMPLE_SECONDS: Final = 1.0
 KEPT_SAMPLES: Final = 300
-# Latencies that the page shows are those of so many samples.
+# Samples over which the page shows latencies.
 WINDOW: Final = 60
-# Prompts come in bursts.
+# Samples over which the page shows rates: prompts come in bursts.
 RATE_WINDOW: Final = 5
 STALE_SECONDS: Final = 5.0
-# Under this key of a request's scope its route is found.
+# The key of a request's scope that holds its route.
 ROUTE: Final = "moesaic.route"
 OTHER: Final = "other"
 
 
 class EnginePoll:
-    """The newest figures of schedulers and ranks, which answer between two steps. `shares`: how
-    many ranks compute a part of the same expert."""
+    """The latest statistics of schedulers and ranks, which answer between steps.
+    `ranks_per_expert`: how many ranks compute a part of the same expert."""
 
-    def __init__(self, ask: Callable[[], EngineStats], shares: int = 1) -> None:
-        self._ask, self._shares = ask, shares
+    def __init__(self, query: Callable[[], EngineStats], ranks_per_expert: int = 1) -> None:
+        self._query, self._ranks_per_expert = query, ranks_per_expert
         self.stats = EngineStats(time.time(), [], [])
         self.experts: list[LayerLoad] = []
         self.batch = 0.0
         self._totals: dict[int, tuple[int, int]] = {}
-        self._asked = float("-inf")
-        self._under_way: asyncio.Task[None] | None = None
+        self._polled_at = float("-inf")
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def age(self) -> float:
         return max(0.0, time.time() - self.stats.when)
 
     async def refresh(self) -> None:
-        """Brings the figures up to date, if they can be within the time that one waits."""
-        if self._under_way is None and time.monotonic() - self._asked >= POLL_SECONDS:
-            self._asked = time.monotonic()
-            self._under_way = asyncio.create_task(self._poll())
-        if self._under_way is not None:
-            await asyncio.wait({self._under_way}, timeout=PATIENCE_SECONDS)
+        """Updates the statistics, or keeps the old ones after POLL_TIMEOUT."""
+        if self._task is None and time.monotonic() - self._polled_at >= POLL_SECONDS:
+            self._polled_at = time.monotonic()
+            self._task = asyncio.create_task(self._poll())
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=POLL_TIMEOUT)
 
     async def _poll(self) -> None:
         try:
             self.stats, self.experts = await asyncio.to_thread(self._read)
             self.batch = self._batch()
-        except RuntimeError as error:  # the engine ends: /health says so
-            logger.debug("the engine gave no figures: %s", error)
+        except RuntimeError as error:  # the engine is shutting down, which /health reports
+            logger.debug("the engine gave no statistics: %s", error)
         finally:
-            self._under_way = None
+            self._task = None
 
     def _read(self) -> tuple[EngineStats, list[LayerLoad]]:
-        """Adding up thousands of experts takes milliseconds, which are not the event loop's."""
-        stats = self._ask()
-        return stats, expert_loads(stats, self._shares)
+        """Runs in a thread: the sums over thousands of experts take milliseconds."""
+        stats = self._query()
+        return stats, expert_loads(stats, self._ranks_per_expert)
 
     def _batch(self) -> float:
-        """Generated tokens of a step since the last reading."""
+        """Mean of tokens generated per step since the last reading."""
         tokens = steps = 0
         for group in self.stats.groups:
             now = (group.generated_tokens, group.prefill_steps + group.decode_steps)
@@ -89,8 +89,8 @@ class EnginePoll:
         return tokens / steps if steps > 0 else 0.0
 
 
-class LagWatch:
-    """How late the event loop is: whoever holds it up holds up all clients."""
+class LagMonitor:
+    """Measures how late the event loop runs its timers: what blocks it delays all clients."""
 
     def __init__(self) -> None:
         self._histogram = Histogram(LAG_BOUNDS)
@@ -100,13 +100,13 @@ class LagWatch:
         while True:
             due = time.monotonic() + LAG_SECONDS
             await asyncio.sleep(LAG_SECONDS)
-            self._add(max(0.0, time.monotonic() - due), int(due))
+            self._record(max(0.0, time.monotonic() - due), int(due))
 
-    def _add(self, late: float, second: int) -> None:
-        self._histogram.add(late)
+    def _record(self, lag: float, second: int) -> None:
+        self._histogram.add(lag)
         if self._latest and self._latest[-1][0] == second:
-            late = max(late, self._latest.pop()[1])
-        self._latest.append((second, late))
+            lag = max(lag, self._latest.pop()[1])
+        self._latest.append((second, lag))
 
     @property
     def distribution(self) -> Distribution:
@@ -114,34 +114,35 @@ class LagWatch:
 
     @property
     def max(self) -> float:
-        """Of the last minute."""
-        return max((late for _, late in self._latest), default=0.0)
+        """The largest lag of the last minute."""
+        return max((lag for _, lag in self._latest), default=0.0)
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second. Tokens are those of a second, on average over five; latencies (P50, P95) those of
-    the last minute. Figures of schedulers are there only while somebody looks, because they must be
-    asked."""
+    """One second of history."""
 
     when: float
     prompt_tokens: float
+    """Per second, a mean over five seconds; so are `generated_tokens`."""
     generated_tokens: float
     open: int
     answering: int
     latency: dict[str, tuple[float | None, float | None]]
+    """P50 and P95 of the last minute."""
     running: int | None = None
+    """None if no client has polled the schedulers lately; so are the fields below."""
     waiting: int | None = None
     pages_used: float | None = None
 
 
 class History:
-    """The last minutes, so that whoever looks sees at once how it went."""
+    """Samples of the last minutes, so that a fresh page has curves at once."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, RequestStats]] = deque(maxlen=WINDOW + 1)
         self.samples: deque[Sample] = deque(maxlen=KEPT_SAMPLES)
 
-    def add(self, now: RequestStats, poll: EnginePoll) -> None:
+    def record(self, now: RequestStats, poll: EnginePoll) -> None:
         when = time.time()
         if self._past:
             self.samples.append(self._sample(when, now, poll))
@@ -177,18 +178,18 @@ def _quantiles(now: Distribution, before: Distribution) -> tuple[float | None, f
 
 
 class LiveStats:
-    """Of one server. All of it happens in the event loop's thread."""
+    """The statistics of one server. Everything runs in the event loop's thread."""
 
     def __init__(self, engine: Engine, queued: Callable[[], int]) -> None:
         self._engine, self._queued = engine, queued
-        self.poll = EnginePoll(engine.get_stats, _shares(engine))
-        self.lag, self.history = LagWatch(), History()
+        self.poll = EnginePoll(engine.get_stats, _ranks_per_expert(engine))
+        self.lag, self.history = LagMonitor(), History()
         self.http: Counter[tuple[str, int]] = Counter()
         self.info = engine_info(engine)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in (self.lag.run(), self._remember())]
+        tasks = [asyncio.create_task(work) for work in (self.lag.run(), self._record_history())]
         try:
             yield
         finally:
@@ -196,9 +197,9 @@ class LiveStats:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _remember(self) -> None:
+    async def _record_history(self) -> None:
         while True:
-            self.history.add(self._engine.request_stats(), self.poll)
+            self.history.record(self._engine.request_stats(), self.poll)
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def snapshot(self) -> Snapshot:
@@ -221,20 +222,20 @@ class LiveStats:
         )
 
 
-def _shares(engine: Engine) -> int:
-    """In deterministic mode experts are not cut over ranks."""
+def _ranks_per_expert(engine: Engine) -> int:
+    """In deterministic mode experts are not sharded over ranks."""
     return 1 if engine.args.enable_deterministic_inference else engine.mesh.moe_tp
 
 
 def engine_info(engine: Engine) -> dict[str, str]:
-    """What was resolved at start, in words."""
+    """The configuration that was resolved at start, in words."""
     args, mesh, providers = engine.args, engine.mesh, engine.providers
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
-    told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
+    parts = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     return {
         "version": __version__,
         "model": args.served_model_name or Path(args.model_path).name,
-        "mesh": ", ".join(told) or "one rank",
+        "mesh": ", ".join(parts) or "one rank",
         "a2a_backend": providers["a2a"],
         "mode": providers["a2a_mode"],
         "runner_backend": providers["runner"],
@@ -242,10 +243,10 @@ def engine_info(engine: Engine) -> dict[str, str]:
 
 
 class CountResponses:
-    """By route and status; what the app itself does not answer is an error of the server."""
+    """Counts responses by route and status; an exception without a response counts as 500."""
 
-    def __init__(self, app: ASGIApp, figures: LiveStats) -> None:
-        self._app, self._http = app, figures.http
+    def __init__(self, app: ASGIApp, stats: LiveStats) -> None:
+        self._app, self._http = app, stats.http
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

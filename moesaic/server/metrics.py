@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from moesaic.observe.exposition import CONTENT_TYPE, exposition
 from moesaic.server.context import Context
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.routes import OPEN, Route
 
 
 async def metrics(context: Context, _: Request) -> Response:
-    snapshot = await context.figures.snapshot()
-    text = await asyncio.to_thread(exposition, snapshot)  # with many ranks it is long
+    snapshot = await context.stats.snapshot()
+    text = await asyncio.to_thread(exposition, snapshot)  # slow with many ranks
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-ROUTES = (Route("GET", "/metrics", metrics, RouteAccess.OPEN, "Figures for Prometheus"),)
+ROUTES = (Route("GET", "/metrics", metrics, OPEN, "Metrics for Prometheus"),)

@@ -1,4 +1,4 @@
-"""/generate, with the names and shapes of SGLang."""
+"""/generate, with SGLang's names and shapes."""
 
 from __future__ import annotations
 
@@ -10,80 +10,75 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.engine.frontend.outputs import OutputFormat, RequestUpdate, weight
-from moesaic.server import generation as work
+from moesaic.server import generation
 from moesaic.server.bodies import GenerateBody, read_body
-from moesaic.server.context import LEAVING, Context
+from moesaic.server.context import CLOSE_AND_RETRY, Context
 from moesaic.server.errors import Refusal
-from moesaic.server.responses import Events, Writer, event, json_response, prepared
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.responses import EventStream, ResponseWriter, event, json_response, prepared
+from moesaic.server.routes import USER, Route
 
 
 async def generate(context: Context, request: Request) -> Response:
     body = await read_body(request, GenerateBody)
-    with work.arrival(context):
-        shape = _Shape(context, body)
+    with generation.open_call(context):
+        outputs = _Outputs(context, body)
         if not body.stream:
-            pieces = await work.whole(context, request, shape.call)
-            return json_response(await shape.whole(pieces))
-        parts = await work.stream(context, request, shape.call, apart=not shape.single)
-        return Events(_events(parts, shape))
+            updates = await generation.collect(context, request, outputs.call)
+            return json_response(await outputs.response(updates))
+        stream = await generation.stream(
+            context, request, outputs.call, keep_failures=not outputs.single
+        )
+        return EventStream(_events(stream, outputs))
 
 
-class _Shape:
-    """How the pieces of a call become what is sent."""
+class _Outputs:
+    """Converts the updates of a call to what is sent."""
 
     def __init__(self, context: Context, body: GenerateBody) -> None:
-        self.call = body.call()
-        self._context, self._writer = context, context.part(Writer)
-        self._form = OutputFormat(
+        self.call = body.to_input()
+        self._context, self._writer = context, context.shared(ResponseWriter)
+        self._format = OutputFormat(
             context.engine.tokenizer if body.return_text_in_logprobs else None
         )
         self.single = self.call.is_single and body.samples == 1
 
-    async def whole(self, pieces: list[RequestUpdate]) -> Any:
-        if self._context.trouble and any(piece.request.failed for piece in pieces):
-            raise Refusal(503, self._context.trouble, headers=LEAVING)
-        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
+    async def response(self, updates: list[RequestUpdate]) -> Any:
+        reason = self._context.unavailable_reason
+        if reason and any(update.request.failed for update in updates):
+            raise Refusal(503, reason, headers=CLOSE_AND_RETRY)
+        total = sum(weight(update.request, 0, update.progress.num_output) for update in updates)
 
         def build() -> list[Any]:
-            return [prepared(self._output(piece), total) for piece in pieces]
+            return [prepared(self._output(update), total) for update in updates]
 
         outputs = await self._writer.write(total, build)
         return outputs[0] if self.single else outputs
 
-    async def part(self, piece: RequestUpdate) -> bytes:
-        """Of a stream; where there are several it is said which one grows."""
-        total = self._form.weight(piece.request, piece.progress)
+    async def event(self, update: RequestUpdate) -> bytes:
+        """An event of a stream; with several answers it carries the index of its own."""
+        total = self._format.weight(update.request, update.progress)
 
         def build() -> bytes:
-            output = self._output(piece)
-            value = output if self.single else {**output, "index": piece.index}
+            output = self._output(update)
+            value = output if self.single else {**output, "index": update.index}
             return event(prepared(value, total))
 
         return await self._writer.write(total, build)
 
-    def _output(self, piece: RequestUpdate) -> dict[str, Any]:
-        """In a list the others' answers must not be lost: there a failure is an entry."""
-        if self.single and piece.progress.finished and piece.request.failed:
-            raise self._context.failed(piece.request)
-        return self._form.answer(piece.request, piece.progress)
+    def _output(self, update: RequestUpdate) -> dict[str, Any]:
+        """A single answer raises its failure. In a list a failure is an entry, so that the other
+        answers are not lost."""
+        if self.single and update.progress.finished and update.request.failed:
+            raise self._context.failure_of(update.request)
+        return self._format.answer(update.request, update.progress)
 
 
 async def _events(
-    pieces: AsyncGenerator[RequestUpdate, None], shape: _Shape
+    updates: AsyncGenerator[RequestUpdate, None], outputs: _Outputs
 ) -> AsyncGenerator[bytes, None]:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield await shape.part(piece)
+    async with aclosing(updates):
+        async for update in updates:
+            yield await outputs.event(update)
 
 
-ROUTES = (
-    Route(
-        "POST",
-        "/generate",
-        generate,
-        RouteAccess.USER,
-        "Continues prompts, given as text or as token ids",
-        GenerateBody,
-    ),
-)
+ROUTES = (Route("POST", "/generate", generate, USER, "Continues texts or token ids", GenerateBody),)

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes."""
+"""The OpenAPI document, generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic.server.routes import Route, RouteAccess
 
 PATH: Final = "/openapi.json"
 REF: Final = "#/components/schemas/{name}"
-# Of a path: {name} or {name:convertor}.
+# A parameter of a path: {name} or {name:convertor}.
 PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 ERROR: Final = {
     "type": "object",
@@ -36,23 +36,23 @@ ERROR: Final = {
     },
 }
 EVERYWHERE: Final = {
-    400: "This is no HTTP/1.1, or has not one Host header that is right",
-    405: "The path has other methods, which the header Allow names",
-    408: "The request did not come in time",
+    400: "The request is not HTTP/1.1, or does not have one valid Host header",
+    405: "The path has other methods; the Allow header lists them",
+    408: "The request did not arrive in time",
     431: "Path and headers are too large",
-    500: "An error of the server, which its log has",
+    500: "Internal server error; the server's log has it",
     503: "The server is stopping, has failed, or has too many connections",
 }
-WITH_A_KEY: Final = {401: "The key is missing or wrong", 403: "This needs another key"}
+WITH_A_KEY: Final = {401: "The key is missing or wrong", 403: "The route needs another key"}
 WITH_A_BODY: Final = {
-    400: "The body is not JSON of this shape, or asks for what cannot be",
+    400: "The body is not JSON of this shape, or has values that are not possible",
     413: "The body is too large",
-    429: "Too many requests wait; the header Retry-After says for how long",
+    429: "The queue is full; the Retry-After header says when to retry",
 }
 
 
 def route(routes: Sequence[Route]) -> Route:
-    """GET /openapi.json, which is in the document itself too."""
+    """GET /openapi.json, which the document also lists."""
 
     async def openapi(_: Context, __: Request) -> Response:
         return json_response(found)
@@ -88,9 +88,9 @@ def _operation(route: Route, by_body: dict[Any, dict[str, Any]]) -> dict[str, An
     errors = dict(EVERYWHERE)
     errors |= WITH_A_KEY if has_key else {}
     errors |= WITH_A_BODY if has_body else {}
-    errors |= {404: "There is no such thing"} if parameters else {}
+    errors |= {404: "There is no such object"} if parameters else {}
     content = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
-    responses: dict[str, Any] = {"200": {"description": "As asked"}}
+    responses: dict[str, Any] = {"200": {"description": "Success"}}
     for status, words in sorted(errors.items()):
         responses[str(status)] = {"description": words, "content": content}
     found: dict[str, Any] = {"summary": route.summary, "responses": responses}

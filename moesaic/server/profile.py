@@ -1,34 +1,32 @@
-"""/start_profile and /stop_profile: traces of all ranks, with the names of SGLang."""
+"""/start_profile and /stop_profile: traces of all ranks, with SGLang's names."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moesaic.engine.frontend.profiler import FOLDER_VARIABLE, ProfileRunning, trace_folder
+from moesaic.engine.frontend.profiler import FOLDER_VARIABLE, trace_folder
 from moesaic.server.bodies import read_body
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.responses import json_response
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.routes import ADMIN, Route
 
-# What a trace shows. Spans are taken where the engine waits for its device, so both are in it.
+# Spans are recorded where the engine waits for its device, so a trace always has both.
 ACTIVITIES: Final = frozenset(("CPU", "GPU"))
 LONGEST_FOLDER: Final = 255
 MOST_STEPS: Final = 100_000
-NOTHING_RAN: Final = "no step ran from start to stop, so the trace has none: send requests between"
-
-Result = TypeVar("Result")
+NOTHING_RAN: Final = (
+    "no step ran between start and stop, so the trace has none: send requests in between"
+)
 
 
 class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's fields. Those that a trace of spans cannot have are refused unless they are off."""
+    """SGLang's fields. Those that a trace of spans does not support are refused if set."""
 
     output_dir: str | None = None
     num_steps: int | None = None
@@ -44,7 +42,7 @@ class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self) -> None:
         asked = {
-            "start_step": (self.start_step is not None, "a recording begins when it is asked for"),
+            "start_step": (self.start_step is not None, "a recording begins at once"),
             "with_stack": (self.with_stack, "spans have no Python stacks"),
             "record_shapes": (self.record_shapes, "spans have tokens and bytes, no shapes"),
             "profile_by_stage": (self.profile_by_stage, "prompts and decodes share steps"),
@@ -55,8 +53,7 @@ class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
         for name, (given, why) in asked.items():
             if given:
                 raise Refusal(400, f"{name} is not supported: {why}; leave it out", name)
-        unknown = sorted(set(self.activities or ()) - ACTIVITIES)
-        if unknown:
+        if not ACTIVITIES.issuperset(self.activities or ()):
             known = " and ".join(sorted(ACTIVITIES))
             raise Refusal(400, f"activities can be {known}, and nothing else", "activities")
         if self.num_steps is not None and not 1 <= self.num_steps <= MOST_STEPS:
@@ -64,24 +61,24 @@ class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def start_profile(context: Context, request: Request) -> Response:
-    """All ranks' spans are in one file already, which is what merge_profiles asks for."""
+    """merge_profiles needs no support: one file has the spans of all ranks."""
     body = await read_body(request, StartProfileBody) if _has_body(request) else StartProfileBody()
     body.check()
     folder = folder_for(body.output_dir)
-    await _do(context, lambda: context.engine.start_profile(folder, body.num_steps))
+    await context.in_thread(lambda: context.engine.start_profile(folder, body.num_steps))
     return json_response({"status": "recording", "output_dir": str(folder)})
 
 
 async def stop_profile(context: Context, _: Request) -> Response:
-    path = await _do(context, context.engine.stop_profile)
+    path = await context.in_thread(context.engine.stop_profile)
     steps = context.engine.profiled_steps
     warning = {} if steps else {"warning": NOTHING_RAN}
     return json_response({"path": path, "steps": steps, **warning})
 
 
 def folder_for(asked: str | None) -> Path:
-    """Where a client's trace goes: the server's folder or one in it. Whoever may call this writes
-    nowhere else, whatever links and dots the name has."""
+    """The folder for a client's trace: the server's or one inside it, whatever links and dots the
+    name has."""
     root = trace_folder().resolve()
     if asked is None:
         return root
@@ -91,8 +88,8 @@ def folder_for(asked: str | None) -> Path:
     if not folder.is_relative_to(root):
         raise Refusal(
             400,
-            f"output_dir must be a name, for a folder in the server's own: that is {root}, or what "
-            f"{FOLDER_VARIABLE} was set to when the server was started",
+            f"output_dir must be inside the server's own folder, {root}, which {FOLDER_VARIABLE} "
+            "sets when the server starts",
             "output_dir",
         )
     return folder
@@ -103,24 +100,7 @@ def _has_body(request: Request) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-async def _do(context: Context, action: Callable[[], Result]) -> Result:
-    """Writing a trace takes a while, and its own thread."""
-    try:
-        return await asyncio.to_thread(action)
-    except ProfileRunning as error:
-        raise Refusal(409, str(error)) from None
-    except (ValueError, RuntimeError) as error:
-        raise context.refusal(error) from error
-
-
 ROUTES = (
-    Route(
-        "POST",
-        "/start_profile",
-        start_profile,
-        RouteAccess.ADMIN,
-        "Records what every rank does",
-        StartProfileBody,
-    ),
-    Route("POST", "/stop_profile", stop_profile, RouteAccess.ADMIN, "Ends it; the trace's path"),
+    Route("POST", "/start_profile", start_profile, ADMIN, "Records all ranks", StartProfileBody),
+    Route("POST", "/stop_profile", stop_profile, ADMIN, "Ends the recording; the trace's path"),
 )

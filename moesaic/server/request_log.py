@@ -1,4 +1,4 @@
-"""--log-requests: a line for every request that has ended."""
+"""--log-requests: one line for each request that ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moesaic.engine.frontend.outputs import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
-# What levels below 3 show of a prompt or an answer.
+# Characters of a prompt or an answer that levels below 3 log.
 SHORT: Final = 200
 
 
-def log_request(args: ServerArgs, piece: RequestUpdate, prompt: str | None) -> None:
-    """Level 0: figures; 1: and sampling parameters; 2: and the beginnings of texts; 3: all of
-    them. A prompt that came as token ids is shown as such."""
-    request, level = piece.request, args.log_requests_level
+def log_request(args: ServerArgs, update: RequestUpdate, prompt: str | None) -> None:
+    """Level 0 logs counts and times; 1 adds sampling parameters; 2 the beginnings of texts; 3 whole
+    texts. Without `prompt` the token ids are logged."""
+    request, level = update.request, args.log_requests_level
     reason = request.finish_reason
     assert reason is not None
     words = [
@@ -37,12 +37,12 @@ def log_request(args: ServerArgs, piece: RequestUpdate, prompt: str | None) -> N
         words.append(f"sampling {_plain(msgspec.json.encode(request.params).decode())}")
     if level >= 2:
         given = prompt if prompt is not None else repr(request.prompt_ids)
-        words.append(f"prompt {_text(given, level)}, answer {_text(piece.text, level)}")
+        words.append(f"prompt {_text(given, level)}, answer {_text(update.text, level)}")
     logger.info("%s", ", ".join(words))
 
 
 def _plain(text: str) -> str:
-    """JSON without what a terminal or a reader of lines would obey."""
+    """JSON with control characters and line ends escaped."""
     return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
@@ -51,6 +51,6 @@ def _escaped(character: str) -> str:
 
 
 def _text(text: str, level: int) -> str:
-    """On one line, whatever it holds."""
+    """The text on one line."""
     short = level < 3 and len(text) > SHORT
     return repr(text[:SHORT]) + f" … ({len(text)} characters)" if short else repr(text)

@@ -1,4 +1,4 @@
-"""How answers leave: JSON, events of a stream, and work that ends when its client does."""
+"""Responses: JSON, event streams, and work that ends when its client disconnects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moesaic.server.errors import INTERNAL, Refusal
 logger = logging.getLogger(__name__)
 
 DONE: Final = b"data: [DONE]\n\n"
-# What the event loop does itself, in microseconds.
+# Microseconds of work that the event loop does itself.
 LIGHT: Final = 2000
-# Of one call of the encoder, which lets no other thread run.
+# Bytes per call of the encoder, which holds Python's lock.
 RUN_BYTES: Final = 1 << 18
-# From an answer to the lists in it that may be long: the answer, its logprobs.
+# Levels of an answer above its long lists: the answer, its logprobs.
 DEPTH: Final = 2
-# Those that JSON leaves as they are: it escapes the controls below U+0020.
+# Line ends that JSON does not escape: it escapes only those below U+0020.
 UNICODE_LINE_ENDS: Final = tuple(
     (char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\u0085\u2028\u2029"
 )
@@ -43,35 +43,33 @@ def event(value: Any) -> bytes:
 
 
 def json_event(json: bytes) -> bytes:
-    """The event with this JSON. The line ends of Unicode, which JSON has only in texts, are
-    escaped: clients that split decoded text with `str.splitlines`, such as httpx's `iter_lines`,
-    take each for the end of the line."""
+    """An event with this JSON. Unicode's line ends are escaped, because clients that split decoded
+    text with `str.splitlines`, such as httpx's `iter_lines`, would end the line there."""
     for end, escaped in UNICODE_LINE_ENDS:
         json = json.replace(end, escaped)
     return b"data: " + json + b"\n\n"
 
 
-class Writer:
-    """Builds large answers in a thread, where the event loop gets its turn every few milliseconds.
-    There is one thread: of several, each would have its turn before the loop."""
+class ResponseWriter:
+    """Builds large answers in a thread, so that the event loop runs every few milliseconds. There
+    is one thread: several would each take a turn before the loop."""
 
     def __init__(self, _: object = None) -> None:
         self._thread = ThreadPoolExecutor(1, "moesaic-writer")
 
     async def write(self, weight: int, build: Callable[[], Result]) -> Result:
-        """`weight`: about how many microseconds it takes."""
+        """`weight`: the estimated microseconds that `build` takes."""
         if weight <= LIGHT:
             return build()
         return await asyncio.get_running_loop().run_in_executor(self._thread, build)
 
 
 def prepared(value: Any, weight: int) -> Any:
-    """For the encoder: what is large is encoded already, in runs that are short."""
-    return value if weight <= LIGHT else msgspec.Raw(b"".join(_pieces(value, DEPTH)))
+    """A value for the encoder; a large one is encoded here, in short runs."""
+    return value if weight <= LIGHT else msgspec.Raw(b"".join(_encoded(value, DEPTH)))
 
 
-def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """The JSON of a value."""
+def _encoded(value: Any, depth: int) -> Iterator[bytes]:
     if depth and isinstance(value, dict):
         yield from _fields(value.items(), depth - 1)
     elif depth and isinstance(value, msgspec.Struct):
@@ -88,13 +86,13 @@ def _fields(fields: Iterable[tuple[str, Any]], depth: int) -> Iterator[bytes]:
     separator = b"{"
     for name, value in fields:
         yield separator + _encoder.encode(name) + b":"
-        yield from _pieces(value, depth)
+        yield from _encoded(value, depth)
         separator = b","
     yield b"{}" if separator == b"{" else b"}"
 
 
 def _runs(items: list[Any]) -> Iterator[bytes]:
-    """Starts with one item, as nobody knows how large they are."""
+    """Begins with one item, because the size of the items is unknown."""
     separator, start, size = b"[", 0, 1
     while start < len(items):
         run = _encoder.encode(items[start : start + size])
@@ -104,16 +102,16 @@ def _runs(items: list[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
-class Events(StreamingResponse):
-    """Server-sent events, encoded already, and [DONE]. The source is closed when the client leaves,
-    too, which aborts what it stands for."""
+class EventStream(StreamingResponse):
+    """Encoded server-sent events, and [DONE]. When the client disconnects the source is closed,
+    which aborts its requests."""
 
     def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
-        self._source = _to_the_end(source)
+        self._source = _with_errors(source)
         super().__init__(self._source, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # starlette would use a group of tasks with scopes here, which costs more than the tasks.
+        # starlette's task group with its scopes costs more than these tasks.
         try:
             with suppress(ClientDisconnect):
                 await while_connected(Request(scope, receive), self.stream_response(send))
@@ -121,8 +119,8 @@ class Events(StreamingResponse):
             await self._source.aclose()
 
 
-async def _to_the_end(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The status is sent already, so an error is an event: no stream is merely cut."""
+async def _with_errors(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Sends an error as an event, because the status is already sent."""
     try:
         async with aclosing(source):
             async for data in source:
@@ -136,17 +134,18 @@ async def _to_the_end(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work gives; it is cancelled, which aborts its requests, if the client leaves."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    """The result of the work, which is cancelled if the client disconnects; that aborts its
+    requests."""
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnect(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What a route is: data, from which the app, the access check and the OpenAPI document are made."""
+"""Routes as data, from which the app, the access checks and the OpenAPI document are made."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from starlette.responses import Response
 if TYPE_CHECKING:
     from moesaic.server.context import Context
 
-# Where a request's scope has the digest of the key that it came with.
+# The key of a request's scope that holds the digest of its API key.
 CLIENT: Final = "moesaic.client"
 
 Handler = Callable[["Context", Request], Awaitable[Response]]
 
 
 class RouteAccess(Enum):
-    """Which clients may call a route. OPEN: all (probes, metrics, what is the same for every
-    server). USER: those with a key, if the server has keys. ADMIN: those with the admin key, or
-    with the only key of the server."""
+    """Which clients may call a route."""
 
     OPEN = "open"
+    """All: probes, metrics, and whatever is the same on every server."""
     USER = "user"
+    """Clients with a key, if the server has keys."""
     ADMIN = "admin"
+    """Clients with the admin key, or with the server's only key."""
+
+
+OPEN, USER, ADMIN = RouteAccess
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`body`: the msgspec type of what is sent, if anything is. `probe`: it is answered when there
-    are no connections left for others. `changes`: a GET that changes something, which browsers send
-    for any page that names its address."""
-
     method: str
     path: str
     handler: Handler
     access: RouteAccess
     summary: str
     body: Any = None
+    """The msgspec type of the request body."""
     probe: bool = False
+    """The route is served when no connections are left for others."""
     changes: bool = False
+    """A GET that changes state; browsers send it for any page that names its address."""

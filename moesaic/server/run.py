@@ -1,4 +1,4 @@
-"""A server from start to end: loads the model, listens, and stops in order."""
+"""The life of a server: loads the model, listens, drains and stops."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from starlette.types import ASGIApp
 from moesaic.config import ServerArgs
 from moesaic.core.process import forget_api_keys
 from moesaic.engine.engine import Engine
-from moesaic.server.admission import Admission
+from moesaic.server.admission import AdmissionQueue
 from moesaic.server.app import ROUTES, make_app
 from moesaic.server.auth import Keys
-from moesaic.server.connections import Shares
-from moesaic.server.http_protocol import ConnectionLimits, guarded
+from moesaic.server.connections import ConnectionQuotas
+from moesaic.server.http_protocol import ConnectionLimits, protocol_with
 
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-# When requests have ended their answers must leave; who does not read them is cut off.
-LEAVE_SECONDS: Final = 5
+# Time that clients have to read the last answers at shutdown.
+SHUTDOWN_SECONDS: Final = 5
 KEEP_ALIVE_SECONDS: Final = 30
-# Connections beyond those of requests that run or wait: probes, metrics, idle ones.
+# Connections besides those of running and queued requests: probes, metrics, idle ones.
 SPARE_CONNECTIONS: Final = 1024
-# Descriptors for anything but connections.
+# File descriptors besides those of connections.
 SPARE_FILES: Final = 256
-# A server that can have fewer is not started.
+# The server refuses to start with fewer.
 FEWEST_CONNECTIONS: Final = 64
-LOOK_SECONDS: Final = 0.1
+POLL_SECONDS: Final = 0.1
 STILL_LOADING_SECONDS: Final = 10.0
 PROBES: Final = frozenset(route.path for route in ROUTES if route.probe)
 
 
 def serve(args: ServerArgs, listener: socket.socket) -> int:
     """Serves until a signal (status 0) or a fault of the engine (status 1)."""
-    keys = Keys.of(args)  # before anything is loaded, so that a wrong one is told at once
+    keys = Keys.of(args)  # a wrong key is an error before anything is loaded
     forget_api_keys()  # libraries start compilers, which would inherit them
-    _check_files()
+    _check_file_limit()
     address = listener.getsockname()[0]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        logger.warning("--host %s is open to others and there is no --api-key", args.host)
+        logger.warning("--host %s is reachable by others and there is no --api-key", args.host)
     with _exit_on_signals(), closing(listener):
         with _progress(args.model_path):
             engine = Engine(apart=True, **asdict(args))
@@ -63,7 +63,7 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
                 warm_up(engine)
             server = Server(engine, listener, keys)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-                runner.run(server.serve_until_told())
+                runner.run(server.serve_until_stopped())
             return 1 if engine.fault else 0
         finally:
             engine.shutdown()
@@ -71,54 +71,52 @@ def serve(args: ServerArgs, listener: socket.socket) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """A prompt and some tokens through every rank, so that the first client does not wait for what
-    is made at first use."""
-    begun, groups = time.monotonic(), list(range(engine.mesh.num_groups))
+    """Runs a short request on every rank, so that the first client does not wait for lazy setup."""
+    start, groups = time.monotonic(), list(range(engine.mesh.num_groups))
     engine.generate(
         input_ids=[[0, 0, 0, 0] for _ in groups],
         sampling_params={"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
         data_parallel_rank=groups,
     )
-    logger.info("warmed up in %.1f s", time.monotonic() - begun)
+    logger.info("warmed up in %.1f s", time.monotonic() - start)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with signals and the end of the engine dealt with here."""
+    """uvicorn's server, with our handling of signals and engine faults."""
 
     def __init__(self, engine: Engine, listener: socket.socket, keys: Keys) -> None:
         self.stopping = False
         app = make_app(engine, lambda: self.stopping, keys)
-        self._admission: Admission = app.state.context.admission
-        shares = Shares.of(_connections(self._admission.most_open))
-        super().__init__(config_of(app, ConnectionLimits(shares, PROBES)))
+        self._admission: AdmissionQueue = app.state.context.admission
+        quotas = ConnectionQuotas.of(_max_connections(self._admission.most_open))
+        super().__init__(config_of(app, ConnectionLimits(quotas, PROBES)))
         self._engine, self._listener = engine, listener
 
-    async def serve_until_told(self) -> None:
+    async def serve_until_stopped(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._stop, number)
-        end = asyncio.create_task(self._end())
+            loop.add_signal_handler(number, self._on_signal, number)
+        stop = asyncio.create_task(self._stop_when_drained())
         try:
             await self.serve(sockets=[self._listener])
         finally:
-            end.cancel()
+            stop.cancel()
             with suppress(asyncio.CancelledError):
-                await end
-            if (
-                self.force_exit
-            ):  # which uvicorn leaves to be cancelled, and that is logged as an error
+                await stop
+            if self.force_exit:
+                # uvicorn would cancel the lifespan, which is logged as an error.
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LEAVE_SECONDS):
+                    async with asyncio.timeout(SHUTDOWN_SECONDS):
                         await self.lifespan.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own would raise the signal again at the end, and so spoil the status."""
+        """uvicorn would raise the signal again at the end, which changes the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # A search through all that was imported holds every thread for 0.3 to 0.4 s, and many
-        # requests bring one about. What is there by now stays: it need not be searched.
+        # A full collection of all imported objects stops every thread for 0.3 to 0.4 s. They stay
+        # alive, so freezing excludes them.
         gc.collect()
         gc.freeze()
         await super().startup(sockets)
@@ -126,45 +124,45 @@ class Server(uvicorn.Server):
         logger.info("The server is fired up and ready to roll!")
         print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.stopping:
-            logger.info("%s again: the server ends now", number.name)
+            logger.info("%s again: the server stops now", number.name)
             self.should_exit = self.force_exit = True
         else:
             seconds = self._engine.args.drain_timeout
             logger.info("%s: open requests have %g s to finish", number.name, seconds)
         self.stopping = True
 
-    async def _end(self) -> None:
-        """Stops the server after a fault, or when what was open at a signal is done; until then it
-        still listens, so that whoever comes is told to go elsewhere."""
+    async def _stop_when_drained(self) -> None:
+        """Stops the server after a fault, or after a signal when the open requests are done; until
+        then it listens and refuses new requests with a reason."""
         while not (self.stopping or self._engine.fault):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         if self._engine.fault:
-            logger.error("the server stops: its engine has failed")
+            logger.error("the server stops: the engine has failed")
         self.stopping = True
         end = time.monotonic() + self._engine.args.drain_timeout
         while self._is_busy and time.monotonic() < end:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         await asyncio.to_thread(self._engine.shutdown)
         self.should_exit = True
 
     @property
     def _is_busy(self) -> bool:
-        door = self._admission
+        queue = self._admission
         return bool(
-            (door.calls or door.arriving or door.waiting or door.running)
+            (queue.calls or queue.arriving or queue.waiting or queue.running)
             and not self._engine.fault
             and not self.force_exit
         )
 
 
 def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
-    """What uvicorn is told. It would believe `X-Forwarded-For` of clients on this machine, who
-    could then be as many clients as they like."""
+    """uvicorn's configuration. `proxy_headers` is off: a client on this machine could pretend to be
+    many clients with `X-Forwarded-For`."""
     return uvicorn.Config(
         app,
-        http=guarded(limits),
+        http=protocol_with(limits),
         ws="none",
         log_config=None,
         log_level="warning",
@@ -172,20 +170,19 @@ def config_of(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=LEAVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 
 
-def _connections(most_open: int) -> int:
-    """As many as can be of use, if there are descriptors for them."""
-    wanted = most_open + SPARE_CONNECTIONS
-    return min(wanted, _files(wanted + SPARE_FILES) - SPARE_FILES)
+def _max_connections(most_open: int) -> int:
+    """As many connections as requests need, if the file limit allows."""
+    useful = most_open + SPARE_CONNECTIONS
+    return min(useful, _raise_file_limit(useful + SPARE_FILES) - SPARE_FILES)
 
 
-def _check_files() -> None:
-    """Refuses to start where there are too few descriptors to serve anybody."""
+def _check_file_limit() -> None:
     needed = SPARE_FILES + FEWEST_CONNECTIONS
-    if (found := _files(needed)) < needed:
+    if (found := _raise_file_limit(needed)) < needed:
         raise ValueError(
             f"this process may open {found} files and the server needs {needed}, {SPARE_FILES} for "
             f"itself and {FEWEST_CONNECTIONS} for connections: raise the limit with ulimit -n "
@@ -193,21 +190,20 @@ def _check_files() -> None:
         )
 
 
-def _files(wanted: int) -> int:
-    """How many descriptors this process may have, which is set to the number wanted, or the nearest
-    that the system allows, where it was lower."""
+def _raise_file_limit(needed: int) -> int:
+    """Raises the limit on file descriptors to `needed`, as far as the system allows; the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     now, most = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    if now < min(wanted, most):
-        now = min(wanted, most)
+    if now < min(needed, most):
+        now = min(needed, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (now, hard))
     return now
 
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """While nothing is served yet, a signal ends the process and all that it started, with the
-    status that a shell gives to one which a signal has ended."""
+    """During loading a signal ends the process and its children, with the status that a shell
+    reports for a process killed by a signal."""
     before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
         yield
@@ -223,15 +219,15 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def _progress(model: str) -> Iterator[None]:
-    """Says that loading goes on, so that a long one is not taken for a hang."""
+    """Logs that loading continues, so that a slow load does not look like a hang."""
     done, start = threading.Event(), time.monotonic()
 
-    def say() -> None:
+    def report() -> None:
         while not done.wait(STILL_LOADING_SECONDS):
             logger.info("still loading %s after %.0f s", model, time.monotonic() - start)
 
     logger.info("loading %s", model)
-    thread = threading.Thread(target=say, daemon=True, name="progress")
+    thread = threading.Thread(target=report, daemon=True, name="progress")
     thread.start()
     try:
         yield

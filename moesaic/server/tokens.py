@@ -1,10 +1,9 @@
-"""Text to token ids and back, with the names of SGLang and vLLM."""
+"""Text to token ids and back, with SGLang's and vLLM's names."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -17,16 +16,14 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.generation import client_of
 from moesaic.server.responses import json_response
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.routes import USER, Route
 
-# Of a request to /detokenize.
+# Token ids in a request to /detokenize.
 MAX_IDS: Final = 1 << 17
-
-Result = TypeVar("Result")
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Either a prompt or, with the chat template, messages."""
+    """Either a prompt or messages, to which the chat template is applied."""
 
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -48,13 +45,13 @@ async def tokenize(context: Context, request: Request) -> Response:
         raise Refusal(400, "give either prompt or messages, and not both")
     if isinstance(body.prompt, list) and len(body.prompt) > MAX_SAMPLES:
         raise Refusal(400, f"give at most {MAX_SAMPLES} texts at once", "prompt")
-    limits = context.engine.limits
+    limits, tokenizer = context.engine.limits, _tokenizer(context)
     if body.messages is None:
-        found = await _aside(context, lambda tokenizer: _ids(tokenizer, body, limits))
+        found = await context.in_thread(lambda: _ids(tokenizer, body, limits))
     else:
         text = await _rendered(context, request, body)
         special = bool(body.add_special_tokens)
-        found = [await _aside(context, lambda tokenizer: tokenizer.encode(text, special))]
+        found = [await context.in_thread(lambda: tokenizer.encode(text, special))]
     counts = [len(ids) for ids in found]
     single = not isinstance(body.prompt, list)
     return json_response(
@@ -78,12 +75,14 @@ async def detokenize(context: Context, request: Request) -> Response:
         if not isinstance(row, list) or not all(isinstance(token, int) for token in row):
             raise Refusal(400, "tokens mixes token ids and lists of them", param="tokens")
 
-    def decode(tokenizer: Tokenizer) -> list[str]:
+    tokenizer = _tokenizer(context)
+
+    def decode() -> list[str]:
         for row in rows:
             context.engine.check_token_ids(row)
         return [tokenizer.decode(row, body.skip_special_tokens) for row in rows]
 
-    texts = await _aside(context, decode)
+    texts = await context.in_thread(decode)
     return json_response({"text": texts[0] if single else texts})
 
 
@@ -108,15 +107,6 @@ async def _rendered(context: Context, request: Request, body: TokenizeBody) -> s
     return text
 
 
-async def _aside(context: Context, work: Callable[[Tokenizer], Result]) -> Result:
-    """In a thread: it may be megabytes."""
-    tokenizer = _tokenizer(context)
-    try:
-        return await asyncio.to_thread(work, tokenizer)
-    except ValueError as error:
-        raise context.refusal(error) from None
-
-
 def _tokenizer(context: Context) -> Tokenizer:
     if context.engine.tokenizer is None:
         raise Refusal(400, "this server has no tokenizer (--skip-tokenizer-init)")
@@ -124,6 +114,6 @@ def _tokenizer(context: Context) -> Tokenizer:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, RouteAccess.USER, "Text to token ids", TokenizeBody),
-    Route("POST", "/detokenize", detokenize, RouteAccess.USER, "Token ids to text", DetokenizeBody),
+    Route("POST", "/tokenize", tokenize, USER, "Text to token ids", TokenizeBody),
+    Route("POST", "/detokenize", detokenize, USER, "Token ids to text", DetokenizeBody),
 )

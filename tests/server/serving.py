@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from moesaic.engine.engine import Engine
 from moesaic.server.app import make_app
-from moesaic.server.connections import Shares
+from moesaic.server.connections import ConnectionQuotas
 from moesaic.server.context import Context
 from moesaic.server.http_protocol import ConnectionLimits
 from moesaic.server.listen import bind
@@ -59,15 +59,15 @@ class Listening:
     def serve(
         self,
         seconds: float = 60.0,
-        connections: int | Shares = 100,
+        connections: int | ConnectionQuotas = 100,
         write_seconds: float = 60.0,
     ) -> Iterator[Self]:
         listener = bind("127.0.0.1", 0)
         if write_seconds < 60:  # small socket buffers, so that unread answers show
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = int(listener.getsockname()[1])
-        shares = Shares.of(connections) if isinstance(connections, int) else connections
-        config = config_of(self.app, ConnectionLimits(shares, PROBES, seconds, write_seconds))
+        quotas = ConnectionQuotas.of(connections) if isinstance(connections, int) else connections
+        config = config_of(self.app, ConnectionLimits(quotas, PROBES, seconds, write_seconds))
         self.server = uvicorn.Server(config)
 
         async def main() -> None:

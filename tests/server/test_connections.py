@@ -22,7 +22,13 @@ from starlette.routing import Route
 
 from moesaic.server import http_protocol as guard
 from moesaic.server import run
-from moesaic.server.connections import Connections, ConnectionState, Holders, Shares, network_of
+from moesaic.server.connections import (
+    ConnectionQuotas,
+    ConnectionState,
+    ConnectionTable,
+    ConnectionWeights,
+    network_of,
+)
 from moesaic.server.http_protocol import MAX_HEAD
 from tests.server.serving import Listening, hear, status_of, talk, wait_until
 
@@ -90,8 +96,8 @@ def make() -> Iterator[Callable[..., Echo]]:
 
         def serve(connections: int, for_probes: int = 1, **others: Any) -> Echo:
             others = {"heads": connections, "grace_seconds": 0} | others
-            echo, shares = Echo(), Shares(connections, for_probes, **others)
-            stack.enter_context(echo.serve(connections=shares))
+            echo, quotas = Echo(), ConnectionQuotas(connections, for_probes, **others)
+            stack.enter_context(echo.serve(connections=quotas))
             stack.callback(echo.go_on.set)
             return echo
 
@@ -447,43 +453,44 @@ def test_what_is_held_of_bodies_has_a_limit(make: Callable[..., Echo]) -> None:
 
 
 def held_bytes(echo: Echo) -> int:
-    held: Connections = echo.server.config.http_protocol_class.held  # type: ignore[union-attr]
-    return held._body_bytes.total
+    table: ConnectionTable = echo.server.config.http_protocol_class.table  # type: ignore[union-attr]
+    return table._body_bytes.total
 
 
 class Link:
     def __init__(self, address: str) -> None:
         self.address, self.since, self.closed = address, 0.0, False
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         self.closed = True
 
 
-def test_holders() -> None:
-    holders, links = Holders(), [Link(address) for address in "abbacb"]
-    assert holders.oldest_of_largest() is None
+def test_weights_by_address() -> None:
+    weights, links = ConnectionWeights(), [Link(address) for address in "abbacb"]
+    assert weights.oldest_of_largest() is None
     for link in links:
-        holders.put(link, 1)
-    assert (holders.total, holders.weight_of("b"), holders.weight_of("x")) == (6, 3, 0)
-    assert holders.oldest_of_largest() is links[1]
-    holders.put(links[4], 9)
-    assert holders.oldest_of_largest() is links[4] and holders.total == 14
+        weights.set(link, 1)
+    assert (weights.total, weights.weight_of("b"), weights.weight_of("x")) == (6, 3, 0)
+    assert weights.oldest_of_largest() is links[1]
+    weights.set(links[4], 9)
+    assert weights.oldest_of_largest() is links[4] and weights.total == 14
     for link in links:
-        holders.put(link, 0)
-        holders.put(link, 0)
-    assert holders.total == 0 and holders._by_address == {} == holders._weights
+        weights.set(link, 0)
+        weights.set(link, 0)
+    assert weights.total == 0 and weights._by_address == {} == weights._weights
 
 
 def test_nothing_is_kept_of_connections_that_are_gone() -> None:
-    held, links = Connections(Shares(4, 1, 2)), [Link(str(number % 3)) for number in range(30)]
+    table = ConnectionTable(ConnectionQuotas(4, 1, 2))
+    links = [Link(str(number % 3)) for number in range(30)]
     for number, link in enumerate(links):
-        held.arrive(link, min(5, number + 1))
-        if not link.closed and held.begin_request(link):
-            held.place(link, ConnectionState.BODY, 10)
+        table.register(link, min(5, number + 1))
+        if not link.closed and table.admit_request(link):
+            table.update(link, ConnectionState.BODY, 10)
     for link in links:
-        held.leave(link)
+        table.unregister(link)
     assert sum(link.closed for link in links) == 27  # one of four is for probes
-    assert held._waiting.total == held._body_bytes.total == len(held._requests) == 0
+    assert table._waiting.total == table._body_bytes.total == len(table._requests) == 0
 
 
 def test_whose_connection_it_is() -> None:
@@ -513,7 +520,7 @@ def test_descriptors_are_asked_for(
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
-    number = run._files(wanted)
+    number = run._raise_file_limit(wanted)
     if found is None:
         assert number > 1 << 40 and len(limits) == 1
     else:
@@ -523,7 +530,7 @@ def test_descriptors_are_asked_for(
 def test_too_few_descriptors_are_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     with pytest.raises(ValueError, match=r"may open 256 files and the server needs 320.*ulimit -n"):
-        run._check_files()
+        run._check_file_limit()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (320, 320))
-    run._check_files()
-    assert run._connections(4096) == run.FEWEST_CONNECTIONS == 64
+    run._check_file_limit()
+    assert run._max_connections(4096) == run.FEWEST_CONNECTIONS == 64

@@ -17,9 +17,9 @@ from moesaic.engine.engine import Engine
 from moesaic.engine.frontend import outputs as answers
 from moesaic.engine.frontend.outputs import OutputFormat
 from moesaic.engine.schedule.request_state import Progress
-from moesaic.server import responses as replies
+from moesaic.server import responses
 from moesaic.server.app import make_app
-from moesaic.server.live_stats import LagWatch
+from moesaic.server.live_stats import LagMonitor
 from moesaic.server.responses import prepared
 from tests.server.serving import served
 
@@ -155,16 +155,16 @@ VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("name", VALUES)
 def test_encoding_in_runs_gives_the_same_bytes(name: str) -> None:
     encode = msgspec.json.encode
-    assert encode(prepared(VALUES[name], replies.LIGHT + 1)) == encode(VALUES[name])
+    assert encode(prepared(VALUES[name], responses.LIGHT + 1)) == encode(VALUES[name])
 
 
 def test_runs_are_short() -> None:
     """The encoder lets no other thread run: no call of it may give megabytes."""
     request = scored(2000, 2000, 100)
     [answer] = [*grown(OutputFormat(None), request, 2000)][-1:]
-    pieces = [len(piece) for piece in replies._pieces(answer, replies.DEPTH)]
+    pieces = [len(piece) for piece in responses._encoded(answer, responses.DEPTH)]
     assert sum(pieces) == len(msgspec.json.encode(answer)) > 8 * MIB
-    assert max(pieces) < 2 * replies.RUN_BYTES
+    assert max(pieces) < 2 * responses.RUN_BYTES
 
 
 LARGE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -183,7 +183,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 
 async def lag_of(engine: Engine, path: str, body: dict[str, Any]) -> tuple[float, int]:
     """Of the event loop while it answers, and the size of the answer."""
-    watch = LagWatch()
+    watch = LagMonitor()
     transport = httpx.ASGITransport(make_app(engine))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://localhost", timeout=600

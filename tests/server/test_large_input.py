@@ -28,10 +28,10 @@ from moesaic.server.bodies import (
     MAX_DEPTH,
     MAX_STRINGS,
     MAX_VALUES,
-    PIECE,
+    SCAN_BYTES,
     JsonExtent,
-    is_moderate,
-    outline_of,
+    is_decodable,
+    json_extent,
 )
 from moesaic.server.errors import Refusal
 from moesaic.server.listen import bind
@@ -287,20 +287,23 @@ def test_outline() -> None:
     tricky = ["\\", '"', '\\"', "[{,", "a" * 50, '\\\\\\"]', "é,"]
     entries = [tricky[k % len(tricky)] * (k % 5) for k in range(9000)]
     for shift in range(8):
-        value = {"x" * shift: entries, "b": [[[]] * 70, {"c": 1, "d": [1, 2, {}]}, "\\" * PIECE]}
-        found = outline_of(json.dumps(value, ensure_ascii=False).encode())
+        value = {
+            "x" * shift: entries,
+            "b": [[[]] * 70, {"c": 1, "d": [1, 2, {}]}, "\\" * SCAN_BYTES],
+        }
+        found = json_extent(json.dumps(value, ensure_ascii=False).encode())
         expected = outline(value)
         assert found == expected._replace(values=expected.values + 1)
 
 
 def test_arguments_of_a_call_are_read_if_they_are_not_large() -> None:
-    assert is_moderate('{"x": "' + "[," * MAX_VALUES + '"}')
-    assert is_moderate(listed("1", 500_000))
-    assert not is_moderate(listed("[]", 100_000))
-    assert not is_moderate(listed("1", 2 * MAX_VALUES + 99))
-    assert is_moderate("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert is_decodable('{"x": "' + "[," * MAX_VALUES + '"}')
+    assert is_decodable(listed("1", 500_000))
+    assert not is_decodable(listed("[]", 100_000))
+    assert not is_decodable(listed("1", 2 * MAX_VALUES + 99))
+    assert is_decodable("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     with pytest.raises(Refusal, match=f"nested more than {MAX_DEPTH} levels deep"):
-        is_moderate("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+        is_decodable("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 
 
 ROWS = [[1, 2], [3]]

@@ -27,7 +27,7 @@ from moesaic.server import app as server_app
 from moesaic.server import run
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
-from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, outline_of
+from moesaic.server.bodies import MAX_BODY, MAX_DEPTH, json_extent
 from moesaic.server.context import Context
 from moesaic.server.http_protocol import MAX_HEAD
 from moesaic.server.listen import bind
@@ -307,16 +307,16 @@ def test_a_long_answer_outlasts_the_time_for_its_request(hasty: Running) -> None
     ],
 )
 def test_depth(text: str, expected: int) -> None:
-    found = outline_of(text.encode()).depth
+    found = json_extent(text.encode()).depth
     assert found == expected or (found <= MAX_DEPTH and expected <= MAX_DEPTH)
 
 
 def test_depth_is_found_in_one_pass() -> None:
     """A quadratic scan of this would take minutes."""
     begun = time.process_time()
-    assert outline_of(b'"\\"' * (MAX_BODY // 3) + b"[" * 100).depth <= 100
-    assert outline_of(b'{"' + b'\\"' * (MAX_BODY // 2)).depth <= 1
-    assert outline_of(b"[]" * (MAX_BODY // 2)).depth == 1
+    assert json_extent(b'"\\"' * (MAX_BODY // 3) + b"[" * 100).depth <= 100
+    assert json_extent(b'{"' + b'\\"' * (MAX_BODY // 2)).depth <= 1
+    assert json_extent(b"[]" * (MAX_BODY // 2)).depth == 1
     assert time.process_time() - begun < 30
 
 

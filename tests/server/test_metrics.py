@@ -28,7 +28,7 @@ from moesaic.observe.exposition import exposition
 from moesaic.observe.metrics import METRICS, Metric, MetricKind, ServerStats, Snapshot
 from moesaic.observe.metrics_docs import grafana_json, markdown
 from moesaic.observe.requests import Distribution, Histogram, RequestWatch
-from moesaic.server import live_stats as figures
+from moesaic.server import live_stats
 from tests.server.serving import served, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_all_of_the_table_and_nothing_else(server: tuple[Engine, httpx.Client]) 
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
         assert family.samples, f"{family.name} has no values"
         labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
-        assert labels == {frozenset(metric.labels)}
+        assert labels == {frozenset(metric.series.labels)}
 
 
 def test_values_are_those_of_the_engine(server: tuple[Engine, httpx.Client]) -> None:
@@ -175,7 +175,7 @@ def test_a_scrape_does_not_wait_for_a_busy_engine(
     server: tuple[Engine, httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, client = server
-    monkeypatch.setattr(figures, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(live_stats, "POLL_TIMEOUT", 0.05)
     engine.generate("old", {"max_new_tokens": 2})
     known = fresh(client, engine)["moesaic_steps_total"]
     go_on = threading.Event()
@@ -204,10 +204,10 @@ def test_readings_are_compared_and_not_too_often(monkeypatch: pytest.MonkeyPatch
         return EngineStats(time.time(), groups[: 3 - asked], [])
 
     async def main() -> list[float]:
-        poll = figures.EnginePoll(ask)
+        poll = live_stats.EnginePoll(ask)
         found = []
         for period in (1000, 1000, 0):
-            monkeypatch.setattr(figures, "POLL_SECONDS", period)
+            monkeypatch.setattr(live_stats, "POLL_SECONDS", period)
             await poll.refresh()
             found.append(poll.batch)
         assert len(poll.stats.groups) == 1
@@ -224,8 +224,8 @@ def test_the_loop_is_watched(server: tuple[Engine, httpx.Client]) -> None:
 
 
 def test_a_loop_that_was_held_up_shows() -> None:
-    async def main() -> figures.LagWatch:
-        watch = figures.LagWatch()
+    async def main() -> live_stats.LagMonitor:
+        watch = live_stats.LagMonitor()
         task = asyncio.create_task(watch.run())
         await asyncio.sleep(0.05)
         time.sleep(0.3)
@@ -348,10 +348,11 @@ def test_names_are_as_prometheus_wants_them() -> None:
     for metric in METRICS:
         assert re.fullmatch(r"moesaic_[a-z0-9_]+", metric.full_name)
         assert metric.full_name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
-        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
-        assert list(metric.buckets) == sorted(set(metric.buckets))
-        assert set(metric.by) <= set(metric.labels)
-        assert metric.help.endswith(".") and metric.source
+        series = metric.series
+        assert bool(series.buckets) == (metric.kind is MetricKind.HISTOGRAM)
+        assert list(series.buckets) == sorted(set(series.buckets))
+        assert set(series.by) <= set(series.labels)
+        assert metric.help.endswith(".") and series.source
 
 
 def test_docs_and_dashboard_are_up_to_date() -> None:

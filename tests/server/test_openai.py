@@ -539,7 +539,7 @@ WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
     "stream options": (
         {"messages": USER, "stream_options": {"include_usage": True}},
         "stream_options",
-        "set stream",
+        "needs stream",
     ),
     "audio": ({"messages": USER, "modalities": ["text", "audio"]}, "modalities", "supported"),
     "functions": ({"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),

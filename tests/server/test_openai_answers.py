@@ -29,8 +29,8 @@ from moesaic.engine.schedule.request_state import Progress
 from moesaic.engine.text.limited_child import Allowance, LimitedChild
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.tiny import make_tiny_checkpoint
-from moesaic.server.openai.choices import ChatAnswer, Reading
-from moesaic.server.openai.prompts import make_chat, render
+from moesaic.server.openai.choices import ChatAnswer, ParseOptions
+from moesaic.server.openai.prompts import render, template_input
 from moesaic.server.openai.request_types import ChatBody
 from moesaic.server.parsers import Tool, choose_format
 from tests.server.test_server import held, served, wait_until, wait_until_idle
@@ -190,7 +190,7 @@ def test_prompts_are_those_of_transformers(folder: Path, engine: Engine) -> None
     sent = {"messages": messages, "tools": [tool], "reasoning_effort": "none"}
     body = msgspec.convert(sent, ChatBody)
     assert engine.tokenizer is not None
-    chat = make_chat(body, with_tools=True)
+    chat = template_input(body, with_tools=True)
     tokens = asyncio.run(render(chat, engine.tokenizer, engine.limits, None)).tokens
     oracle = AutoTokenizer.from_pretrained(folder)
     # What the template makes of arguments as a text, and as an object.
@@ -251,7 +251,7 @@ CALL = '<tool_call>\n{"name": "lay", "arguments": {"tiles": [1, 2], "to": "é"}}
 TOOLS = [Tool("lay", "", {"type": "object"}, False)]
 
 
-def reading(**changes: Any) -> Reading:
+def reading(**changes: Any) -> ParseOptions:
     fields: dict[str, Any] = {
         "format": choose_format(None, None, "qwen3_moe"),
         "tools": TOOLS,
@@ -263,7 +263,7 @@ def reading(**changes: Any) -> Reading:
         "shows_reasoning": True,
         "vocabulary": None,
     }
-    return Reading(**fields | changes)
+    return ParseOptions(**fields | changes)
 
 
 def pieces_of(text: str, step: int, reason: str = "stop") -> Iterator[RequestUpdate]:
@@ -274,8 +274,8 @@ def pieces_of(text: str, step: int, reason: str = "stop") -> Iterator[RequestUpd
     yield RequestUpdate(0, Progress("r", len(text), text, True), request)
 
 
-def streamed(how: Reading, text: str, step: int = 1, reason: str = "stop") -> list[Any]:
-    choice = ChatAnswer(0, how)
+def streamed(how: ParseOptions, text: str, step: int = 1, reason: str = "stop") -> list[Any]:
+    choice = ChatAnswer(how, 0)
     found = [chunk for piece in pieces_of(text, step, reason) for chunk in choice.chunks(piece)]
     return [msgspec.to_builtins(chunk) for chunk in found]
 
@@ -293,9 +293,9 @@ def gathered(chunks: list[Any]) -> Any:
     return state.get_final_completion().choices[0]
 
 
-def whole(how: Reading, text: str, reason: str = "stop") -> Any:
+def whole(how: ParseOptions, text: str, reason: str = "stop") -> Any:
     piece = list(pieces_of(text, len(text), reason))[-1]
-    raw = msgspec.json.encode(ChatAnswer(0, how).whole(piece))
+    raw = msgspec.json.encode(ChatAnswer(how, 0).whole(piece))
     return ChoiceType.model_validate_json(raw, strict=True)
 
 

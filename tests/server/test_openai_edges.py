@@ -138,7 +138,7 @@ def test_words_of_vllm(http: httpx.Client) -> None:
     assert chat(http, request_id="mine").json()["id"] == "mine"
     assert chat(http, request_id="mine", rid="yours").json()["error"]["param"] == "request_id"
     error = http.post(COMPLETIONS, json={"prompt": "x", "best_of": 2}).json()["error"]
-    assert error["param"] == "best_of" and "not be above n" in error["message"]
+    assert error["param"] == "best_of" and "must not exceed n" in error["message"]
 
 
 def test_generation_prompts(http: httpx.Client, engine: Engine) -> None:
@@ -210,7 +210,7 @@ def test_a_stream_is_never_cut(http: httpx.Client, monkeypatch: pytest.MonkeyPat
         raise KeyError("sec-ret")
 
     monkeypatch.setattr(ChatAnswer, "chunks", fail)
-    monkeypatch.setattr("moesaic.server.native._Shape.part", fail)
+    monkeypatch.setattr("moesaic.server.native._Outputs.event", fail)
     for path, body in ((CHAT, {"messages": USER}), ("/generate", {"text": "x"})):
         response = http.post(path, json={**body, "stream": True})
         (last,) = pieces_of(response)

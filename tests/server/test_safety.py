@@ -20,8 +20,8 @@ from moesaic.engine.errors import QueueFull
 from moesaic.engine.frontend.profiler import FOLDER_VARIABLE
 from moesaic.engine.text.grammar_check import MAX_OPEN, GrammarChecker
 from moesaic.engine.text.grammar_child import GrammarSetup
-from moesaic.server import generation as work
-from moesaic.server.admission import Admission
+from moesaic.server import generation
+from moesaic.server.admission import AdmissionQueue
 from moesaic.server.app import ROUTES
 from moesaic.server.auth import Keys
 from moesaic.server.bodies import MAX_DEPTH
@@ -59,8 +59,8 @@ def client(running: Running) -> Iterator[httpx.Client]:
 
 
 def asker(host: str, key: bytes = b"") -> Hashable:
-    scope = {"type": "http", "headers": [], "client": (host, 1), work.CLIENT: key}
-    return work.client_of(Request(scope))
+    scope = {"type": "http", "headers": [], "client": (host, 1), generation.CLIENT: key}
+    return generation.client_of(Request(scope))
 
 
 def test_lines_are_by_key_and_address() -> None:
@@ -74,23 +74,23 @@ STRANGER = asker("2001:db8:0:1::1")
 
 def test_addresses_of_one_network_do_not_fill_the_queue_of_requests() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1, max_queued=4)
-        tickets = [admission.ticket(client) for client in NETWORK[: admission.most_open]]
-        many = [asyncio.create_task(ticket.enter(1, lambda number: number)) for ticket in tickets]
+        admission = AdmissionQueue(max_running=1, max_queued=4)
+        calls = [admission.new_call(client) for client in NETWORK[: admission.most_open]]
+        many = [asyncio.create_task(call.enter(1, lambda number: number)) for call in calls]
         await asyncio.sleep(0)
         assert admission.running + admission.waiting == admission.most_open
-        one = admission.ticket(STRANGER)
+        one = admission.new_call(STRANGER)
         began = asyncio.create_task(one.enter(1, lambda number: number))
         for _ in range(3):
             await asyncio.sleep(0)
         assert many[-1].done() and isinstance(many[-1].exception(), QueueFull)
         while not began.done():  # each turn of the loop ends what has begun
-            for ticket in tickets:
-                ticket.finished(ticket.held)
+            for call in calls:
+                call.finished(call.held)
             await asyncio.sleep(0)
         await began
-        for ticket in (*tickets, one):
-            ticket.leave()
+        for call in (*calls, one):
+            call.leave()
 
     asyncio.run(main())
 
@@ -273,7 +273,7 @@ def test_names_of_other_machines_are_refused_without_a_key(
     assert running.context.keys == Keys(local=True)
     said = talk(running.port, request)
     assert status_of(said) == status
-    assert (b"ask for localhost or an IP address" in said) == (status == 403)
+    assert (b"use localhost or an IP address" in said) == (status == 403)
     with keys(running, "k"):
         given = request.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer k\r\n\r\n")
         assert status_of(talk(running.port, given)) == 200
@@ -292,9 +292,9 @@ def test_a_server_is_busy_with_calls_that_are_still_being_checked(engine: Engine
     with socket.socket() as listener:
         server = Server(engine, listener, Keys.of(engine.args))
     assert not server._is_busy
-    ticket = server._admission.ticket("somebody")
+    call = server._admission.new_call("somebody")
     assert server._is_busy
-    ticket.leave()
+    call.leave()
     assert not server._is_busy
 
 
@@ -325,7 +325,7 @@ def test_errors_of_the_engine_stay_in_the_log(
         patch.setattr(running.engine, "flush_cache", fail)
         answer = client.post("/flush_cache")
     assert answer.status_code == 500 and "private" not in answer.text
-    assert answer.json()["error"]["message"] == "an error of the server, which its log has"
+    assert answer.json()["error"]["message"] == "internal server error: see the server's log"
     assert sum("private" in (line.exc_text or "") for line in caplog.records) == 1
 
 

@@ -358,7 +358,7 @@ def test_queue_full() -> None:
                 assert "try again later" in third.json()["error"]["message"]
             assert client.get("/health").status_code == 200
             more = client.post("/generate", json=body | {"text": ["x"] * 3})
-            assert more.status_code == 400 and "ask several times" in more.text
+            assert more.status_code == 400 and "send several requests" in more.text
         assert first.result().status_code == 200
         assert client.post("/generate", json={"text": "x"}).status_code == 200
 
@@ -373,7 +373,7 @@ def test_a_stopping_server_drains_and_then_ends_what_runs(
             listener = bind("127.0.0.1", 0)
             server = run.Server(mortal, listener, Keys())
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            serving = asyncio.create_task(server.serve_until_told())
+            serving = asyncio.create_task(server.serve_until_stopped())
             while not server.started:
                 await asyncio.sleep(0.01)
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -412,7 +412,7 @@ def test_a_stopping_server_waits_for_a_chat_in_its_template() -> None:
                     time.sleep(0.01)
                 return submit(*given).result()
 
-            serving = asyncio.create_task(server.serve_until_told())
+            serving = asyncio.create_task(server.serve_until_stopped())
             while not server.started:
                 await asyncio.sleep(0.01)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -507,7 +507,7 @@ def test_a_dead_rank_ends_the_server_with_an_error(capfd: pytest.CaptureFixture[
         assert "was killed by signal 9" in error
         assert server.wait(timeout=60) == 1
         log = capfd.readouterr().err
-        assert log.count("was killed by signal 9") == 1 and "its engine has failed" in log
+        assert log.count("was killed by signal 9") == 1 and "the engine has failed" in log
         assert psutil.wait_procs(children, timeout=30)[1] == []
 
 

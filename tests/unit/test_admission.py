@@ -1,4 +1,4 @@
-"""Admission: lines in turn, room for newcomers, and no slot lost whatever is cancelled when."""
+"""The admission queue: clients in turn, room for newcomers, no slot lost by cancellation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections import Counter
 
 import pytest
 
-from moesaic.server.admission import Admission, Full, Ticket
+from moesaic.server.admission import AdmissionQueue, AdmissionQueueFull, QueuedCall
 
 
 class Call:
     """A call whose requests end when the test says so."""
 
-    def __init__(self, admission: Admission, client: str, number: int = 1) -> None:
-        self.ticket = admission.ticket(client)
+    def __init__(self, admission: AdmissionQueue, client: str, number: int = 1) -> None:
+        self.queued = admission.new_call(client)
         self.number, self.started = number, 0
-        self.task = asyncio.create_task(self.ticket.enter(number, self.start))
+        self.task = asyncio.create_task(self.queued.enter(number, self.start))
 
     def start(self, number: int) -> int:
         started = min(number, self.number - self.started)
@@ -36,7 +36,7 @@ async def settle() -> None:
 
 def test_clients_take_turns() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1)
+        admission = AdmissionQueue(max_running=1)
         assert admission.slots == 2
         order: list[str] = []
         many = [Call(admission, "many") for _ in range(10)]
@@ -45,11 +45,11 @@ def test_clients_take_turns() -> None:
         three = [Call(admission, "three") for _ in range(3)]
         await settle()
         everyone = [*many, one, *three]
-        names = {call: call.ticket.client for call in everyone}
+        names = {call: call.queued.client for call in everyone}
         assert (admission.running, admission.waiting) == (2, 12)
         running = [call for call in everyone if call.started]
         while running:
-            running.pop(0).ticket.finished(1)
+            running.pop(0).queued.finished(1)
             await settle()
             new = [call for call in everyone if call.started and call not in running]
             for call in new:
@@ -69,15 +69,15 @@ def test_clients_take_turns() -> None:
 
 def test_a_long_list_takes_turns_with_single_requests() -> None:
     async def main() -> None:
-        admission = Admission(max_running=2)
+        admission = AdmissionQueue(max_running=2)
         long = Call(admission, "long", 1000)
         await settle()
         assert (long.started, admission.running, admission.waiting) == (3, 3, 997)
         single = Call(admission, "single")
         await settle()
-        long.ticket.finished(2)
+        long.queued.finished(2)
         assert single.started == 1 and long.started == 4
-        long.ticket.leave()
+        long.queued.leave()
         assert (admission.running, admission.waiting) == (1, 0)
 
     asyncio.run(main())
@@ -85,17 +85,17 @@ def test_a_long_list_takes_turns_with_single_requests() -> None:
 
 def test_a_newcomer_takes_the_place_of_who_has_most() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1, max_queued=4)
+        admission = AdmissionQueue(max_running=1, max_queued=4)
         many = [Call(admission, "many") for _ in range(5)]
         await settle()
         assert (admission.running, admission.waiting) == (2, 3)
         more = Call(admission, "many")
         await settle()
-        assert isinstance(more.error, Full) and more.error.retry_after == 1
+        assert isinstance(more.error, AdmissionQueueFull) and more.error.retry_after == 1
         newcomer = Call(admission, "newcomer")
         await settle()
         assert newcomer.error is None and not newcomer.task.done()
-        assert [type(call.error) for call in many] == [type(None)] * 4 + [Full]
+        assert [type(call.error) for call in many] == [type(None)] * 4 + [AdmissionQueueFull]
         assert (admission.waiting, admission.refused_total) == (3, 2)
         too_many = Call(admission, "newcomer", 6)
         await settle()
@@ -106,15 +106,15 @@ def test_a_newcomer_takes_the_place_of_who_has_most() -> None:
 
 def test_one_long_call_does_not_shut_others_out() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1, max_queued=100)
+        admission = AdmissionQueue(max_running=1, max_queued=100)
         long = Call(admission, "long", 101)
         await settle()
         assert (long.started, admission.waiting) == (2, 99)
         newcomer, again = Call(admission, "newcomer"), Call(admission, "newcomer")
         await settle()
-        assert newcomer.error is None and isinstance(again.error, Full)
-        long.ticket.finished(1)
-        long.ticket.finished(1)
+        assert newcomer.error is None and isinstance(again.error, AdmissionQueueFull)
+        long.queued.finished(1)
+        long.queued.finished(1)
         assert newcomer.started == 1
 
     asyncio.run(main())
@@ -122,21 +122,21 @@ def test_one_long_call_does_not_shut_others_out() -> None:
 
 def test_what_ends_before_it_began_leaves_the_line() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1)
+        admission = AdmissionQueue(max_running=1)
         running, waiting = Call(admission, "a", 2), Call(admission, "b", 2)
         await settle()
-        waiting.ticket.finished(2)  # aborted by its name
+        waiting.queued.finished(2)  # aborted by its name
         await settle()
         assert waiting.task.done() and waiting.error is None and waiting.started == 0
         assert (admission.running, admission.waiting) == (2, 0)
-        running.ticket.leave()
+        running.queued.leave()
         assert admission.running == 0
 
     asyncio.run(main())
 
 
 def test_the_time_to_come_back_follows_the_rate() -> None:
-    admission = Admission(max_running=1)
+    admission = AdmissionQueue(max_running=1)
     assert admission.retry_after() == 1
     admission.running = 50
     for _ in range(50):
@@ -147,9 +147,9 @@ def test_the_time_to_come_back_follows_the_rate() -> None:
     assert admission.retry_after() == 1
 
 
-async def _live(admission: Admission, rng: random.Random, served: list[int]) -> None:
+async def _live(admission: AdmissionQueue, rng: random.Random, served: list[int]) -> None:
     """A call as the engine makes it, cancelled anywhere or ended piece by piece."""
-    ticket: Ticket = admission.ticket(rng.randrange(8))
+    queued: QueuedCall = admission.new_call(rng.randrange(8))
     number = rng.choice((1, 1, 1, 2, 5, 40))
     left = [number]
 
@@ -160,12 +160,12 @@ async def _live(admission: Admission, rng: random.Random, served: list[int]) -> 
         return started
 
     try:
-        await ticket.enter(number, start)
-        while ticket.held or ticket.wanted:
+        await queued.enter(number, start)
+        while queued.held or queued.wanted:
             await asyncio.sleep(rng.choice((0, 0, 0.0005)))
-            ticket.finished(rng.randint(1, 3))
+            queued.finished(rng.randint(1, 3))
     finally:
-        ticket.leave()
+        queued.leave()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -174,7 +174,9 @@ def test_no_slot_is_lost_whatever_is_cancelled(seed: int) -> None:
 
     async def main() -> None:
         rng = random.Random(seed)
-        admission = Admission(max_running=rng.choice((1, 7, 64)), max_queued=rng.choice((3, 300)))
+        admission = AdmissionQueue(
+            max_running=rng.choice((1, 7, 64)), max_queued=rng.choice((3, 300))
+        )
         served, tasks = [0], set()
         outcomes: Counter[str] = Counter()
         for _ in range(1500):
@@ -189,7 +191,7 @@ def test_no_slot_is_lost_whatever_is_cancelled(seed: int) -> None:
             outcomes[type(outcome).__name__] += 1
         assert (admission.running, admission.waiting) == (0, 0)
         assert admission._lines == {} and len(admission._turns) < 100
-        assert outcomes.keys() <= {"NoneType", "CancelledError", "Full", "ValueError"}
+        assert outcomes.keys() <= {"NoneType", "CancelledError", "AdmissionQueueFull", "ValueError"}
         assert outcomes["CancelledError"] > 100 and outcomes["NoneType"] > 10
         assert admission.admitted_total == served[0] > 100
 
@@ -200,7 +202,7 @@ def test_a_refusal_counts_what_runs_and_what_waits() -> None:
     """Slots are more than can run."""
 
     async def main() -> None:
-        admission = Admission(max_running=4, max_queued=2)
+        admission = AdmissionQueue(max_running=4, max_queued=2)
         calls = [Call(admission, "a") for _ in range(7)]
         await settle()
         assert admission.running == admission.slots == 5 and admission.waiting == 1
@@ -211,13 +213,13 @@ def test_a_refusal_counts_what_runs_and_what_waits() -> None:
 
 def test_calls_count_as_arriving_until_they_enter_or_leave() -> None:
     async def main() -> None:
-        admission = Admission(max_running=1)
-        call, other = Call(admission, "a"), admission.ticket("b")
+        admission = AdmissionQueue(max_running=1)
+        call, other = Call(admission, "a"), admission.new_call("b")
         assert admission.arriving == 2
         await settle()
         assert (admission.arriving, admission.running) == (1, 1)
-        for ticket in (other, other, call.ticket):
-            ticket.leave()
+        for queued in (other, other, call.queued):
+            queued.leave()
             assert admission.arriving == 0
         assert admission.running == 0
 

@@ -14,7 +14,7 @@ from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.text.detokenizer import IncrementalDetokenizer
 from moesaic.engine.text.tokenizer import Tokenizer
-from moesaic.server.openai.completions import CompletionAnswer, CompletionOrder
+from moesaic.server.openai.completions import CompletionAnswer, PreparedCompletion
 from moesaic.server.openai.logprobs import VocabularyTexts
 from tests.unit.test_detokenizer import SIZES, continuation, ids_of, raw, shown
 from tests.unit.token_texts import KINDS, random_cases
@@ -36,11 +36,11 @@ def answer(tokenizer, prompt, ids, echo=None, interval=1, **params):
             break
         job.notify_if_due()
     job.finish(FinishReason("length"))
-    order = CompletionOrder(
+    prepared = PreparedCompletion(
         "r", GenerateInput(), 1, None if echo is None else [echo], VocabularyTexts(tokenizer)
     )
-    choice = CompletionAnswer(0, order)
-    chunks = [chunk for chunk in map(choice.take, pieces) if chunk is not None]
+    choice = CompletionAnswer(prepared, 0)
+    chunks = [chunk for piece in pieces for chunk in choice.chunks(piece)]
     offsets = [offset for chunk in chunks for offset in chunk.logprobs.text_offset]
     scores = [score for chunk in chunks for score in chunk.logprobs.token_logprobs]
     number = request.num_output
@@ -150,6 +150,6 @@ def test_the_chosen_token_has_its_own_logprob():
         request, None, lambda progress: pieces.append(RequestUpdate(0, progress, request))
     )
     job.finish(FinishReason("length"))
-    order = CompletionOrder("r", GenerateInput(), 1, None, VocabularyTexts(FALLBACK))
-    (logprobs,) = (CompletionAnswer(0, order).take(piece).logprobs for piece in pieces)
+    prepared = PreparedCompletion("r", GenerateInput(), 1, None, VocabularyTexts(FALLBACK))
+    (logprobs,) = (CompletionAnswer(prepared, 0).whole(piece).logprobs for piece in pieces)
     assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-3.0], [{"\ufffd": -3.0}])

@@ -9,27 +9,13 @@ from moesaic.server.openai.completions import completions
 from moesaic.server.openai.models import model, models
 from moesaic.server.openai.request_types import ChatBody, CompletionBody
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.routes import Route, RouteAccess
+from moesaic.server.routes import USER, Route
 
 __all__ = ["ROUTES", "OpenAISetup"]
 
 ROUTES: Final = (
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions,
-        RouteAccess.USER,
-        "Answers messages",
-        ChatBody,
-    ),
-    Route(
-        "POST",
-        "/v1/completions",
-        completions,
-        RouteAccess.USER,
-        "Continues prompts",
-        CompletionBody,
-    ),
-    Route("GET", "/v1/models", models, RouteAccess.USER, "The models that are served"),
-    Route("GET", "/v1/models/{model:path}", model, RouteAccess.USER, "One of the models"),
+    Route("POST", "/v1/chat/completions", chat_completions, USER, "Answers messages", ChatBody),
+    Route("POST", "/v1/completions", completions, USER, "Continues prompts", CompletionBody),
+    Route("GET", "/v1/models", models, USER, "The models that are served"),
+    Route("GET", "/v1/models/{model:path}", model, USER, "One of the models"),
 )

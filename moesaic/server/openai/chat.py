@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,22 +14,21 @@ from starlette.responses import Response
 from moesaic.core.sampling import Grammar
 from moesaic.engine.engine import LONG_PROMPT
 from moesaic.engine.frontend.inputs import GenerateInput
-from moesaic.engine.frontend.outputs import RequestUpdate, weight
-from moesaic.server.bodies import aside, read_sized
+from moesaic.server.bodies import in_thread_if_large, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.generation import arrival, client_of
-from moesaic.server.openai.choices import ChatAnswer, Reading
+from moesaic.server.generation import client_of, open_call
+from moesaic.server.openai.choices import ChatAnswer, ParseOptions
 from moesaic.server.openai.prompts import (
-    Chat,
     ChatPrompt,
+    TemplateInput,
     check_size,
-    make_chat,
     render,
+    template_input,
     tools_of,
 )
 from moesaic.server.openai.request_types import ChatBody
-from moesaic.server.openai.response_types import ChatCompletion, ChunkHeader
+from moesaic.server.openai.response_types import ChunkHeader
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_limits,
@@ -37,153 +36,129 @@ from moesaic.server.openai.sampling import (
     sampling_params,
 )
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.openai.streams import Chunks, blaming, new_id, reply
-from moesaic.server.openai.structured_output import OutputGrammar, check_form, wanted_form
+from moesaic.server.openai.streams import AnswerWriter, new_id, prompt_field, respond
+from moesaic.server.openai.structured_output import (
+    OutputGrammar,
+    check_grammar,
+    requested_grammar,
+)
 from moesaic.server.openai.usage import UsageCount
 from moesaic.server.parsers import Tool, ToolChoice
-from moesaic.server.responses import Writer, prepared, while_connected
+from moesaic.server.responses import while_connected
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOrder:
-    """A body that was found good."""
+class PreparedChat:
+    """A valid request, ready for the engine."""
 
     id: str
     call: GenerateInput
-    reading: Reading
+    options: ParseOptions
 
 
 async def chat_completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, ChatBody)
-    setup = context.part(OpenAISetup)
-    with arrival(context), blaming("messages"):
-        order = await while_connected(request, _order(context, body, size, client_of(request)))
-        answers = ChatAnswers(setup, body, order)
-        return await reply(context, request, order.call, answers, bool(body.stream))
+    setup = context.shared(OpenAISetup)
+    with open_call(context), prompt_field("messages"):
+        preparing = _prepare(context, body, size, client_of(request))
+        prepared = await while_connected(request, preparing)
+        answers = ChatAnswerWriter(setup, body, prepared)
+        return await respond(context, request, prepared.call, answers, bool(body.stream))
 
 
-class ChatAnswers:
-    """The choices of one request."""
+class ChatAnswerWriter(AnswerWriter[ChatAnswer]):
+    """Counts the tokens of the reasoning, too."""
 
-    def __init__(self, setup: OpenAISetup, body: ChatBody, order: ChatOrder) -> None:
-        self._tokenizer, self._reading = setup.tokenizer, order.reading
-        self._head = ChunkHeader(order.id, "chat.completion.chunk", int(time.time()), setup.model)
-        self._tally = UsageCount(body.n or 1, setup.cache_report)
-        self._chunks = Chunks(self._head, body, self._tally)
-        self._choices: dict[int, ChatAnswer] = {}
+    def __init__(self, setup: OpenAISetup, body: ChatBody, prepared: PreparedChat) -> None:
+        header = ChunkHeader(prepared.id, "chat.completion.chunk", int(time.time()), setup.model)
+        usage = UsageCount(body.n or 1, setup.cache_report)
+        super().__init__(header, body, usage, partial(ChatAnswer, prepared.options))
+        self._tokenizer = setup.tokenizer
 
-    def take(self, piece: RequestUpdate, size: int) -> bytes:
-        self._tally.note(piece)
-        chunks = self._choice(piece.index).chunks(piece)
-        return b"".join([self._chunks.chunk(chunk, size) for chunk in chunks])
-
-    async def end(self) -> bytes:
-        await self._count_reasoning()
-        return self._chunks.last()
-
-    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> ChatCompletion:
-        for piece in pieces:
-            self._tally.note(piece)
-        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
-
-        def build() -> list[Any]:
-            choices = (self._choice(piece.index).whole(piece) for piece in pieces)
-            return [prepared(choice, total) for choice in choices]
-
-        choices = await writer.write(total, build)
-        await self._count_reasoning()
-        return ChatCompletion(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=choices,
-            usage=self._tally.usage(),
-        )
-
-    def _choice(self, index: int) -> ChatAnswer:
-        if index not in self._choices:
-            self._choices[index] = ChatAnswer(index, self._reading)
-        return self._choices[index]
-
-    async def _count_reasoning(self) -> None:
-        texts = {i: "".join(one.reasoning) for i, one in self._choices.items() if one.reasoning}
+    async def complete_usage(self) -> None:
+        texts = {i: "".join(one.reasoning) for i, one in self.answers.items() if one.reasoning}
         if not texts:
             return
 
         def count() -> int:
-            """A text may be cut into more tokens than the model has made it of."""
+            """The tokenizer may cut a text into more tokens than the model generated."""
             return sum(
-                min(len(self._tokenizer.encode(text, False)), self._tally.made(index))
+                min(len(self._tokenizer.encode(text, False)), self.usage.num_output(index))
                 for index, text in texts.items()
             )
 
         is_long = sum(map(len, texts.values())) > LONG_PROMPT
-        self._tally.reasoning = await asyncio.to_thread(count) if is_long else count()
+        self.usage.reasoning = await asyncio.to_thread(count) if is_long else count()
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a body asks for, before anything is computed for it."""
+class _CheckedChat:
+    """The contents of a body, checked but not rendered."""
 
-    chat: Chat
+    template_input: TemplateInput
     tools: list[Tool]
     choice: ToolChoice
-    form: OutputGrammar | None
+    grammar: OutputGrammar | None
     top_logprobs: int
 
 
-async def _order(context: Context, body: ChatBody, size: int, client: Hashable) -> ChatOrder:
-    setup = context.part(OpenAISetup)
-    asked = await aside(size, lambda: _asked(setup, body))
-    if asked.form is not None:
-        await check_form(context, asked.form, client)
+async def _prepare(context: Context, body: ChatBody, size: int, client: Hashable) -> PreparedChat:
+    setup = context.shared(OpenAISetup)
+    checked = await in_thread_if_large(size, lambda: _check(setup, body))
+    if checked.grammar is not None:
+        await check_grammar(context, checked.grammar, client)
     try:
-        prompt = await render(asked.chat, setup.tokenizer, setup.limits, client)
+        prompt = await render(checked.template_input, setup.tokenizer, setup.limits, client)
     except RuntimeError as error:
         raise context.refusal(error) from error
-    grammar = await aside(size, lambda: _grammar(setup, asked, prompt.end))
-    if grammar and (asked.form is None or grammar != asked.form.params):
+    grammar = await in_thread_if_large(size, lambda: _grammar(setup, checked, prompt.end))
+    if grammar and (checked.grammar is None or grammar != checked.grammar.params):
         ((kind, text),) = grammar.items()
-        blamed = _at_fault(asked.form, asked.tools)
-        await check_form(context, OutputGrammar(blamed, Grammar(kind, text)), client)
-    return _found_good(setup, body, asked, prompt, grammar)
+        combined = OutputGrammar(_grammar_field(checked), Grammar(kind, text))
+        await check_grammar(context, combined, client)
+    return _prepared(setup, body, checked, prompt, grammar)
 
 
-def _asked(setup: OpenAISetup, body: ChatBody) -> _Asked:
+def _check(setup: OpenAISetup, body: ChatBody) -> _CheckedChat:
     setup.check_model(body.model)
     body.check_refused()
     top = _check_logprobs(body)
     tools, choice = tools_of(body)
     if tools and setup.format.tools is None:
-        text = "no format of tool calls is known for this model: set --tool-call-parser"
+        text = "this model's format of tool calls is unknown: set --tool-call-parser"
         raise Refusal(400, text, "tools")
     check_limits(body)
-    form = wanted_form(body)
-    check_size(body, choice, form is not None)
-    return _Asked(make_chat(body, with_tools=bool(tools)), tools, choice, form, top)
+    grammar = requested_grammar(body)
+    check_size(body, choice, grammar is not None)
+    chat = template_input(body, with_tools=bool(tools))
+    return _CheckedChat(chat, tools, choice, grammar, top)
 
 
-def _grammar(setup: OpenAISetup, asked: _Asked, prompt_end: str) -> dict[str, str]:
-    response = None if asked.form is None else asked.form.params
-    thinking = setup.format.thinking(asked.chat.kwargs)
+def _grammar(setup: OpenAISetup, checked: _CheckedChat, prompt_end: str) -> dict[str, str]:
+    response = None if checked.grammar is None else checked.grammar.params
+    thinking = setup.format.thinking(checked.template_input.kwargs)
     try:
-        return setup.format.grammar(asked.tools, asked.choice, response, thinking, prompt_end)
+        return setup.format.grammar(checked.tools, checked.choice, response, thinking, prompt_end)
     except ValueError as error:
-        raise Refusal(400, str(error), _at_fault(asked.form, asked.tools)) from None
+        raise Refusal(400, str(error), _grammar_field(checked)) from None
 
 
-def _found_good(
-    setup: OpenAISetup, body: ChatBody, asked: _Asked, prompt: ChatPrompt, grammar: dict[str, str]
-) -> ChatOrder:
+def _prepared(
+    setup: OpenAISetup,
+    body: ChatBody,
+    checked: _CheckedChat,
+    prompt: ChatPrompt,
+    grammar: dict[str, str],
+) -> PreparedChat:
     extra = dict[str, object](grammar)
-    if asked.tools or setup.format.reasoning is not None:
+    if checked.tools or setup.format.reasoning is not None:
         skips = body.skip_special_tokens is not False
         extra["skip_special_tokens"] = skips and setup.format.skip_special_tokens
     params = sampling_params(body, setup, _max_tokens(body), extra)
-    reading = Reading(
+    options = ParseOptions(
         setup.format,
-        asked.tools,
-        setup.format.thinking(asked.chat.kwargs),
+        checked.tools,
+        setup.format.thinking(checked.template_input.kwargs),
         prompt.end,
         body.separate_reasoning is not False,
         body.stream_reasoning is not False,
@@ -196,15 +171,15 @@ def _found_good(
         input_ids=prompt.tokens,
         sampling_params=params,
         return_logprob=bool(body.logprobs),
-        top_logprobs_num=asked.top_logprobs,
+        top_logprobs_num=checked.top_logprobs,
         rid=name,
     )
-    return ChatOrder(name, call, reading)
+    return PreparedChat(name, call, options)
 
 
-def _at_fault(form: OutputGrammar | None, tools: Sequence[Tool]) -> str:
-    """The field that spoils a grammar: the form was good by itself."""
-    return "tools" if tools or form is None else form.field
+def _grammar_field(checked: _CheckedChat) -> str:
+    """The field to name in an error of the combined grammar; the requested one alone is valid."""
+    return "tools" if checked.tools or checked.grammar is None else checked.grammar.field
 
 
 def _check_logprobs(body: ChatBody) -> int:
@@ -216,7 +191,7 @@ def _check_logprobs(body: ChatBody) -> int:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """None: the rest of the context."""
+    """None for the rest of the context."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         text = "max_tokens and max_completion_tokens differ: give one of them"

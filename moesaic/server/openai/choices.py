@@ -1,4 +1,4 @@
-"""One choice of a chat: what its text means, as it grows and as a whole."""
+"""One choice of a chat: parses its text, update by update or as a whole."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from moesaic.server.parsers import (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How the texts of a request are read. `vocabulary`: of logprobs, if they are wanted."""
+class ParseOptions:
+    """How the answers to a request are parsed."""
 
     format: Format
     tools: Sequence[Tool]
@@ -44,41 +44,41 @@ class Reading:
     parallel_calls: bool
     shows_reasoning: bool
     vocabulary: VocabularyTexts | None
+    """Set if the client asked for logprobs."""
 
     def parser(self) -> ChatParser:
         return self.format.parser(self.tools, self.thinking, self.split_reasoning, self.prompt_end)
 
 
 class ChatAnswer:
-    def __init__(self, index: int, reading: Reading) -> None:
-        self._index, self._reading = index, reading
-        self._parser = reading.parser()
-        self._begun = self._called = False
+    def __init__(self, options: ParseOptions, index: int) -> None:
+        self._index, self._options = index, options
+        self._parser = options.parser()
+        self._started = self._called = False
         self._num_read = self._num_scored = 0
-        self._held: list[str] = []
+        self._held_reasoning: list[str] = []
         self.reasoning: list[str] = []
 
-    def chunks(self, piece: RequestUpdate) -> list[ChatChunkChoice]:
-        """What is new since the last piece."""
-        found = [self._chunk(_delta(part)) for part in self._parts(piece)]
-        if self._reading.vocabulary is not None and (found or piece.progress.finished):
-            scores = self._logprobs(piece, self._reading.vocabulary)
+    def chunks(self, update: RequestUpdate) -> list[ChatChunkChoice]:
+        found = [self._chunk(_delta(part)) for part in self._parts(update)]
+        if self._options.vocabulary is not None and (found or update.progress.finished):
+            scores = self._logprobs(update, self._options.vocabulary)
             if scores.content:
                 found = found or [self._chunk(MessageDelta(content=""))]
                 found[0].logprobs = scores
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             found.insert(0, self._chunk(MessageDelta(role="assistant", content="")))
-        if piece.progress.finished:
+        if update.progress.finished:
             found.append(
-                ChatChunkChoice(self._index, MessageDelta(), finish_reason=self._reason(piece))
+                ChatChunkChoice(self._index, MessageDelta(), finish_reason=self._reason(update))
             )
         return found
 
-    def whole(self, piece: RequestUpdate) -> ChatChoice:
+    def whole(self, update: RequestUpdate) -> ChatChoice:
         contents: list[str] = []
         calls: dict[int, ToolCall] = {}
-        for part in self._parts(piece):
+        for part in self._parts(update):
             match part:
                 case Content(text):
                     contents.append(text)
@@ -88,56 +88,56 @@ class ChatAnswer:
                     calls[index].function.arguments += text
         content = "".join(contents)
         message = AssistantMessage(content=None if calls and not content else content)
-        if self.reasoning and self._reading.shows_reasoning:
+        if self.reasoning and self._options.shows_reasoning:
             message.reasoning_content = "".join(self.reasoning)
         if calls:
             message.tool_calls = [*calls.values()]
-        vocabulary = self._reading.vocabulary
-        scores = None if vocabulary is None else self._logprobs(piece, vocabulary)
-        return ChatChoice(self._index, message, scores, self._reason(piece))
+        vocabulary = self._options.vocabulary
+        scores = None if vocabulary is None else self._logprobs(update, vocabulary)
+        return ChatChoice(self._index, message, scores, self._reason(update))
 
     def _chunk(self, delta: MessageDelta) -> ChatChunkChoice:
         return ChatChunkChoice(self._index, delta)
 
-    def _parts(self, piece: RequestUpdate) -> list[Part]:
-        text = piece.text
+    def _parts(self, update: RequestUpdate) -> list[Part]:
+        text = update.text
         found = self._parser.feed(text[self._num_read :])
         self._num_read = len(text)
-        if piece.progress.finished:
+        if update.progress.finished:
             found = [*found, *self._parser.finish()]
         kept = [part for part in found if self._keeps(part)]
         for part in kept:
             if isinstance(part, Reasoning):
                 self.reasoning.append(part.text)
-        if not self._reading.shows_reasoning:
+        if not self._options.shows_reasoning:
             return [part for part in kept if not isinstance(part, Reasoning)]
-        if self._reading.stream_reasoning:
+        if self._options.stream_reasoning:
             return kept
-        return self._in_one(kept, piece.progress.finished)
+        return self._with_whole_reasoning(kept, update.progress.finished)
 
     def _keeps(self, part: Part) -> bool:
-        """Of several calls only the first, if the others are not wanted."""
+        """Drops all calls but the first if the client does not allow parallel calls."""
         if isinstance(part, Reasoning | Content):
             return True
         self._called = True
-        return self._reading.parallel_calls or part.index == 0
+        return self._options.parallel_calls or part.index == 0
 
-    def _in_one(self, parts: list[Part], finished: bool) -> list[Part]:
+    def _with_whole_reasoning(self, parts: list[Part], finished: bool) -> list[Part]:
         """Holds reasoning back until it is complete."""
-        self._held += [part.text for part in parts if isinstance(part, Reasoning)]
+        self._held_reasoning += [part.text for part in parts if isinstance(part, Reasoning)]
         rest: list[Part] = [part for part in parts if not isinstance(part, Reasoning)]
-        if not self._held or not (rest or finished):
+        if not self._held_reasoning or not (rest or finished):
             return rest
-        whole = Reasoning("".join(self._held))
-        self._held.clear()
+        whole = Reasoning("".join(self._held_reasoning))
+        self._held_reasoning.clear()
         return [whole, *rest]
 
-    def _logprobs(self, piece: RequestUpdate, vocabulary: VocabularyTexts) -> ChatLogprobs:
-        start, self._num_scored = self._num_scored, piece.progress.num_output
-        return chat_logprobs(vocabulary, output_scores(piece.request, start, self._num_scored))
+    def _logprobs(self, update: RequestUpdate, vocabulary: VocabularyTexts) -> ChatLogprobs:
+        start, self._num_scored = self._num_scored, update.progress.num_output
+        return chat_logprobs(vocabulary, output_scores(update.request, start, self._num_scored))
 
-    def _reason(self, piece: RequestUpdate) -> str:
-        reason = finish_reason(piece)
+    def _reason(self, update: RequestUpdate) -> str:
+        reason = finish_reason(update)
         return "tool_calls" if self._called and reason == "stop" else reason
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moesaic.engine.frontend.inputs import GenerateInput, PromptTooLong
-from moesaic.engine.frontend.outputs import RequestUpdate, weight
-from moesaic.server.bodies import aside, read_sized
+from moesaic.engine.frontend.outputs import RequestUpdate
+from moesaic.server.bodies import in_thread_if_large, read_sized
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
-from moesaic.server.generation import arrival, client_of
+from moesaic.server.generation import client_of, open_call
 from moesaic.server.openai.logprobs import CompletionScores, VocabularyTexts
 from moesaic.server.openai.request_types import CompletionBody
 from moesaic.server.openai.response_types import (
     ChunkHeader,
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
 )
@@ -32,17 +32,21 @@ from moesaic.server.openai.sampling import (
 )
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import (
-    Chunks,
-    blaming,
+    AnswerWriter,
     finish_reason,
     new_id,
-    reply,
+    prompt_field,
+    respond,
 )
-from moesaic.server.openai.structured_output import OutputGrammar, check_form, wanted_form
+from moesaic.server.openai.structured_output import (
+    OutputGrammar,
+    check_grammar,
+    requested_grammar,
+)
 from moesaic.server.openai.usage import UsageCount
-from moesaic.server.responses import Writer, prepared, while_connected
+from moesaic.server.responses import while_connected
 
-# What OpenAI and SGLang give if nothing is said.
+# The default of OpenAI and SGLang.
 DEFAULT_TOKENS: Final = 16
 # Prompts of a request, times the answers to each.
 MAX_CHOICES: Final = 4096
@@ -50,102 +54,67 @@ MAX_CHOICES: Final = 4096
 
 async def completions(context: Context, request: Request) -> Response:
     body, size = await read_sized(request, CompletionBody)
-    setup = context.part(OpenAISetup)
-    with arrival(context), blaming("prompt"):
-        order = await aside(size, lambda: _order(setup, body))
-        if order.form is not None:
-            checked = check_form(context, order.form, client_of(request))
+    setup = context.shared(OpenAISetup)
+    with open_call(context), prompt_field("prompt"):
+        prepared = await in_thread_if_large(size, lambda: _prepare(setup, body))
+        if prepared.grammar is not None:
+            checked = check_grammar(context, prepared.grammar, client_of(request))
             await while_connected(request, checked)
-        answers = CompletionAnswers(setup, body, order)
-        return await reply(context, request, order.call, answers, bool(body.stream))
+        header = ChunkHeader(prepared.id, "text_completion", int(time.time()), setup.model)
+        usage = UsageCount(prepared.samples, setup.cache_report)
+        answers = AnswerWriter(header, body, usage, partial(CompletionAnswer, prepared))
+        return await respond(context, request, prepared.call, answers, bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionOrder:
-    """A body that was found good. `echoes`: the texts of the prompts, if they are wanted."""
+class PreparedCompletion:
+    """A valid request, ready for the engine."""
 
     id: str
     call: GenerateInput
     samples: int
     echoes: list[str] | None
+    """The texts of the prompts, if the client asked for `echo`."""
     vocabulary: VocabularyTexts | None
-    form: OutputGrammar | None = None
+    grammar: OutputGrammar | None = None
 
 
 class CompletionAnswer:
-    def __init__(self, index: int, order: CompletionOrder) -> None:
+    def __init__(self, prepared: PreparedCompletion, index: int) -> None:
+        echoes = prepared.echoes
         self._index = index
-        self._echo = "" if order.echoes is None else order.echoes[index // order.samples]
-        self._begun = order.echoes is None
+        self._echo = "" if echoes is None else echoes[index // prepared.samples]
+        self._started = echoes is None
         self._num_read = self._num_scored = 0
         self._scores = None
-        if order.vocabulary is not None:
-            self._scores = CompletionScores(order.vocabulary)
+        if prepared.vocabulary is not None:
+            self._scores = CompletionScores(prepared.vocabulary)
 
-    def take(self, piece: RequestUpdate) -> CompletionChoice | None:
-        """What is new since the last piece, if anything is."""
-        text = piece.text[self._num_read :]
+    def chunks(self, update: RequestUpdate) -> list[CompletionChoice]:
+        has_text = len(update.text) > self._num_read
+        is_due = has_text or update.progress.finished or not self._started
+        return [self.whole(update)] if is_due else []
+
+    def whole(self, update: RequestUpdate) -> CompletionChoice:
+        text = update.text[self._num_read :]
         self._num_read += len(text)
-        if not (text or piece.progress.finished or not self._begun):
-            return None
-        logprobs = self._logprobs(piece)
-        if not self._begun:
-            text, self._begun = self._echo + text, True
-        reason = finish_reason(piece) if piece.progress.finished else None
+        logprobs = self._logprobs(update)
+        if not self._started:
+            text, self._started = self._echo + text, True
+        reason = finish_reason(update) if update.progress.finished else None
         return CompletionChoice(self._index, text, logprobs, reason)
 
-    def _logprobs(self, piece: RequestUpdate) -> CompletionLogprobs | None:
+    def _logprobs(self, update: RequestUpdate) -> CompletionLogprobs | None:
         if self._scores is None:
             return None
-        start, self._num_scored = self._num_scored, piece.progress.num_output
+        start, self._num_scored = self._num_scored, update.progress.num_output
         found = CompletionLogprobs([], [], [], [])
-        if not self._begun:
-            found = self._scores.of_prompt(piece.request, self._echo)
-        return self._scores.of_answer(found, piece, start, self._num_scored)
+        if not self._started:
+            found = self._scores.of_prompt(update.request, self._echo)
+        return self._scores.of_answer(found, update, start, self._num_scored)
 
 
-class CompletionAnswers:
-    """The choices of one request."""
-
-    def __init__(self, setup: OpenAISetup, body: CompletionBody, order: CompletionOrder) -> None:
-        self._order = order
-        self._head = ChunkHeader(order.id, "text_completion", int(time.time()), setup.model)
-        self._tally = UsageCount(order.samples, setup.cache_report)
-        self._chunks = Chunks(self._head, body, self._tally)
-        self._choices: dict[int, CompletionAnswer] = {}
-
-    def take(self, piece: RequestUpdate, size: int) -> bytes:
-        self._tally.note(piece)
-        choice = self._choice(piece.index).take(piece)
-        return b"" if choice is None else self._chunks.chunk(choice, size)
-
-    async def end(self) -> bytes:
-        return self._chunks.last()
-
-    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> Completion:
-        for piece in pieces:
-            self._tally.note(piece)
-        total = sum(weight(piece.request, 0, piece.progress.num_output) for piece in pieces)
-
-        def build() -> list[Any]:
-            found = (self._choice(piece.index).take(piece) for piece in pieces)
-            return [prepared(choice, total) for choice in found if choice is not None]
-
-        return Completion(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=await writer.write(total, build),
-            usage=self._tally.usage(),
-        )
-
-    def _choice(self, index: int) -> CompletionAnswer:
-        if index not in self._choices:
-            self._choices[index] = CompletionAnswer(index, self._order)
-        return self._choices[index]
-
-
-def _order(setup: OpenAISetup, body: CompletionBody) -> CompletionOrder:
+def _prepare(setup: OpenAISetup, body: CompletionBody) -> PreparedCompletion:
     setup.check_model(body.model)
     body.check_refused()
     samples = body.n or 1
@@ -155,8 +124,8 @@ def _order(setup: OpenAISetup, body: CompletionBody) -> CompletionOrder:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     check_limits(body)
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    form = wanted_form(body)
-    params = sampling_params(body, setup, limit, {} if form is None else dict(form.params))
+    grammar = requested_grammar(body)
+    params = sampling_params(body, setup, limit, {} if grammar is None else dict(grammar.params))
     texts, ids = _prompts(setup, body, samples)
     number = len(texts if ids is None else ids)
     name = new_id("cmpl", body)
@@ -171,13 +140,14 @@ def _order(setup: OpenAISetup, body: CompletionBody) -> CompletionOrder:
     )
     vocabulary = None if body.logprobs is None else setup.vocabulary
     echoes = texts if body.echo else None
-    return CompletionOrder(name, call, samples, echoes, vocabulary, form)
+    return PreparedCompletion(name, call, samples, echoes, vocabulary, grammar)
 
 
 def _prompts(
     setup: OpenAISetup, body: CompletionBody, samples: int
 ) -> tuple[list[str], list[list[int]] | None]:
-    """Texts, and token ids if those were sent; then texts are there only if they are wanted."""
+    """The prompts as texts, and as token ids if the client sent those; texts are then made only
+    for `echo`."""
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not given:
         raise Refusal(400, "the prompt is empty: give at least one token", "prompt")

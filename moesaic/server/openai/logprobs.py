@@ -1,4 +1,4 @@
-"""Logprobs in the two shapes that OpenAI has for them."""
+"""Logprobs in OpenAI's two shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesaic.server.openai.response_types import (
     TopLogprob,
 )
 
-# Of a token that is impossible; JSON has no infinity.
+# The logprob of an impossible token; JSON has no infinity.
 FLOOR: Final = -9999.0
 
 Top = list[tuple[float, int]]
@@ -27,29 +27,29 @@ Scored = tuple[float | None, int, Top]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenPiece:
+class TokenText:
     text: str
     bytes: list[int]
     special: bool
 
 
 class VocabularyTexts:
-    """Texts and bytes of tokens, found when first asked for."""
+    """A cache of the texts and bytes of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[int, TokenPiece] = {}
+        self._known: dict[int, TokenText] = {}
 
-    def __getitem__(self, token: int) -> TokenPiece:
-        if (piece := self._known.get(token)) is None:
+    def __getitem__(self, token: int) -> TokenText:
+        if (known := self._known.get(token)) is None:
             text, raw = self.tokenizer.token_text(token), self.tokenizer.token_bytes(token)
-            piece = TokenPiece(text, [*raw], self.tokenizer.form(token).special)
-            self._known[token] = piece
-        return piece
+            known = TokenText(text, [*raw], self.tokenizer.form(token).special)
+            self._known[token] = known
+        return known
 
 
 def output_scores(request: Request, start: int, stop: int) -> Iterator[Scored]:
-    """Of the tokens of the answer from `start` on."""
+    """The scores of the answer's tokens from `start` to `stop`."""
     first = request.prompt_len
     for number in range(start, stop):
         logprob = request.output_logprobs[number]
@@ -57,7 +57,7 @@ def output_scores(request: Request, start: int, stop: int) -> Iterator[Scored]:
 
 
 def input_scores(request: Request) -> Iterator[Scored]:
-    """Of the prompt; the first token follows nothing."""
+    """The scores of the prompt's tokens; the first token has none."""
     logprobs: Sequence[float | None] = [None, *request.input_logprobs]
     tops: Sequence[Top] = [[], *request.input_top_logprobs]
     if not request.top_logprobs_num:
@@ -72,14 +72,14 @@ def chat_logprobs(vocabulary: VocabularyTexts, scores: Iterator[Scored]) -> Chat
 def _token(
     vocabulary: VocabularyTexts, logprob: float | None, token: int, top: Top
 ) -> TokenLogprob:
-    piece = vocabulary[token]
+    known = vocabulary[token]
     others = [_top(vocabulary, *entry) for entry in top]
-    return TokenLogprob(piece.text, _floored(logprob or 0.0), piece.bytes, others)
+    return TokenLogprob(known.text, _floored(logprob or 0.0), known.bytes, others)
 
 
 def _top(vocabulary: VocabularyTexts, logprob: float, token: int) -> TopLogprob:
-    piece = vocabulary[token]
-    return TopLogprob(piece.text, _floored(logprob), piece.bytes)
+    known = vocabulary[token]
+    return TopLogprob(known.text, _floored(logprob), known.bytes)
 
 
 def _floored(logprob: float) -> float:
@@ -87,43 +87,43 @@ def _floored(logprob: float) -> float:
 
 
 class CompletionScores:
-    """The logprobs of one choice, whose offsets go on from one chunk to the next. Tokens whose
-    place in the text is not certain yet wait until it is."""
+    """The logprobs of one choice, with text offsets that continue from chunk to chunk. Tokens are
+    held back until their offset is known."""
 
     def __init__(self, vocabulary: VocabularyTexts) -> None:
         self._vocabulary = vocabulary
-        self._places = _Places()
+        self._offsets = _TextOffsets()
         self._answer: TokenBytes | None = None
         self._waiting: deque[Scored] = deque()
 
     def of_prompt(self, request: Request, text: str) -> CompletionLogprobs:
-        """`text`: the prompt as it was given, which has not all of its special tokens."""
+        """`text`: the prompt as the client sent it, without some special tokens."""
         found = CompletionLogprobs([], [], [], [])
         tokens = TokenBytes(self._vocabulary.tokenizer, (), skip_special=False)
-        self._places = _Places(given=text)
+        self._offsets = _TextOffsets(given=text)
         for score in input_scores(request):
             token, shown = score[1], True
-            if (piece := self._vocabulary[token]).special:
+            if (known := self._vocabulary[token]).special:
                 self._add(found, tokens.flush())
-                shown = text.startswith((piece.text, piece.text.lstrip()), self._places.next)
+                shown = text.startswith((known.text, known.text.lstrip()), self._offsets.next)
             self._waiting.append(score)
             self._add(found, tokens.push(token) if shown else tokens.skip())
         self._add(found, tokens.flush())
-        self._places = _Places(len(text))
+        self._offsets = _TextOffsets(len(text))
         return found
 
     def of_answer(
-        self, found: CompletionLogprobs, piece: RequestUpdate, start: int, stop: int
+        self, found: CompletionLogprobs, update: RequestUpdate, start: int, stop: int
     ) -> CompletionLogprobs:
-        """Adds to `found`."""
+        """Appends to `found`."""
         if self._answer is None:
-            before, params = piece.request.prompt_ids, piece.request.params
+            before, params = update.request.prompt_ids, update.request.params
             tokenizer = self._vocabulary.tokenizer
             self._answer = TokenBytes(tokenizer, before, params.skip_special_tokens)
-        for score in output_scores(piece.request, start, stop):
+        for score in output_scores(update.request, start, stop):
             self._waiting.append(score)
             self._add(found, self._answer.push(score[1]))
-        if piece.progress.finished:
+        if update.progress.finished:
             self._add(found, self._answer.flush())
         return found
 
@@ -132,7 +132,7 @@ class CompletionScores:
             logprob, token, top = self._waiting.popleft()
             text = self._vocabulary[token].text
             found.tokens.append(text)
-            found.text_offset.append(self._places.place(chunk))
+            found.text_offset.append(self._offsets.advance(chunk))
             if logprob is None:
                 found.token_logprobs.append(None)
                 found.top_logprobs.append(None)
@@ -145,12 +145,12 @@ class CompletionScores:
             found.top_logprobs.append(names)
 
 
-class _Places:
-    """Where in a text the bytes of its tokens are. Offsets count characters, and tokens may be
-    pieces of them: one that goes on with a character is where that character is.
+class _TextOffsets:
+    """Maps the bytes of tokens to offsets in characters. A token that continues a character has the
+    offset of that character.
 
-    `given`: the text, where tokens may have a space in front that it has not (sentencepiece begins
-    a text so, also after a special token)."""
+    `given`: the client's text, which may lack a leading space of its tokens (sentencepiece adds one
+    at the start and after special tokens)."""
 
     def __init__(self, start: int = 0, given: str | None = None) -> None:
         self._end, self._given = start, given
@@ -158,17 +158,17 @@ class _Places:
 
     @property
     def next(self) -> int:
-        """Where a token is that does not go on with an unfinished character."""
+        """The offset of a token that does not continue an unfinished character."""
         unfinished: bytes = self._decoder.getstate()[0]
         return self._end + len(unfinished.decode(errors="replace"))
 
-    def place(self, chunk: bytes) -> int:
+    def advance(self, chunk: bytes) -> int:
         if not (chunk := self._as_given(chunk)):
             return max(self._end, self.next - 1)
         self._end += len(self._decoder.decode(chunk[:1]))
-        place = self.next - 1
+        offset = self.next - 1
         self._end += len(self._decoder.decode(chunk[1:]))
-        return place
+        return offset
 
     def _as_given(self, chunk: bytes) -> bytes:
         if self._given is None or not chunk.startswith(b" "):

@@ -1,4 +1,4 @@
-"""/v1/models: what is served."""
+"""/v1/models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesaic.server.responses import json_response
 
 
 async def models(context: Context, _: Request) -> Response:
-    return json_response(ModelList([_model(context.part(OpenAISetup))]))
+    return json_response(ModelList([_model(context.shared(OpenAISetup))]))
 
 
 async def model(context: Context, request: Request) -> Response:
-    setup = context.part(OpenAISetup)
+    setup = context.shared(OpenAISetup)
     setup.check_model(request.path_params["model"])
     return json_response(_model(setup))
 

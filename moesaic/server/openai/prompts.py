@@ -1,4 +1,4 @@
-"""From messages and tools to the tokens of a prompt."""
+"""Renders messages and tools to the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesaic.core.sampling import MAX_GRAMMAR_BYTES
 from moesaic.engine.frontend.inputs import EngineLimits, PromptTooLong
 from moesaic.engine.text.chat_template import CallArguments, ChatTemplateError
 from moesaic.engine.text.tokenizer import Tokenizer
-from moesaic.server.bodies import aside, is_moderate
+from moesaic.server.bodies import in_thread_if_large, is_decodable
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
 from moesaic.server.parsers import NamedTool, Tool, ToolChoice
@@ -24,49 +24,49 @@ MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128
 MAX_KWARG_CHARS: Final = 256
 MAX_KWARG: Final = 2**31
-# What a request may set in a template; the rest is the server's.
+# Template variables that a request may set.
 TEMPLATE_KWARGS: Final = frozenset(
     ("enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort")
 )
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 END_CHARS: Final = 256
-# As JSON. Where a grammar is made of them, they must be as small as that may be.
+# As JSON. Tools that become a grammar have the smaller limit of grammars.
 MAX_TOOL_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """What a template gets. `opening`: the start of the answer, from which the model goes on."""
-
+class TemplateInput:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     kwargs: dict[str, Scalar]
     opening: str = ""
-    asks: bool = True  # with the beginning of an answer after the messages
+    """The start of the answer, which the model continues."""
+    add_generation_prompt: bool = True
 
     @property
     def num_chars(self) -> int:
-        """Of what no template leaves out: of an assistant's turns some drop the reasoning."""
+        """Characters that every template keeps; some drop parts of the assistant's turns."""
         others = (message for message in self.messages if message["role"] != "assistant")
         return sum(len(message["content"] or "") for message in others)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`end`: the end of its text, which tells whether the answer begins with reasoning."""
-
     tokens: list[int]
     end: str
+    """The end of the text, which shows whether the answer begins with reasoning."""
 
 
 async def render(
-    chat: Chat, tokenizer: Tokenizer, limits: EngineLimits, client: Hashable
+    chat: TemplateInput, tokenizer: Tokenizer, limits: EngineLimits, client: Hashable
 ) -> ChatPrompt:
-    """In the client's turn: the template runs in another process."""
+    """Renders in the template process, which serves clients in turn."""
     try:
         limits.check_chars(chat.num_chars)
         text = await asyncio.wrap_future(
-            tokenizer.chat.submit(client, chat.messages, chat.asks, chat.tools, chat.kwargs)
+            tokenizer.chat.submit(
+                client, chat.messages, chat.add_generation_prompt, chat.tools, chat.kwargs
+            )
         )
         text += chat.opening
         limits.check_chars(len(text))
@@ -74,20 +74,22 @@ async def render(
         raise Refusal(400, str(error), "messages", "context_length_exceeded") from None
     except ChatTemplateError as error:
         raise Refusal(400, str(error), "messages") from None
-    tokens = await aside(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
+    tokens = await in_thread_if_large(
+        len(text), lambda: tokenizer.encode(text, add_special_tokens=False)
+    )
     return ChatPrompt(tokens, text[-END_CHARS:])
 
 
-def make_chat(body: ChatBody, with_tools: bool) -> Chat:
+def template_input(body: ChatBody, with_tools: bool) -> TemplateInput:
     if not 0 < len(body.messages) <= MAX_MESSAGES:
         raise Refusal(400, f"send between 1 and {MAX_MESSAGES} messages", "messages")
     messages, opening = body.messages, ""
-    asks = body.add_generation_prompt is not False
+    add_prompt = body.add_generation_prompt is not False
     if body.continue_final_message:
         if body.add_generation_prompt:
-            text = "the last message is continued, or a new one begun: give one of the two"
+            text = "continue_final_message and add_generation_prompt exclude each other: give one"
             raise Refusal(400, text, "add_generation_prompt")
-        asks = True  # the answer has begun, with what the message says
+        add_prompt = True  # the final message follows it as the start of the answer
         if messages[-1].role != "assistant":
             text = "continue_final_message needs an assistant's message at the end"
             raise Refusal(400, text, "messages")
@@ -100,7 +102,8 @@ def make_chat(body: ChatBody, with_tools: bool) -> Chat:
             given = tool["function"].items()
             tool["function"] = {key: value for key, value in given if value is not None}
     kwargs = template_kwargs(body)
-    return Chat([_message(message) for message in messages], tools, kwargs, opening, asks)
+    rendered = [_message(message) for message in messages]
+    return TemplateInput(rendered, tools, kwargs, opening, add_prompt)
 
 
 def template_kwargs(body: ChatBody) -> dict[str, Scalar]:
@@ -120,7 +123,7 @@ def template_kwargs(body: ChatBody) -> dict[str, Scalar]:
 
 
 def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
-    """The tools that the model may call, and whether it must."""
+    """The tools that the model may call, and the client's choice among them."""
     if len(body.tools or ()) > MAX_TOOLS:
         raise Refusal(400, f"give at most {MAX_TOOLS} tools", "tools")
     tools = [_tool(entry.function) for entry in body.tools or ()]
@@ -138,7 +141,7 @@ def tools_of(body: ChatBody) -> tuple[list[Tool], ToolChoice]:
 
 
 def check_size(body: ChatBody, choice: ToolChoice, is_structured: bool) -> None:
-    """Before anything is made of the tools."""
+    """Refuses tools that are too large, before they are rendered or become a grammar."""
     strict = any(entry.function.strict for entry in body.tools or ())
     is_grammar = strict or is_structured or choice not in ("none", "auto")
     most = MAX_GRAMMAR_BYTES if is_grammar else MAX_TOOL_BYTES
@@ -177,14 +180,14 @@ def _text(message: MessageBody) -> str | None:
         return message.content
     for part in message.content:
         if part.type != "text" or part.text is None:
-            text = "content is a text, or a list of parts of type text: nothing else is read"
+            text = "content must be a text or a list of parts of type text"
             raise Refusal(400, text, "messages")
     return "\n".join(part.text or "" for part in message.content)
 
 
 def _call(call: CallBody) -> dict[str, Any]:
     text = call.function.arguments
-    if is_moderate(text):
+    if is_decodable(text):
         with suppress(msgspec.DecodeError, UnicodeError, RecursionError):
             if isinstance(msgspec.json.decode(text or "{}"), dict):
                 text = CallArguments(text)

@@ -1,5 +1,5 @@
-"""What clients of the OpenAI API send, with SGLang's and vLLM's further fields. A field that is
-null counts as left out, as many clients send it so."""
+"""Request bodies of the OpenAI API, with the additional fields of SGLang and vLLM. A null field
+counts as omitted, because many clients send it so."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 from moesaic.server.errors import Refusal
 
 Scalar = bool | int | float | str | None
-# Fields which are refused unless they have one of these values, and what to do instead.
+# Fields that are refused unless they have one of these values, and what to do instead.
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "audio": ((), "this server answers in text"),
     "modalities": ((["text"],), 'give ["text"] or leave it out'),
     "functions": (([],), "give tools instead"),
     "function_call": (("none",), "give tool_choice instead"),
-    "web_search_options": ((), "this server fetches nothing"),
-    "verbosity": (("medium",), "say it in a message"),
-    "suffix": (("",), "text is continued at its end only"),
+    "web_search_options": ((), "this server has no web search"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "suffix": (("",), "a prompt is continued only at its end"),
     "return_hidden_states": ((False,), "they never leave the ranks"),
     "lora_path": ((), "no adapters are served"),
-    "custom_logit_processor": ((), "code is never taken from a request"),
+    "custom_logit_processor": ((), "requests cannot carry code"),
     "stop_regex": ((), "give stop or stop_token_ids"),
     "structural_tag": ((), "give response_format json_schema, regex or ebnf"),
 }
@@ -46,7 +46,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's."""
+    """vLLM's form of structured output."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -56,8 +56,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chats and completions have in common. The fields at the end are taken and change
-    nothing, or are refused (REFUSED)."""
+    """The fields that chats and completions have in common. Those at the end are accepted without
+    effect, or refused (REFUSED)."""
 
     model: str | None = None
     stream: bool | None = None
@@ -133,7 +133,7 @@ class CallBody(msgspec.Struct):
 
 
 class MessageBody(msgspec.Struct, kw_only=True):
-    """Clients send back whole answers of other servers: what else they hold is not read."""
+    """Other fields are ignored: clients send back whole answers of other servers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -193,9 +193,8 @@ class ChatBody(CommonBody, kw_only=True):
 
 
 class CompletionBody(CommonBody, kw_only=True):
-    """`prompt`: a text, its token ids, or a list of either."""
-
     prompt: str | list[str | int | list[int]]
+    """A text, its token ids, or a list of either."""
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API get. Fields that are UNSET do not appear; None is null."""
+"""Response bodies of the OpenAI API. UNSET fields are omitted; None is null."""
 
 from __future__ import annotations
 
@@ -104,11 +104,9 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """`token_logprobs` and `top_logprobs`: null for the first token of a prompt, which follows
-    nothing."""
-
     tokens: list[str]
     token_logprobs: list[float | None]
+    """null for the first token of a prompt, as in `top_logprobs`."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
@@ -130,12 +128,16 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ChunkHeader(msgspec.Struct):
-    """What all chunks of a stream have in common."""
+    """The fields that all chunks of a stream have in common."""
 
     id: str
     object: Literal["chat.completion.chunk", "text_completion"]
     created: int
     model: str
+
+    @property
+    def response_type(self) -> type[ChatCompletion] | type[Completion]:
+        return Completion if self.object == "text_completion" else ChatCompletion
 
 
 class Model(msgspec.Struct, kw_only=True):

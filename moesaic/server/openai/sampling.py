@@ -1,4 +1,4 @@
-"""From the fields of a body to sampling parameters of the engine."""
+"""Converts the fields of a body to the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_STOP_IDS: Final = 256
 MAX_BIASES: Final = 300
 MAX_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 2**63
-# Fields that the engine knows by the same name, and those that it knows by another.
+# Fields that have the same name in the engine, and those that have another.
 SAME: Final = (
     "temperature",
     "top_p",
@@ -39,10 +39,10 @@ RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"
 def sampling_params(
     body: CommonBody, setup: OpenAISetup, max_tokens: int | None, extra: dict[str, Any]
 ) -> SamplingParams:
-    """`max_tokens`: None for the rest of the context. `extra`: what the kind of answer demands."""
+    """`max_tokens`: None for the rest of the context. `extra`: parameters of the route."""
     params = dict(setup.defaults)
     params |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if params.get("top_p") == 0:  # of the most likely tokens so few that one is left
+    if params.get("top_p") == 0:  # keeps only the most likely token
         params |= {"top_p": 1.0, "temperature": 0.0}
     if params.get("top_k") == 0:
         params["top_k"] = -1
@@ -63,19 +63,19 @@ def check_limits(body: CommonBody) -> None:
         check_range("n", body.n, 1, MAX_N)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        text = f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters can stop"
+        text = f"give at most {MAX_STOPS} stop texts of at most {MAX_STOP_CHARS} characters"
         raise Refusal(400, text, "stop")
     if len(body.stop_token_ids or ()) > MAX_STOP_IDS:
-        raise Refusal(400, f"at most {MAX_STOP_IDS} token ids can stop", "stop_token_ids")
+        raise Refusal(400, f"give at most {MAX_STOP_IDS} stop token ids", "stop_token_ids")
     if len(body.logit_bias or ()) > MAX_BIASES:
-        raise Refusal(400, f"at most {MAX_BIASES} tokens can have a bias", "logit_bias")
+        raise Refusal(400, f"give a bias for at most {MAX_BIASES} tokens", "logit_bias")
     if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options are for streams: set stream", "stream_options")
+        raise Refusal(400, "stream_options needs stream: set it", "stream_options")
 
 
 def check_best_of(value: int, n: int) -> None:
     if not 1 <= value <= n:
-        text = f"best_of may not be above n, which is {n}: answers are not made to be thrown away"
+        text = f"best_of must not exceed n, which is {n}: no answers are discarded"
         raise Refusal(400, text if value > n else "best_of must be 1 or more", "best_of")
 
 

@@ -1,4 +1,4 @@
-"""What the routes of the OpenAI API know of the server they belong to: made once."""
+"""The server's settings for the OpenAI API, resolved once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moesaic.server.errors import Refusal
 from moesaic.server.openai.logprobs import VocabularyTexts
 from moesaic.server.parsers import Format, choose_format
 
-# What a folder's generation_config.json may say of requests that do not say it.
+# Sampling defaults that a folder's generation_config.json may set.
 DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# The name by which clients of SGLang call whatever is served.
+# The name that SGLang's clients use for any model.
 ANY_MODEL: Final = "default"
 
 
@@ -50,7 +50,7 @@ class OpenAISetup:
     @property
     def vocabulary(self) -> VocabularyTexts:
         if self._vocabulary is None:
-            text = "logprobs need a tokenizer, and this server has none: ask /generate for them"
+            text = "logprobs need a tokenizer, and this server has none: use /generate"
             raise Refusal(400, text, "logprobs")
         return self._vocabulary
 
@@ -82,7 +82,7 @@ def _defaults(file: Path) -> dict[str, Any]:
     if found.get("top_k") == 0:
         found["top_k"] = -1
     if given.do_sample is False:
-        found["temperature"] = 0.0  # transformers would not look at it then
+        found["temperature"] = 0.0  # transformers ignores the temperature then
     try:
         SamplingParams.from_dict(found)
     except ValueError as error:

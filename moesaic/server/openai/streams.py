@@ -1,12 +1,12 @@
-"""Answers on their way to a client of the OpenAI API, in chunks or at once."""
+"""Responses of the OpenAI API: chunks of a stream, or one body."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,110 +15,158 @@ from starlette.responses import Response
 from moesaic.core.request import ABORTED
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate, weight
-from moesaic.server import generation as work
+from moesaic.server import generation
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CommonBody
-from moesaic.server.openai.response_types import ChunkHeader, Usage
+from moesaic.server.openai.response_types import ChatCompletion, ChunkHeader, Completion
 from moesaic.server.openai.usage import UsageCount
-from moesaic.server.responses import Events, Writer, json_event, json_response, prepared
+from moesaic.server.responses import (
+    EventStream,
+    ResponseWriter,
+    json_event,
+    json_response,
+    prepared,
+)
 
 MAX_RID: Final = 256
 
 _encoder = msgspec.json.Encoder()
 
 
-class Chunks:
-    """Writes the chunks of one stream. What they have in common is encoded once."""
+class Answer(Protocol):
+    """One choice of a response."""
 
-    def __init__(self, head: ChunkHeader, body: CommonBody, tally: UsageCount) -> None:
+    def chunks(self, update: RequestUpdate) -> Sequence[msgspec.Struct]:
+        """What is new since the last update."""
+        ...
+
+    def whole(self, update: RequestUpdate) -> msgspec.Struct:
+        """The choice that ends with this update."""
+        ...
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+class AnswerWriter(Generic[AnswerT]):
+    """Writes the answers to one request. The fields that all chunks have in common are encoded
+    once."""
+
+    def __init__(
+        self,
+        header: ChunkHeader,
+        body: CommonBody,
+        usage: UsageCount,
+        new_answer: Callable[[int], AnswerT],
+    ) -> None:
         options = body.stream_options
-        self.tally = tally
-        self._wants_usage = bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
-        self._start = _encoder.encode(head)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}' if self._wants_usage else b"]}"
+        self.usage = usage
+        self.answers: dict[int, AnswerT] = {}
+        self._header, self._new_answer = header, new_answer
+        self._ends_with_usage = bool(options and options.include_usage)
+        self._usage_in_all = bool(options and options.continuous_usage_stats)
+        self._start = _encoder.encode(header)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}' if self._ends_with_usage else b"]}"
 
-    def chunk(self, choice: msgspec.Struct, size: int) -> bytes:
-        end = _usage_end(self.tally.usage()) if self._always else self._end
+    def chunks(self, update: RequestUpdate, size: int) -> bytes:
+        """The chunks for an update of this size."""
+        self.usage.record(update)
+        chunks = self._answer(update).chunks(update)
+        return b"".join([self._chunk(chunk, size) for chunk in chunks])
+
+    async def last_chunk(self) -> bytes:
+        """The chunk with the usage and no choices, if the client asked for it."""
+        await self.complete_usage()
+        return json_event(self._start + self._usage_end()) if self._ends_with_usage else b""
+
+    async def response(
+        self, updates: list[RequestUpdate], writer: ResponseWriter
+    ) -> ChatCompletion | Completion:
+        for update in updates:
+            self.usage.record(update)
+        total = sum(weight(update.request, 0, update.progress.num_output) for update in updates)
+
+        def build() -> list[Any]:
+            return [prepared(self._answer(update).whole(update), total) for update in updates]
+
+        choices = await writer.write(total, build)
+        await self.complete_usage()
+        header = self._header
+        return header.response_type(
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            choices=choices,
+            usage=self.usage.usage(),
+        )
+
+    async def complete_usage(self) -> None:
+        """Counts what is known only when all answers have ended."""
+
+    def _answer(self, update: RequestUpdate) -> AnswerT:
+        if update.index not in self.answers:
+            self.answers[update.index] = self._new_answer(update.index)
+        return self.answers[update.index]
+
+    def _chunk(self, choice: msgspec.Struct, size: int) -> bytes:
+        end = self._usage_end() if self._usage_in_all else self._end
         return json_event(self._start + _encoder.encode(prepared(choice, size)) + end)
 
-    def last(self) -> bytes:
-        """The chunk without choices, if it was asked for."""
-        if not self._wants_usage:
-            return b""
-        return json_event(self._start + _usage_end(self.tally.usage()))
+    def _usage_end(self) -> bytes:
+        return b'],"usage":' + _encoder.encode(self.usage.usage()) + b"}"
 
 
-def _usage_end(usage: Usage) -> bytes:
-    return b'],"usage":' + _encoder.encode(usage) + b"}"
-
-
-class Growing(Protocol):
-    """The answers to one request while they grow."""
-
-    def take(self, piece: RequestUpdate, size: int) -> bytes:
-        """The chunks for what is new, which is so large."""
-        ...
-
-    async def end(self) -> bytes:
-        """What follows when all have ended."""
-        ...
-
-
-class Answering(Growing, Protocol):
-    """And can be given whole."""
-
-    async def whole(self, pieces: list[RequestUpdate], writer: Writer) -> msgspec.Struct: ...
-
-
-async def reply(
-    context: Context, request: Request, call: GenerateInput, answers: Answering, stream: bool
+async def respond(
+    context: Context,
+    request: Request,
+    call: GenerateInput,
+    answers: AnswerWriter[Any],
+    stream: bool,
 ) -> Response:
-    """What the engine makes of a call, in one piece or as it grows."""
     if stream:
-        pieces = await work.stream(context, request, call)
-        return Events(events(context, pieces, answers))
-    found = await work.whole(context, request, call)
-    for piece in found:
-        check_failure(context, piece)
-    return json_response(await answers.whole(found, context.part(Writer)))
+        updates = await generation.stream(context, request, call)
+        return EventStream(_events(context, updates, answers))
+    found = await generation.collect(context, request, call)
+    for update in found:
+        _check_failure(context, update)
+    return json_response(await answers.response(found, context.shared(ResponseWriter)))
 
 
-async def events(
-    context: Context, pieces: AsyncGenerator[RequestUpdate, None], answers: Growing
+async def _events(
+    context: Context, updates: AsyncGenerator[RequestUpdate, None], answers: AnswerWriter[Any]
 ) -> AsyncGenerator[bytes, None]:
-    writer, shown = context.part(Writer), dict[int, int]()
-    async with aclosing(pieces):
-        async for piece in pieces:
-            check_failure(context, piece)
-            number = piece.progress.num_output
-            size = weight(piece.request, shown.get(piece.index, 0), number)
-            shown[piece.index] = number
-            if data := await writer.write(size, partial(answers.take, piece, size)):
+    writer, sent = context.shared(ResponseWriter), dict[int, int]()
+    async with aclosing(updates):
+        async for update in updates:
+            _check_failure(context, update)
+            number = update.progress.num_output
+            size = weight(update.request, sent.get(update.index, 0), number)
+            sent[update.index] = number
+            if data := await writer.write(size, partial(answers.chunks, update, size)):
                 yield data
-        if data := await answers.end():
+        if data := await answers.last_chunk():
             yield data
 
 
-def check_failure(context: Context, piece: RequestUpdate) -> None:
-    reason = piece.finish_reason
+def _check_failure(context: Context, update: RequestUpdate) -> None:
+    reason = update.finish_reason
     if reason is None or reason.type != "abort":
         return
     if reason.failed or reason.message != ABORTED:
-        raise context.failed(piece.request)
+        raise context.failure_of(update.request)
 
 
-def finish_reason(piece: RequestUpdate) -> str:
-    """stop or length. OpenAI has no word for an answer that somebody ended; length says that it is
-    not whole, and clients that know only OpenAI's words can read it."""
-    assert piece.finish_reason is not None
-    reason = piece.finish_reason.type
+def finish_reason(update: RequestUpdate) -> str:
+    """stop or length. OpenAI has no word for an aborted answer; length says that it is incomplete,
+    in a word that every client knows."""
+    assert update.finish_reason is not None
+    reason = update.finish_reason.type
     return "length" if reason == "abort" else reason
 
 
 def new_id(prefix: str, body: CommonBody) -> str:
-    """Of the answer, and of its requests in the engine."""
+    """The id of the response and of its requests in the engine."""
     rid = body.request_id if body.rid is None else body.rid
     if body.request_id not in (None, rid):
         raise Refusal(400, "rid and request_id differ: give one of them", "request_id")
@@ -130,11 +178,11 @@ def new_id(prefix: str, body: CommonBody) -> str:
 
 
 @contextmanager
-def blaming(param: str) -> Iterator[None]:
-    """Of a prompt that is too long it is said which field has it."""
+def prompt_field(name: str) -> Iterator[None]:
+    """Names the field of the prompt in the error for one that is too long."""
     try:
         yield
     except Refusal as refusal:
         if refusal.code == "context_length_exceeded":
-            refusal.param = param
+            refusal.param = name
         raise

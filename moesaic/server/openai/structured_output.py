@@ -1,4 +1,4 @@
-"""The form that a client wants an answer to have: OpenAI's, SGLang's and vLLM's words for it."""
+"""Structured output: the fields of OpenAI, SGLang and vLLM that constrain an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CommonBody, ResponseFormat, StructuredOutputs
 
-# Which kind of grammar a field has; of vLLM's choices a regular expression is made.
+# The kind of grammar of each field; vLLM's choices become a regular expression.
 FIELDS: Final = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -36,30 +36,30 @@ META: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 @dataclass(frozen=True, slots=True)
 class OutputGrammar:
-    """`field`: where the client has said it."""
+    """A grammar and the field of the request that asked for it."""
 
     field: str
     grammar: Grammar
 
     @property
     def params(self) -> dict[str, str]:
-        """As sampling parameters."""
+        """Sampling parameters."""
         return {self.grammar.kind: self.grammar.text}
 
 
-def wanted_form(body: CommonBody) -> OutputGrammar | None:
-    found = list(_forms(body))
+def requested_grammar(body: CommonBody) -> OutputGrammar | None:
+    found = list(_requested(body))
     if len(found) > 1:
-        names = " and ".join(form.field for form in found)
+        names = " and ".join(grammar.field for grammar in found)
         raise Refusal(400, f"{names} exclude each other: give one", found[1].field)
     return found[0] if found else None
 
 
-async def check_form(context: Context, form: OutputGrammar, client: Hashable) -> None:
-    """A Refusal that names the field if the engine cannot hold an answer to it. What the client has
-    sent comes first and by itself: the same input has the same verdict, whatever the model's own
-    format puts around it."""
-    field, grammar = form.field, form.grammar
+async def check_grammar(context: Context, requested: OutputGrammar, client: Hashable) -> None:
+    """Raises a Refusal that names the field if the engine cannot enforce the grammar. Callers check
+    the client's grammar first and by itself, so that the same input has the same result whatever
+    the model's own format adds."""
+    field, grammar = requested.field, requested.grammar
     if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
         fix = f"it has {size} bytes, give at most {MAX_GRAMMAR_BYTES}"
         raise Refusal(400, f"{field} is not possible: {fix}", field)
@@ -72,54 +72,51 @@ async def check_form(context: Context, form: OutputGrammar, client: Hashable) ->
         raise context.refusal(error) from error
 
 
-def _forms(body: CommonBody) -> Iterator[OutputGrammar]:
+def _requested(body: CommonBody) -> Iterator[OutputGrammar]:
     for field, kind in FIELDS.items():
         if (value := getattr(body, field)) is not None:
             yield OutputGrammar(field, _grammar(field, kind, value))
     if body.response_format is not None:
-        schema = _schema(body.response_format)
+        field, schema = "response_format", _schema(body.response_format)
         if schema is not None:
-            yield OutputGrammar(
-                "response_format", _grammar("response_format", "json_schema", schema)
-            )
+            yield OutputGrammar(field, _grammar(field, "json_schema", schema))
     if body.structured_outputs is not None:
         yield from _structured(body.structured_outputs)
 
 
-def _schema(form: ResponseFormat) -> Any:
-    """None: any text will do."""
-    if form.type == "text":
+def _schema(requested: ResponseFormat) -> Any:
+    """None for any text."""
+    if requested.type == "text":
         return None
-    if form.type == "json_object":
+    if requested.type == "json_object":
         return ANY_OBJECT
-    if form.json_schema is None:
+    if requested.json_schema is None:
         text = "response_format of type json_schema needs json_schema with a schema"
         raise Refusal(400, text, "response_format")
-    schema = form.json_schema.schema
+    schema = requested.json_schema.schema
     return ANY_OBJECT if schema is None else schema
 
 
 def _structured(given: StructuredOutputs) -> Iterator[OutputGrammar]:
     field = "structured_outputs"
     values = {kind: getattr(given, name) for name, kind in STRUCTURED.items()}
-    wanted = [(kind, value) for kind, value in values.items() if value is not None]
+    requested = [(kind, value) for kind, value in values.items() if value is not None]
     if given.json_object:
-        wanted.append(("json_schema", ANY_OBJECT))
-    if len(wanted) != 1:
-        text = f"structured_outputs needs one of {', '.join(STRUCTURED)}, and has {len(wanted)}"
+        requested.append(("json_schema", ANY_OBJECT))
+    if len(requested) != 1:
+        text = f"structured_outputs needs one of {', '.join(STRUCTURED)}, and has {len(requested)}"
         raise Refusal(400, text, field)
-    yield OutputGrammar(field, _grammar(field, *wanted[0]))
+    yield OutputGrammar(field, _grammar(field, *requested[0]))
 
 
 def _grammar(field: str, kind: str, value: Any) -> Grammar:
     if kind == "choice":
-        return Grammar("regex", _either(field, value))
+        return Grammar("regex", _choice_pattern(field, value))
     return Grammar(kind, value if isinstance(value, str) else msgspec.json.encode(value).decode())
 
 
-def _either(field: str, choices: Sequence[str]) -> str:
-    """A regular expression for one of these texts."""
+def _choice_pattern(field: str, choices: Sequence[str]) -> str:
     if not choices or not all(choices):
-        raise Refusal(400, f"{field} needs at least one text, and none that is empty", field)
+        raise Refusal(400, f"{field} needs at least one text, and no empty one", field)
     literals = (META.sub(r"\\\g<0>", choice).replace("\n", r"\n") for choice in choices)
     return f"({'|'.join(literals)})"

@@ -1,4 +1,4 @@
-"""Counts tokens of the answers to one request."""
+"""Token counts of one request's answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from moesaic.server.openai.response_types import CompletionDetails, TokensDetail
 
 
 class UsageCount:
-    """`samples`: how many answers share a prompt, which is counted once. `report_cached`: whether
-    to tell how much of the prompts was found in the cache."""
+    """`samples`: answers per prompt; a prompt counts once. `report_cached`: whether the usage
+    includes the tokens found in the prefix cache."""
 
     def __init__(self, samples: int, report_cached: bool) -> None:
         self._samples, self._report_cached = samples, report_cached
@@ -17,15 +17,15 @@ class UsageCount:
         self._completion = 0
         self.reasoning: int | None = None
 
-    def note(self, piece: RequestUpdate) -> None:
-        number, request = piece.progress.num_output, piece.request
-        self._completion += number - self._outputs.get(piece.index, 0)
-        self._outputs[piece.index] = number
-        prompt, sample = divmod(piece.index, self._samples)
+    def record(self, update: RequestUpdate) -> None:
+        number, request = update.progress.num_output, update.request
+        self._completion += number - self._outputs.get(update.index, 0)
+        self._outputs[update.index] = number
+        prompt, sample = divmod(update.index, self._samples)
         if sample == 0 or prompt not in self._prompts:
             self._prompts[prompt] = (request.prompt_len, request.cached_tokens)
 
-    def made(self, index: int) -> int:
+    def num_output(self, index: int) -> int:
         """Tokens of one answer."""
         return self._outputs.get(index, 0)
 
