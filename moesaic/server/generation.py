@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from moesaic.engine.frontend.admission import AdmissionGate, NoGate
+from moesaic.engine.frontend.admission import CallAdmission, ImmediateAdmission
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
@@ -77,8 +77,10 @@ async def _pieces(
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=LEAVING)
-    gate: AdmissionGate = NoGate() if client is None else context.admission.ticket(client)
-    pieces = context.engine.follow(replace(call, client=client), stream, gate)
+    admission: CallAdmission = (
+        ImmediateAdmission() if client is None else context.admission.ticket(client)
+    )
+    pieces = context.engine.stream(replace(call, client=client, stream=stream), admission)
     try:
         async for piece in pieces:
             if context.args.log_requests and piece.progress.finished:
@@ -88,7 +90,7 @@ async def _pieces(
         raise context.refusal(error) from error
     finally:
         await pieces.aclose()
-        gate.leave()  # it may not have come to it
+        admission.leave()  # the engine leaves only what it has entered
 
 
 async def _with_first(

@@ -149,8 +149,8 @@ class EngineCore:
 
     def add(self, job: RequestState) -> None:
         assert job.request.rid not in self.jobs, f"request id {job.request.rid!r} is in use"
-        self.jobs[job.request.rid] = job
         self.scheduler.add(job.request)
+        self.jobs[job.request.rid] = job
 
     def abort(self, rid: str, job: RequestState | None = None) -> None:
         """Whatever has that name, or with `job` only that one."""
