@@ -15,7 +15,7 @@ from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import StepPlan
-from moesaic.engine.worker.planner import Job
+from moesaic.engine.frontend.request_state import RequestState
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 from tests.e2e.names import check_that_a_name_is_free
 from tests.e2e.poison_rank import POISONS, Poison
@@ -270,7 +270,7 @@ def test_a_listener_that_raises_harms_nobody(engine: Engine) -> None:
 
     params = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
     request = Request("listener", [1, 2, 3], params, 0, 3, -1)
-    engine._thread.submit(lambda core: core.add(Job(request, None, listen, 1)))
+    engine._thread.submit(lambda core: core.add(RequestState(request, None, listen, 1)))
     other = engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
     assert len(other["output_ids"]) == 12 and calls[-1].finished and running(engine) == 0
 
