@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
+from moesaic.engine.frontend.request_state import RequestState
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.plan import StepPlan
-from moesaic.engine.frontend.request_state import RequestState
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint
 from tests.e2e.names import check_that_a_name_is_free
 from tests.e2e.poison_rank import POISONS, Poison
@@ -303,9 +303,9 @@ def test_requests_are_aborted_by_the_name_they_were_given(engine: Engine) -> Non
 
 
 CLASHES: list[tuple[Any, Any, str]] = [
-    ({"n": 2}, ["a", "a-1"], "rid 'a-1' would be the id of two answers"),
-    ([{"n": 1}, {"n": 3}], ["b-2", "b"], "rid 'b-2' would be the id of two answers"),
-    ({}, ["same", "same"], "rid 'same' would be the id of two answers"),
+    ({"n": 2}, ["a", "a-1"], "rid 'a-1' would name two outputs"),
+    ([{"n": 1}, {"n": 3}], ["b-2", "b"], "rid 'b-2' would name two outputs"),
+    ({}, ["same", "same"], "rid 'same' would name two outputs"),
     ({}, ["a"], "rid has 1 ids for 2 prompts"),
     ({"n": 2}, ["a", "b", "c", "d"], "rid has 4 ids for 2 prompts"),
 ]

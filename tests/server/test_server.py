@@ -295,7 +295,7 @@ def test_ids_that_would_clash_are_refused(client: httpx.Client) -> None:
     for stream in (False, True):
         refused = client.post("/generate", json=body | {"stream": stream})
         assert refused.status_code == 400
-        assert "rid 'a-1' would be the id of two answers" in refused.json()["error"]["message"]
+        assert "rid 'a-1' would name two outputs" in refused.json()["error"]["message"]
     whole = client.post("/generate", json=body | {"rid": "a"}).json()
     assert [one["meta_info"]["id"] for one in whole] == ["a-0", "a-0-1", "a-1", "a-1-1"]
 
