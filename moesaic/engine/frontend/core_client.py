@@ -32,7 +32,7 @@ from moesaic.core.messages import (
 from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
 from moesaic.engine.frontend.request_state import RequestState
-from moesaic.engine.setup.memory_plan import preview
+from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
 from moesaic.engine.worker.rank_info import log_ranks, service_info
 from moesaic.models.tiny import materialise
@@ -227,7 +227,7 @@ class CoreClient:
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
     """Returns once all ranks of all nodes can serve."""
-    preview(args)
+    check_plan(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
     shape = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
     logger.info("starting %d ranks: %s", mesh.world, ", ".join(shape) or "no parallelism")
