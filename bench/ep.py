@@ -71,7 +71,7 @@ from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, read_config
 from moesaic.config.resolve import SHAPE, resolve
 from moesaic.engine.frontend import core_client as remote
-from moesaic.engine.setup.memory_plan import context_length, preview
+from moesaic.engine.setup.memory_plan import check_plan, context_length
 from moesaic.engine.worker.local_core import LocalCore
 from moesaic.models.config import RawConfig
 from moesaic.models.tiny import PREFIX, materialise
@@ -191,7 +191,7 @@ def check(read: ServerArgs, options: argparse.Namespace, ep: int) -> None:
     """ValueError for what would go wrong once the engine is started."""
     args = resolve(ServerArgs(**engine_args(read, options, ep)))
     args = replace(args, model_path=materialise(args.model_path))
-    preview(args)
+    check_plan(args)
     most = context_length(args, RawConfig.read(Path(args.model_path)))
     if options.input_len + options.output_len > most:
         raise ValueError(

@@ -59,7 +59,7 @@ from bench.house import (
 )
 from moesaic.config.devices import cuda_missing
 from moesaic.config.resolve import MAX_RANKS_PER_NODE, resolve
-from moesaic.engine.setup.memory_plan import preview
+from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.evals.figures import mcnemar
 from moesaic.models.tiny import materialise
 from moesaic.moe.backends import load_backends
@@ -321,7 +321,7 @@ def check(args: argparse.Namespace) -> None:
     ranks = " ".join(f"--{kind} {args.ranks}" for kind in ("tp", "ep", "dp"))
     flags = f"{ON_DEVICE[args.device]} {ranks} --enable-dp-attention {args.flags}"
     folder = materialise(args.model_path)
-    preview(resolve(arguments(folder, flags)))
+    check_plan(resolve(arguments(folder, flags)))
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "") -> int:

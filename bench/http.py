@@ -3,7 +3,7 @@
     python -m bench.http                       # 1 rank and 4 EP ranks; 1, 16 and 64 clients
     python -m bench.http --ranks 1 --clients 16 --repeats 5
 
-Ways to the same answers: one call of `Engine.generate` with all requests; `Engine.follow` from
+Ways to the same answers: one call of `Engine.generate` with all requests; `Engine.stream` from
 tasks of one event loop; `/generate` and `/v1/completions` over HTTP, without streaming and with it.
 The server, the client and the offline engine are a process each (ranks are more of them), with the
 same flags, and computing has one thread a rank, so that the cores are not only the engine's.
@@ -49,7 +49,7 @@ HTTP = {
     "/v1/completions": ("sglang-oai", False),
     "/v1/completions, stream": ("sglang-oai", True),
 }
-WAYS = ("generate", "follow", *HTTP)
+WAYS = ("generate", "stream", *HTTP)
 LATE_SECONDS = 0.02
 VOCAB = 256  # bytes of the tiny model's tokenizer
 RANKS: dict[int, dict[str, Any]] = {
@@ -90,13 +90,15 @@ def by_generate(engine: Engine, requests: list[Request]) -> Sample:
     return Sample(seconds, [answer["meta_info"]["ttft"] for answer in answers])
 
 
-def by_follow(engine: Engine, requests: list[Request]) -> Sample:
+def by_stream(engine: Engine, requests: list[Request]) -> Sample:
     started = 0.0
 
     async def one(request: Request) -> tuple[float, int]:
         first, number = 0.0, 0
-        call = GenerateInput(input_ids=request.prompt, sampling_params=sampling(request))
-        async with aclosing(engine.follow(call)) as pieces:
+        call = GenerateInput(
+            input_ids=request.prompt, sampling_params=sampling(request), stream=True
+        )
+        async with aclosing(engine.stream(call)) as pieces:
             async for piece in pieces:
                 number = piece.progress.num_output
                 first = first or time.perf_counter() - started
@@ -140,7 +142,7 @@ def check(lengths: list[int], requests: list[Request]) -> None:
 
 def worker(ranks: int) -> None:
     """The process of the offline engine: a line of JSON asks for a repetition, one answers."""
-    runs = {"generate": by_generate, "follow": by_follow}
+    runs = {"generate": by_generate, "stream": by_stream}
     with Engine(model_path="tiny:qwen3_moe", log_level="warning", **RANKS[ranks]) as engine:
         print("ready", flush=True)
         for line in sys.stdin:

@@ -135,12 +135,12 @@ def _choose_device(args: ServerArgs) -> None:
 
 
 def _lay_out(args: ServerArgs) -> MemoryPlan:
-    from moesaic.engine.setup.memory_plan import lay_out
+    from moesaic.engine.setup.memory_plan import plan_memory
     from moesaic.models.tiny import materialise
 
     folder = materialise(args.model_path)
     _check_files(args, folder)
-    return lay_out(replace(args, model_path=folder))
+    return plan_memory(replace(args, model_path=folder))
 
 
 def _check_files(args: ServerArgs, folder: str) -> None:

@@ -63,7 +63,7 @@ LIBRARIES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    from moesaic.engine.setup.kv_memory import free_memory, total_memory
+    from moesaic.engine.setup.device_memory import free_memory, total_memory
 
     command = (shlex.split(os.environ.get("CC") or "cc") or ["cc"])[0]
     return {
@@ -122,9 +122,9 @@ def _gpus() -> Iterator[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return
-    from moesaic.engine.setup.device_memory import describe
+    from moesaic.engine.setup.device_memory import describe_gpu
 
-    yield from map(describe, range(torch.cuda.device_count()))
+    yield from map(describe_gpu, range(torch.cuda.device_count()))
 
 
 def _versions() -> Iterator[tuple[str, str | None]]:

@@ -1,5 +1,5 @@
-"""Why the engine does not take a request in, although it could be asked for."""
+"""Errors of requests that are valid but cannot be accepted now."""
 
 
 class QueueFull(RuntimeError):
-    """More requests than may wait: try again later."""
+    """Too many requests are waiting: try again later."""

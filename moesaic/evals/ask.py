@@ -98,7 +98,7 @@ class EngineAsker(Asker):
             call = GenerateInput(
                 input_ids=self._tokens(options.conversation(problem)), sampling_params=sampling
             )
-            async with aclosing(self._engine.follow(call, stream=False)) as stream:
+            async with aclosing(self._engine.stream(call)) as stream:
                 pieces = [piece async for piece in stream]
         except (ValueError, RuntimeError) as error:
             return ModelReply(error=str(error))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from moesaic.engine.frontend.admission import AdmissionGate, NoGate
+from moesaic.engine.frontend.admission import CallAdmission, ImmediateAdmission
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.engine.frontend.outputs import RequestUpdate
 from moesaic.server.connections import network_of
@@ -76,8 +76,10 @@ async def _updates(
 ) -> AsyncGenerator[RequestUpdate, None]:
     if context.engine.fault:
         raise Refusal(503, context.engine.fault, headers=CLOSE_AND_RETRY)
-    gate: AdmissionGate = NoGate() if client is None else context.admission.new_call(client)
-    updates = context.engine.follow(replace(call, client=client), stream, gate)
+    admission: CallAdmission = (
+        ImmediateAdmission() if client is None else context.admission.new_call(client)
+    )
+    updates = context.engine.stream(replace(call, client=client, stream=stream), admission)
     try:
         async for update in updates:
             if context.args.log_requests and update.progress.finished:
@@ -87,7 +89,7 @@ async def _updates(
         raise context.refusal(error) from error
     finally:
         await updates.aclose()
-        gate.leave()  # the engine may not have entered it
+        admission.leave()  # the engine leaves only what it has entered
 
 
 async def _with_first(

@@ -139,7 +139,9 @@ def test_a_slow_step_is_told(engine: Engine, caplog: pytest.LogCaptureFixture) -
             time.sleep(slept[0])
 
     hooks: list[RemovableHandle] = []
-    engine._tell(lambda core: hooks.append(core.runner.model.register_forward_pre_hook(sleep)))
+    engine._thread.submit(
+        lambda core: hooks.append(core.runner.model.register_forward_pre_hook(sleep))
+    )
     engine.generate(input_ids=[1, 2, 3], sampling_params=call)
     hooks[0].remove()
     assert re.search(r"step \d+ took \d+\.\d s, usually \d\.\d\d s", caplog.text)

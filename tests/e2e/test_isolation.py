@@ -270,7 +270,7 @@ def test_a_listener_that_raises_harms_nobody(engine: Engine) -> None:
 
     params = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
     request = Request("listener", [1, 2, 3], params, 0, 3, -1)
-    engine._tell(lambda core: core.add(RequestState(request, None, listen, 1)))
+    engine._thread.submit(lambda core: core.add(RequestState(request, None, listen, 1)))
     other = engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
     assert len(other["output_ids"]) == 12 and calls[-1].finished and running(engine) == 0
 
@@ -303,9 +303,9 @@ def test_requests_are_aborted_by_the_name_they_were_given(engine: Engine) -> Non
 
 
 CLASHES: list[tuple[Any, Any, str]] = [
-    ({"n": 2}, ["a", "a-1"], "rid 'a-1' would be the id of two answers"),
-    ([{"n": 1}, {"n": 3}], ["b-2", "b"], "rid 'b-2' would be the id of two answers"),
-    ({}, ["same", "same"], "rid 'same' would be the id of two answers"),
+    ({"n": 2}, ["a", "a-1"], "rid 'a-1' would name two outputs"),
+    ([{"n": 1}, {"n": 3}], ["b-2", "b"], "rid 'b-2' would name two outputs"),
+    ({}, ["same", "same"], "rid 'same' would name two outputs"),
     ({}, ["a"], "rid has 1 ids for 2 prompts"),
     ({"n": 2}, ["a", "b", "c", "d"], "rid has 4 ids for 2 prompts"),
 ]

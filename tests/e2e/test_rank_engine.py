@@ -11,7 +11,7 @@ import pytest
 
 from moesaic import Engine, SamplingParams
 from moesaic.core.request import Request
-from moesaic.engine.frontend.inflight import _take_in
+from moesaic.engine.frontend.inflight import _add
 from moesaic.engine.schedule.request_state import RequestState
 from tests import trace_format
 from tests.e2e.grid import model_path, prompts
@@ -112,11 +112,11 @@ def test_what_cannot_be_sent_fails_alone(engine: Engine) -> None:
     heard: list[Any] = []
     params = SamplingParams(max_new_tokens=3)
     request = Request("odd", [1, 2], params, 2**80, 3, -1)  # no message can carry this seed
-    engine._tell(lambda core: _take_in(core, [RequestState(request, None, heard.append)]))
-    engine._tell(lambda core: 1 // 0)
+    engine._thread.submit(lambda core: _add(core, [RequestState(request, None, heard.append)]))
+    engine._thread.submit(lambda core: 1 // 0)
     out = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
     assert len(out["output_ids"]) >= 1 and not engine.fault
-    assert heard[-1].finished and "could not be taken in" in request.finish_reason.message
+    assert heard[-1].finished and "could not be added" in request.finish_reason.message
 
 
 def test_abort_from_another_thread(engine: Engine) -> None:
@@ -202,7 +202,7 @@ def test_requests_are_spread_over_groups() -> None:
             "num_attention_heads 8 .* cannot be split over 16 ranks of attention: 8 can be",
         ),
         ({"pp_size": 5}, "--pp-size 5 is more than the model's 4 layers"),
-        ({"tp_size": 2, "node_rank": 1, "nnodes": 2, "dist_init_addr": "h:1"}, "made on node 0"),
+        ({"tp_size": 2, "node_rank": 1, "nnodes": 2, "dist_init_addr": "h:1"}, "runs on node 0"),
     ],
     ids=str,
 )

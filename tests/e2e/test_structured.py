@@ -172,11 +172,13 @@ def test_checking_does_not_hold_the_event_loop(engine: Engine) -> None:
     """The checking process is kept busy, and the loop goes on meanwhile."""
 
     async def main() -> tuple[int, str]:
-        call = GenerateInput("Mosaic", sampling_params={"regex": "[x-z]{7}", "seed": 1})
+        call = GenerateInput(
+            "Mosaic", sampling_params={"regex": "[x-z]{7}", "seed": 1}, stream=True
+        )
         turns = 0
 
         async def last() -> str:
-            return [piece async for piece in engine.follow(call)][-1].progress.text
+            return [piece async for piece in engine.stream(call)][-1].progress.text
 
         release = threading.Event()
         engine._limits.grammars.turns.submit("operator", release.wait)

@@ -276,7 +276,7 @@ def test_a_long_answer_outlasts_the_time_for_its_request(hasty: Running) -> None
     go_on = threading.Event()
     body = json.dumps({"text": "x", "sampling_params": GREEDY}).encode()
     request = post_head(body) + body
-    hasty.engine._tell(lambda core: go_on.wait(60))
+    hasty.engine._thread.submit(lambda core: go_on.wait(60))
     address = "127.0.0.1", hasty.port
     with ThreadPoolExecutor() as pool, socket.create_connection(address, timeout=60) as ahead:
         said = pool.submit(talk, hasty.port, request + b"\r\n")
@@ -382,7 +382,7 @@ def test_disconnects_at_any_byte_leave_nothing(running: Running) -> None:
     running.engine.flush_cache()
     info = running.engine.get_server_info()
     assert (info["pages_used"], info["pages_cached"]) == (0, 0)
-    assert len(running.engine._desk) == 0 and not running.engine._desk._held
+    assert len(running.engine._inflight) == 0 and not running.engine._inflight._waiting
     with running.client() as client:
         assert client.post("/generate", json={"text": "x", "sampling_params": GREEDY}).is_success
 
@@ -404,7 +404,7 @@ def test_a_client_that_does_not_read_holds_no_place(running: Running) -> None:
 def test_who_waits_can_be_aborted_by_name(running: Running) -> None:
     wait_until(running.idle)
     go_on = threading.Event()
-    running.engine._tell(lambda core: go_on.wait(60))
+    running.engine._thread.submit(lambda core: go_on.wait(60))
     with running.client() as client, ThreadPoolExecutor() as pool:
         long = {"text": ["x"] * 9, "sampling_params": GREEDY}
         first = pool.submit(client.post, "/generate", json=long)
@@ -448,10 +448,10 @@ def test_which_client_may_abort(
         httpx.Client(base_url=url, transport=other) as stranger,
         ThreadPoolExecutor() as pool,
     ):
-        running.engine._tell(lambda core: go_on.wait(60))
+        running.engine._thread.submit(lambda core: go_on.wait(60))
         long = {"text": "x", "sampling_params": {"max_new_tokens": 500}, "rid": "mine-0"}
         answer = pool.submit(client.post, "/generate", json=long, headers=headers[0])
-        wait_until(lambda: len(running.engine._desk) == 1)
+        wait_until(lambda: len(running.engine._inflight) == 1)
         ended = []
         for sender, header in zip(
             (stranger, client, client), headers[1:2] + headers[1:], strict=True

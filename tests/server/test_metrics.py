@@ -145,11 +145,11 @@ def test_http_is_counted_by_route_and_status(server: tuple[Engine, httpx.Client]
     client.get("/no/such/path")
     client.get("/generate")
     go_on = threading.Event()
-    engine._tell(lambda core: go_on.wait(30))
+    engine._thread.submit(lambda core: go_on.wait(30))
     full = body | {"text": ["a", "b", "c"]}
     with ThreadPoolExecutor() as pool:
         filling = pool.submit(client.post, "/generate", json=full)
-        wait_until(lambda: len(engine._desk) == 3)
+        wait_until(lambda: len(engine._inflight) == 3)
         assert client.post("/generate", json=body).status_code == 429
         go_on.set()
         assert filling.result().status_code == 200
@@ -179,7 +179,7 @@ def test_a_scrape_does_not_wait_for_a_busy_engine(
     engine.generate("old", {"max_new_tokens": 2})
     known = fresh(client, engine)["moesaic_steps_total"]
     go_on = threading.Event()
-    engine._tell(lambda core: go_on.wait(30))
+    engine._thread.submit(lambda core: go_on.wait(30))
     try:
         wait_until(lambda: scrape(client)["moesaic_stats_age_seconds"][()] > 1.5)
         values = scrape(client)

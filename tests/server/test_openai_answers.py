@@ -135,7 +135,7 @@ def test_a_failure_in_a_stream_is_an_event(http: httpx.Client, engine: Engine, p
     with http.stream("POST", path, json=sent) as response:
         lines = (line for line in response.iter_lines() if line)
         next(lines)
-        engine._tell(lambda core: core.fail_all("a fault for this test"))
+        engine._thread.submit(lambda core: core.fail_all("a fault for this test"))
         *_, last, done = lines
     assert done == "data: [DONE]"
     error = json.loads(last.removeprefix("data: "))["error"]
@@ -152,7 +152,7 @@ def test_the_client_raises_what_a_stream_ends_with(client: openai.OpenAI, engine
         model="mosaic", messages=USER, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
     )
     next(stream)
-    engine._tell(lambda core: core.fail_all("a fault for this test"))
+    engine._thread.submit(lambda core: core.fail_all("a fault for this test"))
     with pytest.raises(openai.APIError, match="a fault for this test"):
         list(stream)
 
@@ -162,8 +162,8 @@ def test_a_failure_is_a_status(http: httpx.Client, engine: Engine) -> None:
         with held(engine):
             sent = {"messages": USER, "n": 2}
             answer = pool.submit(http.post, CHAT, json=sent)
-            wait_until(lambda: len(engine._desk) == 2)
-            engine._tell(lambda core: core.fail_all("a fault for this test"))
+            wait_until(lambda: len(engine._inflight) == 2)
+            engine._thread.submit(lambda core: core.fail_all("a fault for this test"))
         response = answer.result()
     assert response.status_code == 500
     assert "a fault for this test" in response.json()["error"]["message"]

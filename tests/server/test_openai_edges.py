@@ -185,8 +185,8 @@ def test_a_stream_that_fails_before_its_first_token_has_a_status(
     with ThreadPoolExecutor() as pool:
         with held(engine):
             answer = pool.submit(http.post, path, json={**prompt[path], "stream": True})
-            wait_until(lambda: len(engine._desk) == 1)
-            engine._tell(lambda core: core.fail_all("a fault for this test"))
+            wait_until(lambda: len(engine._inflight) == 1)
+            engine._thread.submit(lambda core: core.fail_all("a fault for this test"))
         response = answer.result()
     assert response.status_code == 500
     assert "a fault for this test" in response.json()["error"]["message"]
@@ -197,8 +197,8 @@ def test_a_failure_among_several_streams_is_one_of_them(http: httpx.Client, engi
         with held(engine):
             sent = {"text": ["x", "y"], "stream": True}
             answer = pool.submit(http.post, "/generate", json=sent)
-            wait_until(lambda: len(engine._desk) == 2)
-            engine._tell(lambda core: core.fail_all("a fault for this test"))
+            wait_until(lambda: len(engine._inflight) == 2)
+            engine._thread.submit(lambda core: core.fail_all("a fault for this test"))
         response = answer.result()
     assert response.status_code == 200
     found = [piece["meta_info"]["finish_reason"]["type"] for piece in pieces_of(response)]
@@ -226,7 +226,7 @@ def test_an_abort_ends_all_samples(http: httpx.Client, engine: Engine, path: str
             short = {"messages": USER, "max_tokens": 8}
             other = pool.submit(http.post, CHAT, json={**short, "rid": "job-0-7"})
             number = 3 if path == CHAT else 6
-            wait_until(lambda: len(engine._desk) == number + 1)
+            wait_until(lambda: len(engine._inflight) == number + 1)
             told = {name: http.post("/abort_request", json={"rid": name}) for name in ("jo", "job")}
             assert told["jo"].json() == {"status": "ok", "aborted": 0}
             assert told["job"].json() == {"status": "ok", "aborted": number}
@@ -245,7 +245,7 @@ def test_an_abort_of_all(http: httpx.Client, engine: Engine) -> None:
             asked = [
                 pool.submit(http.post, CHAT, json={"messages": USER, **LONG}) for _ in range(3)
             ]
-            wait_until(lambda: len(engine._desk) == 3)
+            wait_until(lambda: len(engine._inflight) == 3)
             told = http.post("/abort_request", json={"abort_all": True})
             assert told.json() == {"status": "ok", "aborted": 3}
         used = [one.result().json()["usage"]["completion_tokens"] for one in asked]

@@ -238,7 +238,7 @@ def test_the_chat_streams_and_stops(server: tuple[Engine, str], page: Any) -> No
     page.fill("#max-tokens", "1500")
     page.fill("#prompt", "Hello again")
     go_on = threading.Event()
-    engine._tell(lambda core: go_on.wait(30))
+    engine._thread.submit(lambda core: go_on.wait(30))
     page.press("#prompt", "Enter")
     page.click("#stop")
     page.wait_for_selector(".message.assistant .after:has-text('stopped')")

@@ -138,12 +138,12 @@ def test_probes_join(running: Running) -> None:
     go_on, watch = threading.Event(), running.engine.request_stats
     wait_until(running.idle)
     before, admission = watch().prompt_tokens, running.context.admission
-    running.engine._tell(lambda core: go_on.wait(60))
+    running.engine._thread.submit(lambda core: go_on.wait(60))
     with running.client() as client, ThreadPoolExecutor(20) as pool:
         found = [pool.submit(client.get, "/health_generate") for _ in range(20)]
-        wait_until(lambda: len(running.engine._desk) == 1)
+        wait_until(lambda: len(running.engine._inflight) == 1)
         wait_until(lambda: len(running.server.server_state.tasks) == 20)
-        assert len(running.engine._desk) == 1 and admission.waiting == 0
+        assert len(running.engine._inflight) == 1 and admission.waiting == 0
         go_on.set()
         assert {one.result().status_code for one in found} == {200}
     assert watch().prompt_tokens == before + 1
@@ -184,7 +184,7 @@ def test_unread_answers_are_cut_off(engine: Engine, path: str) -> None:
             wait_until(lambda: bool(state.connections))
             wait_until(lambda: not state.connections and not state.tasks)
         wait_until(hasty.idle)
-        assert len(engine._desk) == 0
+        assert len(engine._inflight) == 0
         with hasty.client() as client:
             assert client.get("/openapi.json").status_code == 200
 

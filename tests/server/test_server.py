@@ -68,7 +68,7 @@ def wait_until_idle(engine: Engine) -> None:
 def held(engine: Engine) -> Iterator[None]:
     """No step meanwhile: what runs still runs afterwards."""
     go_on = threading.Event()
-    engine._tell(lambda core: go_on.wait(30))
+    engine._thread.submit(lambda core: go_on.wait(30))
     try:
         yield
     finally:
@@ -282,7 +282,7 @@ def test_an_id_in_use_is_refused(client: httpx.Client, engine: Engine) -> None:
     body = {"text": "Hello", "sampling_params": GREEDY, "rid": "taken"}
     with ThreadPoolExecutor() as pool, held(engine):
         first = pool.submit(client.post, "/generate", json=body)
-        wait_until(lambda: len(engine._desk) == 1)
+        wait_until(lambda: len(engine._inflight) == 1)
         second = client.post("/generate", json=body | {"stream": True})
         assert second.status_code == 400
         assert "taken" in second.json()["error"]["message"]
@@ -295,7 +295,7 @@ def test_ids_that_would_clash_are_refused(client: httpx.Client) -> None:
     for stream in (False, True):
         refused = client.post("/generate", json=body | {"stream": stream})
         assert refused.status_code == 400
-        assert "rid 'a-1' would be the id of two answers" in refused.json()["error"]["message"]
+        assert "rid 'a-1' would name two outputs" in refused.json()["error"]["message"]
     whole = client.post("/generate", json=body | {"rid": "a"}).json()
     assert [one["meta_info"]["id"] for one in whole] == ["a-0", "a-0-1", "a-1", "a-1-1"]
 
@@ -351,7 +351,7 @@ def test_queue_full() -> None:
         with held(engine):
             body = {"text": ["Hello", "you"], "sampling_params": GREEDY}
             first = pool.submit(client.post, "/generate", json=body)
-            wait_until(lambda: len(engine._desk) == 2)
+            wait_until(lambda: len(engine._inflight) == 2)
             for stream in (False, True):
                 third = client.post("/generate", json=body | {"text": "third", "stream": stream})
                 assert (third.status_code, third.headers["retry-after"]) == (429, "1")

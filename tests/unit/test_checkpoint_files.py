@@ -15,7 +15,7 @@ import pytest
 from moesaic import Engine
 from moesaic.config import ServerArgs
 from moesaic.engine.runner.model_runner import _eos_ids
-from moesaic.engine.setup.memory_plan import context_length, whole_outline
+from moesaic.engine.setup.memory_plan import context_length, shape_only_model
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.checkpoint import INDEX, Checkpoint, check_folder
 from moesaic.models.config import MAX_VALUES, RawConfig, checkpoint_dtype
@@ -102,7 +102,7 @@ def outline(folder: Path) -> None:
     check_folder(str(folder), has_tensors=False)
     detect_scheme(raw, folder)
     context_length(ServerArgs.from_kwargs(model_path=str(folder)), raw)
-    whole_outline(raw, checkpoint_dtype(raw), None)
+    shape_only_model(raw, checkpoint_dtype(raw), None)
     _eos_ids(raw)
 
 

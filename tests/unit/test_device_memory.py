@@ -11,6 +11,7 @@ from moesaic.comm.collectives.collective import ShapeOnlyCollective
 from moesaic.comm.mesh import Mesh
 from moesaic.config import ServerArgs
 from moesaic.engine.setup.device_memory import (
+    GIB,
     RESERVE_BYTES,
     SAFETY,
     DeviceRoom,
@@ -19,11 +20,10 @@ from moesaic.engine.setup.device_memory import (
     check_weights_fit,
     compute_device,
     default_share,
-    device_cache_tokens,
+    gpu_cache_tokens,
     gpu_sharers,
     smaller_weights,
 )
-from moesaic.engine.setup.kv_memory import GIB
 from moesaic.engine.setup.memory_plan import chunk_tokens, max_running
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.context import CacheSpec
@@ -46,7 +46,7 @@ MANY = 10**9
 def tokens(
     args: ServerArgs, room: DeviceRoom = H200, wanted: int = MANY, step: StepBytes = STEP
 ) -> int:
-    return device_cache_tokens(args, SPEC, 2, wanted, room, step)
+    return gpu_cache_tokens(args, SPEC, 2, wanted, room, step)
 
 
 def test_the_share_counts_weights_and_cache():

@@ -15,8 +15,7 @@ import torch
 from moesaic.cli.doctor_text import size, spans, table
 from moesaic.cli.main import main
 from moesaic.comm.launch.mps import PROGRAM
-from moesaic.engine.setup.device_memory import DeviceRoom
-from moesaic.engine.setup.kv_memory import total_memory
+from moesaic.engine.setup.device_memory import DeviceRoom, total_memory
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.registry import build_model
 from moesaic.models.tiny import FAMILIES, make_tiny_checkpoint

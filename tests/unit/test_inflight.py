@@ -1,4 +1,4 @@
-"""The desk: ids are a request's own until it is over, and another's from then on."""
+"""In-flight requests: an id belongs to one request until it ends, and is free afterwards."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from moesaic.engine.schedule.request_state import RequestState
 from moesaic.observe.spans import Spans
 
 
-class Told:
-    """A desk, and what it tells the engine's thread."""
+class Fixture:
+    """In-flight requests, and the commands that they submit to the engine's thread."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.commands: list[Callable[[Any], None]] = []
-        self.desk = InflightRequests(self._tell, self.lock, 4, None, Spans())
+        self.inflight = InflightRequests(self._submit, self.lock, 4, None, Spans())
 
-    def _tell(self, command: Callable[[Any], None]) -> None:
+    def _submit(self, command: Callable[[Any], None]) -> None:
         assert self.lock._is_owned()  # type: ignore[attr-defined]
         self.commands.append(command)
 
-    def job(self, rid: str, part_of: Sequence[str] = (), client: object = None) -> RequestState:
+    def state(self, rid: str, part_of: Sequence[str] = (), client: object = None) -> RequestState:
         request = Request(rid, [1], SamplingParams(), 0, 3, 0)
-        job = RequestState(request, None, lambda progress: self.desk.ended(progress.rid))
-        job.part_of, job.client = tuple(part_of), client
-        return job
+        state = RequestState(request, None, lambda progress: self.inflight.release(progress.rid))
+        state.part_of, state.client = tuple(part_of), client
+        return state
 
-    def hold(self, *jobs: RequestState) -> None:
-        self.desk.hold(jobs, checked=True)
-
-
-def aborted(jobs: Sequence[RequestState]) -> list[str]:
-    return [job.request.rid for job in jobs if job.request.finish_reason is not None]
+    def reserve(self, *states: RequestState) -> None:
+        self.inflight.reserve(states, check_queue=True)
 
 
-def test_who_leaves_takes_no_one_elses_place() -> None:
-    told = Told()
-    desk, first, second = told.desk, told.job("same"), told.job("same")
-    told.hold(first)
-    assert desk.abort("same") == 1
-    assert first.request.finish_reason is not None and len(desk) == 0
-    told.hold(second)
-    assert desk.begin(deque([first]), 1) == 0  # it is over, though its name is held
-    desk.leave([first])
-    assert len(desk) == 1 and desk._held == {second}
-    assert desk.begin(deque([second]), 1) == 1
+def aborted(states: Sequence[RequestState]) -> list[str]:
+    return [state.request.rid for state in states if state.request.finish_reason is not None]
+
+
+def test_an_abandoned_request_keeps_its_successor() -> None:
+    fixture = Fixture()
+    inflight, first, second = fixture.inflight, fixture.state("same"), fixture.state("same")
+    fixture.reserve(first)
+    assert inflight.abort("same") == 1
+    assert first.request.finish_reason is not None and len(inflight) == 0
+    fixture.reserve(second)
+    assert inflight.start(deque([first]), 1) == 0  # it has ended, though its id is reserved
+    inflight.abandon([first])
+    assert len(inflight) == 1 and inflight._waiting == {second}
+    assert inflight.start(deque([second]), 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,45 +69,53 @@ def test_who_leaves_takes_no_one_elses_place() -> None:
 )
 def test_ids_are_matched_exactly(name: str, expected: list[str]) -> None:
     """A call of two prompts with two samples each, and requests of others with similar ids."""
-    told = Told()
-    call = [told.job(f"job-{i}{more}", (f"job-{i}", "job")) for i in (0, 1) for more in ("", "-1")]
-    others = [told.job(rid, (rid,)) for rid in ("team", "team-0-1", "team-1", "job-2")]
-    told.hold(*call)
+    fixture = Fixture()
+    call = [
+        fixture.state(f"job-{i}{more}", (f"job-{i}", "job")) for i in (0, 1) for more in ("", "-1")
+    ]
+    others = [fixture.state(rid, (rid,)) for rid in ("team", "team-0-1", "team-1", "job-2")]
+    fixture.reserve(*call)
     for other in others:
-        told.hold(other)
-    assert told.desk.abort(name) == len(expected)
+        fixture.reserve(other)
+    assert fixture.inflight.abort(name) == len(expected)
     assert aborted([*call, *others]) == expected
-    assert told.desk.abort_all() == len(call) + len(others) - len(expected)
+    assert fixture.inflight.abort_all() == len(call) + len(others) - len(expected)
 
 
 def test_an_id_is_in_use_until_its_last_request_is_over() -> None:
-    told = Told()
-    call = [told.job("a", ("a",)), told.job("a-1", ("a",))]
-    told.hold(*call)
+    fixture = Fixture()
+    call = [fixture.state("a", ("a",)), fixture.state("a-1", ("a",))]
+    fixture.reserve(*call)
     for taken in ("a", "a-1"):
         with pytest.raises(ValueError, match=f"rid '{taken}' is in use"):
-            told.hold(told.job("b", (taken,)))
-    told.desk.ended("a")
+            fixture.reserve(fixture.state("b", (taken,)))
+    fixture.inflight.release("a")
     with pytest.raises(ValueError, match="rid 'a' is in use"):
-        told.hold(told.job("a", ("a",)))
-    assert len(told.desk) == 1 and told.desk.abort("a") == 1 and aborted(call) == ["a-1"]
-    told.hold(told.job("a", ("a",)))
-    assert len(told.desk) == 1
+        fixture.reserve(fixture.state("a", ("a",)))
+    assert (
+        len(fixture.inflight) == 1 and fixture.inflight.abort("a") == 1 and aborted(call) == ["a-1"]
+    )
+    fixture.reserve(fixture.state("a", ("a",)))
+    assert len(fixture.inflight) == 1
 
 
 def test_one_client_does_not_abort_anothers_requests() -> None:
-    told = Told()
-    jobs = [told.job("a", client="x"), told.job("b", client="y"), told.job("c")]
-    told.hold(*jobs)
-    ended = [told.desk.abort(name, "x") for name in "abc"]
-    assert ended == [1, 0, 0] and aborted(jobs) == ["a"]
-    assert [told.desk.abort(name) for name in "abc"] == [0, 1, 1]
+    fixture = Fixture()
+    states = [fixture.state("a", client="x"), fixture.state("b", client="y"), fixture.state("c")]
+    fixture.reserve(*states)
+    ended = [fixture.inflight.abort(name, "x") for name in "abc"]
+    assert ended == [1, 0, 0] and aborted(states) == ["a"]
+    assert [fixture.inflight.abort(name) for name in "abc"] == [0, 1, 1]
 
 
 def test_an_abort_finds_requests_that_are_about_to_begin() -> None:
     """Chosen and sent under one lock: an abort in between would come before the request."""
-    told = Told()
-    first, second = told.job("a"), told.job("b")
-    told.hold(first, second)
-    assert told.desk.begin(deque([first]), 1) == told.desk.begin_or_end(deque([second]), 1) == 1
-    assert len(told.commands) == 2
+    fixture = Fixture()
+    first, second = fixture.state("a"), fixture.state("b")
+    fixture.reserve(first, second)
+    assert (
+        fixture.inflight.start(deque([first]), 1)
+        == fixture.inflight.start(deque([second]), 1, errors_as_outputs=True)
+        == 1
+    )
+    assert len(fixture.commands) == 2

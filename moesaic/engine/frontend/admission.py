@@ -1,30 +1,30 @@
-"""What stands between the requests of a call and the engine: who may begin, and when."""
+"""Admission control: when the requests of a call start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-# Begins the next so many requests of a call; the number that there were to begin.
+# Starts up to this number of a call's requests; returns how many it started.
 Start = Callable[[int], int]
 
 
-class AdmissionGate(Protocol):
-    """Of one call. Everything happens in the thread of its event loop."""
+class CallAdmission(Protocol):
+    """Admits the requests of one call, in the thread of its event loop."""
 
     async def enter(self, number: int, start: Start) -> None:
-        """Returns when the first of `number` requests has begun, or none is left to begin; `start`
-        is called then, and whenever more of them may. What it raises ends the call."""
+        """Calls `start` whenever more of the `number` requests may run. Returns once the first has
+        started or none is left; an exception ends the call."""
 
     def finished(self, number: int) -> None:
-        """So many more of the requests are over, whether they had begun or not."""
+        """This number of requests has ended, started or not."""
 
     def leave(self) -> None:
-        """Nobody waits for the call any more."""
+        """The call is over."""
 
 
-class NoGate:
-    """All requests begin at once."""
+class ImmediateAdmission:
+    """Starts all requests at once."""
 
     async def enter(self, number: int, start: Start) -> None:
         start(number)

@@ -1,4 +1,4 @@
-"""An engine whose ranks are other processes: what the caller's process keeps of it."""
+"""The client side of an engine whose ranks are other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moesaic.core.messages import (
 from moesaic.core.request import ABORTED, FinishReason
 from moesaic.engine.frontend.queries import PendingQuery, QueryTimeout
 from moesaic.engine.schedule.request_state import RequestState
-from moesaic.engine.setup.memory_plan import preview
+from moesaic.engine.setup.memory_plan import check_plan
 from moesaic.engine.worker.planner import ModelFacts
 from moesaic.engine.worker.rank_info import log_ranks, service_info
 from moesaic.models.tiny import materialise
@@ -41,14 +41,16 @@ from moesaic.observe.spans import SpanKind, Spans
 logger = logging.getLogger(__name__)
 
 TARGET = "moesaic.engine.worker.worker:run"
+# Queries to the leaders of serving groups; all others go to every rank.
+GROUP_QUERIES = ("info", "flush_cache")
 
 
 class CoreClient:
-    """Takes the place of LocalCore: requests go to the ranks, their tokens come back.
+    """Replaces LocalCore: it sends requests to the ranks and receives their tokens.
 
-    Texts and stop strings are dealt with here: a request that such a string ends is aborted on its
-    rank, and what the rank has sent beyond it is dropped. Between processes a request has a number
-    for a name, so that its own may be used again at once.
+    Texts and stop strings are handled here: a request that ends by a stop string is aborted on its
+    rank, and surplus tokens are dropped. On the ranks a request is known by its arrival number, so
+    its id is free again as soon as it ends here.
     """
 
     def __init__(self, args: ServerArgs, service: Service) -> None:
@@ -58,11 +60,11 @@ class CoreClient:
         self._by_number: dict[str, RequestState] = {}
         self.fault = ""
         self.rank_facts = msgspec.convert(service.facts["ranks"], list[dict[str, Any]])
-        """What each rank holds."""
+        """What each rank has loaded."""
         self.front = Spans()
-        """What this process does beside the ranks."""
-        self._asked = 0
-        self._questions: dict[int, PendingQuery] = {}
+        """Spans of this process."""
+        self._num_queries = 0
+        self._queries: dict[int, PendingQuery] = {}
 
     @property
     def providers(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class CoreClient:
 
     @property
     def has_work(self) -> bool:
-        """As long as the service lives: the engine's thread waits for messages in `step`."""
+        """True while the service lives: the engine's thread waits for messages in `step`."""
         return not self.fault
 
     def wake(self) -> None:
@@ -79,61 +81,61 @@ class CoreClient:
 
     @property
     def idle_timeout(self) -> float | None:
-        """Of the engine's thread, which comes here only after a fault: then it waits for ever."""
+        """None: after a fault the engine's thread waits for commands without a timeout."""
         return None
 
     def idle(self) -> None:
-        """Ranks rest by themselves."""
+        pass
 
     def close(self) -> None:
         self.service.close()
 
-    def add(self, job: RequestState) -> None:
-        assert job.request.rid not in self.states, f"request id {job.request.rid!r} is in use"
-        job.held = time.monotonic() - job.request.created
+    def add(self, state: RequestState) -> None:
+        assert state.request.rid not in self.states, f"request id {state.request.rid!r} is in use"
+        state.held = time.monotonic() - state.request.created
         if not self.fault:
-            self.service.send(Submit([_new_request(job)]))
-        self.states[job.request.rid] = self._by_number[_number(job)] = job
+            self.service.send(Submit([_new_request(state)]))
+        self.states[state.request.rid] = self._by_number[_number(state)] = state
         if self.fault:
-            self._finish(job, FinishReason("abort", message=self.fault, failed=True))
+            self._finish(state, FinishReason("abort", message=self.fault, failed=True))
 
-    def abort(self, rid: str, job: RequestState | None = None) -> None:
-        """Whatever has that name, or with `job` only that one."""
+    def abort(self, rid: str, state: RequestState | None = None) -> None:
+        """Aborts the request with this id; with `state` only if it is that one."""
         found = self.states.get(rid)
-        if found is not None and job in (None, found):
-            self._give_up(found, FinishReason("abort", message=ABORTED))
+        if found is not None and state in (None, found):
+            self._cancel(found, FinishReason("abort", message=ABORTED))
 
     def fail_all(self, message: str) -> None:
-        end = self._finish if self.fault else self._give_up
-        for job in list(self.states.values()):
+        end = self._finish if self.fault else self._cancel
+        for state in list(self.states.values()):
             try:
-                end(job, FinishReason("abort", message=message, failed=True))
+                end(state, FinishReason("abort", message=message, failed=True))
             except Exception:
-                logger.exception("request %s could not be ended in order", job.request.rid)
-        for question in self._questions.values():
-            question.answer.set_exception(RuntimeError(message))
-        self._questions.clear()
+                logger.exception("request %s did not end cleanly", state.request.rid)
+        for query in self._queries.values():
+            query.answer.set_exception(RuntimeError(message))
+        self._queries.clear()
 
     def ask(self, what: str, answer: Future[Any], options: Mapping[str, Any] | None = None) -> None:
-        """Asks all serving groups, or every rank what it alone knows; the answer comes when the
-        last of theirs does, or after a while without those that are missing."""
+        """Queries the leader of each serving group, or every rank. `answer` is set with the last
+        reply; after a timeout, without the missing ones."""
         if self.fault:
             answer.set_exception(RuntimeError(self.fault))
             return
-        self._asked += 1
-        mesh, every = self.service.spec.mesh, what not in OF_GROUPS
-        waits_for = mesh.world if every else mesh.num_groups
-        self._questions[self._asked] = PendingQuery(what, answer, every, waits_for)
-        self.service.send(Query(self._asked, what, every, dict(options or {})))
+        self._num_queries += 1
+        mesh, every = self.service.spec.mesh, what not in GROUP_QUERIES
+        expected = mesh.world if every else mesh.num_groups
+        self._queries[self._num_queries] = PendingQuery(what, answer, every, expected)
+        self.service.send(Query(self._num_queries, what, every, dict(options or {})))
 
     def step(self) -> None:
-        """Waits for a message, or to be woken."""
-        message = self.service.receive(self._patience())
+        """Waits for one message, or to be woken."""
+        message = self.service.receive(self._timeout())
         self._expire()
         if isinstance(message, StepOutput):
             begin = self.front.clock()
             for delta in message.deltas:
-                self._take(delta)
+                self._apply(delta)
             self.front.add(SpanKind.DETOKENISE, begin, tokens=len(message.deltas))
         elif isinstance(message, QueryReply):
             self._reply(message)
@@ -142,93 +144,93 @@ class CoreClient:
             logger.error("%s", message.message)
             self.fail_all(message.message)
 
-    def _take(self, delta: RequestDelta) -> None:
-        job = self._by_number.get(delta.rid)
-        if job is None:  # it has ended here already
+    def _apply(self, delta: RequestDelta) -> None:
+        state = self._by_number.get(delta.rid)
+        if state is None:  # it has ended here already
             return
         try:
-            self._advance(job, delta)
+            self._advance(state, delta)
         except Exception as error:
-            logger.exception("request %s failed", job.request.rid)
-            message = f"its token could not be taken in: {error!r}"
-            self._give_up(job, FinishReason("abort", message=message, failed=True))
+            logger.exception("request %s failed", state.request.rid)
+            message = f"its token could not be processed: {error!r}"
+            self._cancel(state, FinishReason("abort", message=message, failed=True))
 
-    def _advance(self, job: RequestState, delta: RequestDelta) -> None:
-        request = job.request
+    def _advance(self, state: RequestState, delta: RequestDelta) -> None:
+        request = state.request
         request.cached_tokens, request.retractions = delta.cached_tokens, delta.retractions
         if delta.queue_seconds is not None:
-            request.queue_seconds = job.held + delta.queue_seconds
+            request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
         ended = None if delta.finish is None else _reason(delta.finish)
         for number, token in enumerate(delta.token_ids):
             logprob = delta.logprobs[number] if delta.logprobs else None
             top = delta.top_logprobs[number] if delta.top_logprobs else None
-            reason = job.accept(token, logprob, top)
+            reason = state.accept(token, logprob, top)
             if reason is not None:
-                end = self._give_up if ended is None else self._finish
-                end(job, reason)
+                end = self._cancel if ended is None else self._finish
+                end(state, reason)
                 return
-            job.notify_if_due()
+            state.notify_if_due()
         if ended is not None:
-            self._finish(job, ended)
+            self._finish(state, ended)
 
     def _reply(self, reply: QueryReply) -> None:
-        question = self._questions.get(reply.number)
-        if question is None:
+        query = self._queries.get(reply.number)
+        if query is None:
             return
-        question.take(reply)
-        if question.is_answered:
-            del self._questions[reply.number]
-            self._conclude(question)
+        query.record(reply)
+        if query.is_answered:
+            del self._queries[reply.number]
+            self._resolve(query)
 
-    def _conclude(self, question: PendingQuery) -> None:
-        if question.every:
-            question.answer.set_result(question.by_rank())
+    def _resolve(self, query: PendingQuery) -> None:
+        if query.every:
+            query.answer.set_result(query.by_rank())
             return
-        values = [question.replies[group].value for group in sorted(question.replies)]
-        if question.what == "flush_cache":
-            question.answer.set_result(sum(values))
+        values = [query.replies[group].value for group in sorted(query.replies)]
+        if query.what == "flush_cache":
+            query.answer.set_result(sum(values))
             return
-        info = service_info(asdict(self.args), values, question.overview, self.facts.num_experts)
-        question.answer.set_result(info)
+        info = service_info(asdict(self.args), values, query.overview, self.facts.num_experts)
+        query.answer.set_result(info)
 
-    def _patience(self) -> float | None:
-        """Until the first question must be answered."""
-        if not self._questions:
+    def _timeout(self) -> float | None:
+        """Seconds until the first query expires."""
+        if not self._queries:
             return None
-        first = min(question.deadline for question in self._questions.values())
+        first = min(query.deadline for query in self._queries.values())
         return max(0.0, first - time.monotonic())
 
     def _expire(self) -> None:
         now = time.monotonic()
-        late = [n for n, question in self._questions.items() if question.deadline <= now]
-        for question in map(self._questions.pop, late):
-            if question.every and (question.replies or question.overview):
-                self._conclude(question)
+        late = [number for number, query in self._queries.items() if query.deadline <= now]
+        for query in map(self._queries.pop, late):
+            if query.every and (query.replies or query.overview):
+                self._resolve(query)
                 continue
-            missing = question.waits_for - len(question.replies)
-            who = "ranks" if question.every else "serving groups"
-            error = QueryTimeout(f"{missing} {who} did not answer {question.what!r} in time")
-            question.answer.set_exception(error)
+            missing = query.expected - len(query.replies)
+            kind = "ranks" if query.every else "serving groups"
+            error = QueryTimeout(f"{missing} {kind} did not answer {query.what!r} in time")
+            query.answer.set_exception(error)
 
-    def _give_up(self, job: RequestState, reason: FinishReason) -> None:
-        """Ends a request that its rank would go on with."""
-        self._finish(job, reason)
-        self.service.send(Abort(_number(job)))
+    def _cancel(self, state: RequestState, reason: FinishReason) -> None:
+        """Ends a request that its rank still computes."""
+        self._finish(state, reason)
+        self.service.send(Abort(_number(state)))
 
-    def _finish(self, job: RequestState, reason: FinishReason) -> None:
-        del self.states[job.request.rid]
-        self._by_number.pop(_number(job), None)
-        job.finish(reason)
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        del self.states[state.request.rid]
+        self._by_number.pop(_number(state), None)
+        state.finish(reason)
 
 
 def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
-    """Returns when all ranks of all nodes can serve."""
-    preview(args)
+    """Returns once all ranks of all nodes can serve."""
+    check_plan(args)
     sizes = ("tp", "ep", "dp", "pp", "replicas", "nnodes")
-    told = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
-    logger.info("starting %d ranks: %s", mesh.world, ", ".join(told) or "one of everything")
+    shape = [f"{name} {getattr(mesh, name)}" for name in sizes if getattr(mesh, name) > 1]
+    logger.info("starting %d ranks: %s", mesh.world, ", ".join(shape) or "no parallelism")
     if args.device == "cuda":
         logger.info("%s", describe_shares(gpus_of(args)))
     core = CoreClient(args, Service.start(service_spec(args, mesh)))
@@ -237,7 +239,7 @@ def start_ranks(args: ServerArgs, mesh: Mesh) -> CoreClient:
 
 
 def serve_node(args: ServerArgs) -> int:
-    """The ranks of a node other than the first, until that ends the service; an exit status."""
+    """Runs the ranks of a further node until the first node ends the service; an exit status."""
     args = replace(args, model_path=materialise(args.model_path))
     return host_ranks(Service(service_spec(args, mesh_of(args))))
 
@@ -260,18 +262,14 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
     )
 
 
-# What only the leaders of groups are asked; everything else every rank is.
-OF_GROUPS = ("info", "flush_cache")
+def _number(state: RequestState) -> str:
+    return str(state.request.arrival)
 
 
-def _number(job: RequestState) -> str:
-    return str(job.request.arrival)
-
-
-def _new_request(job: RequestState) -> NewRequest:
-    request = job.request
+def _new_request(state: RequestState) -> NewRequest:
+    request = state.request
     return NewRequest(
-        rid=_number(job),
+        rid=_number(state),
         prompt_ids=request.prompt_ids,
         params=msgspec.to_builtins(request.params),
         seed=request.seed,

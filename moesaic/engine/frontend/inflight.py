@@ -1,4 +1,4 @@
-"""Requests on their way to the engine: which are in flight, held back or refused."""
+"""The requests in flight: their ids, and which of them the engine's thread has."""
 
 from __future__ import annotations
 
@@ -21,193 +21,177 @@ Lock = AbstractContextManager[Any]
 
 
 class Core(Protocol):
-    """What the engine's thread drives."""
-
-    states: dict[str, RequestState]
-
-    def add(self, job: RequestState) -> None: ...
-    def abort(self, rid: str, job: RequestState | None = None) -> None: ...
+    def add(self, job: RequestState, /) -> None: ...
+    def abort(self, rid: str, job: RequestState | None = None, /) -> None: ...
 
 
-class OpenRequests:
-    """The requests in flight, by their own ids and by those of their prompts and calls. An id is
-    free again when the last request that has it is over."""
+class RequestIndex:
+    """Requests by their own ids and by those of their prompts and calls. An id is free again once
+    its last request has ended."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._by_id: dict[str, dict[RequestState, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._states)
 
-    def add(self, jobs: Sequence[RequestState]) -> None:
-        """The requests of one call; ValueError if another call has one of their ids."""
-        if taken := self._by_id.keys() & {name for job in jobs for name in job.ids}:
+    def insert(self, states: Sequence[RequestState]) -> None:
+        """Inserts the requests of one call; ValueError if another call uses one of their ids."""
+        if taken := self._by_id.keys() & {name for state in states for name in state.ids}:
             raise ValueError(f"rid {shown_id(min(taken))} is in use: give each request its own")
-        new = {job.request.rid: job for job in jobs}
-        assert len(new) == len(jobs), "requests of one call have the same id"
-        self._jobs |= new
-        for job in jobs:
-            for name in job.ids:
-                self._by_id.setdefault(name, {})[job] = None
+        new = {state.request.rid: state for state in states}
+        assert len(new) == len(states), "requests of one call have the same id"
+        self._states |= new
+        for state in states:
+            for name in state.ids:
+                self._by_id.setdefault(name, {})[state] = None
 
     def discard(self, rid: str) -> None:
-        job = self._jobs.pop(rid, None)
-        if job is None:
+        state = self._states.pop(rid, None)
+        if state is None:
             return
-        for name in job.ids:
-            jobs = self._by_id[name]
-            del jobs[job]
-            if not jobs:
+        for name in state.ids:
+            states = self._by_id[name]
+            del states[state]
+            if not states:
                 del self._by_id[name]
 
-    def found(self, name: str) -> list[RequestState]:
-        """The one request or all requests that have this id."""
+    def find(self, name: str) -> list[RequestState]:
         return [*self._by_id.get(name, ())]
 
     def all(self) -> list[RequestState]:
-        return [*self._jobs.values()]
+        return [*self._states.values()]
 
 
 class InflightRequests:
-    """`tell` hands a command to the engine's thread, and raises RuntimeError if it has ended.
-    `lock` is the engine's own, and re-entrant."""
+    """`submit_command` hands a command to the engine's thread, and raises RuntimeError once that
+    has stopped. `lock` is the engine's own, which is re-entrant."""
 
     def __init__(
         self,
-        tell: Callable[[Callable[[Any], None]], None],
+        submit_command: Callable[[Callable[[Any], None]], None],
         lock: Lock,
         max_running: int,
         max_queued: int | None,
         spans: Spans,
     ) -> None:
-        self._tell, self._lock, self._spans = tell, lock, spans
+        self._submit_command, self._lock, self._spans = submit_command, lock, spans
         self._max_running, self._max_queued = max_running, max_queued
-        self._open = OpenRequests()
-        self._held: set[RequestState] = set()
-        """In flight, and not begun yet."""
+        self._index = RequestIndex()
+        self._waiting: set[RequestState] = set()
+        """Reserved, but not started yet."""
 
     def __len__(self) -> int:
-        """Requests in flight."""
-        return len(self._open)
+        return len(self._index)
 
-    def submit(self, jobs: Sequence[RequestState]) -> None:
-        """All at once."""
+    def submit(self, states: Sequence[RequestState]) -> None:
         with self._lock:
-            self.hold(jobs, checked=True)
-            self.begin(deque(jobs), len(jobs))
+            self.reserve(states, check_queue=True)
+            self.start(deque(states), len(states))
 
-    def hold(self, jobs: Sequence[RequestState], checked: bool) -> None:
-        """Takes their ids, so that a caller who uses one twice learns it at once. `checked`: if the
-        queue has room for them."""
+    def reserve(self, states: Sequence[RequestState], check_queue: bool) -> None:
+        """Takes the requests' ids; ValueError if one is in use, QueueFull if there is no room."""
         with self._lock:
-            if checked:
-                self._check_queue(len(jobs))
-            self._open.add(jobs)
-            self._held.update(jobs)
+            if check_queue:
+                self._check_queue(len(states))
+            self._index.insert(states)
+            self._waiting.update(states)
 
-    def begin(self, jobs: deque[RequestState], number: int) -> int:
-        """Of these, the first `number` that are still held go to the engine's thread."""
-        # Under the lock, as an abort that came between the two would not find them.
+    def start(
+        self, states: deque[RequestState], number: int, errors_as_outputs: bool = False
+    ) -> int:
+        """Sends the first `number` of the waiting requests to the engine's thread; how many were
+        left to send. With `errors_as_outputs`, an error becomes their finish reason."""
+        # Choosing and sending share the lock: an abort in between would miss the requests.
         with self._lock:
-            chosen = self._choose(jobs, number)
-            try:
-                self._send(chosen)
-            except RuntimeError:
-                for job in chosen:
-                    self._open.discard(job.request.rid)
-                raise
-        return len(chosen)
-
-    def begin_or_end(self, jobs: deque[RequestState], number: int) -> int:
-        """The same for a caller who waits for answers already: there a failure is one."""
-        with self._lock:
-            chosen = self._choose(jobs, number)
+            chosen = self._choose(states, number)
             try:
                 self._send(chosen)
             except RuntimeError as error:
-                for job in chosen:
-                    job.finish(FinishReason("abort", message=str(error), failed=True))
+                if not errors_as_outputs:
+                    for state in chosen:
+                        self._index.discard(state.request.rid)
+                    raise
+                for state in chosen:
+                    state.finish(FinishReason("abort", message=str(error), failed=True))
         return len(chosen)
 
     def abort(self, name: str, client: Hashable = None) -> int:
-        """Ends the requests that have this id, of this client alone if one is given; their number.
-        The id is that of a request, of a prompt (all its samples) or of a call."""
+        """Aborts the requests with this id, which is that of a request, a prompt or a call; with
+        `client` only that client's. Returns their number."""
         with self._lock:
-            chosen = self._open.found(name)
-        return self._abort([job for job in chosen if client is None or job.client == client])
+            found = self._index.find(name)
+        return self._abort([state for state in found if client in (None, state.client)])
 
     def abort_all(self) -> int:
         with self._lock:
-            chosen = self._open.all()
-        return self._abort(chosen)
+            found = self._index.all()
+        return self._abort(found)
 
-    def _abort(self, jobs: Sequence[RequestState]) -> int:
-        for job in jobs:
+    def _abort(self, states: Sequence[RequestState]) -> int:
+        for state in states:
             with self._lock:
-                held = self._unhold(job)
-            if held:
-                job.finish(FinishReason("abort", message=ABORTED))
+                waited = self._stop_waiting(state)
+            if waited:
+                state.finish(FinishReason("abort", message=ABORTED))
             else:
-                self._tell(partial(_abort, job=job))
-        return len(jobs)
+                self._submit_command(partial(_abort, state=state))
+        return len(states)
 
-    def leave(self, jobs: Iterable[RequestState]) -> None:
-        """The caller no longer waits for these. The id of one that is over, with its end unread,
-        may be another's by now."""
-        for job in jobs:
+    def abandon(self, states: Iterable[RequestState]) -> None:
+        """Aborts requests whose caller has gone. One that has ended unread is left alone: another
+        request may have its id by now."""
+        for state in states:
             with self._lock, suppress(RuntimeError):
-                if self._unhold(job):
-                    self._open.discard(job.request.rid)
+                if self._stop_waiting(state):
+                    self._index.discard(state.request.rid)
                 else:
-                    self._tell(partial(_abort, job=job))
+                    self._submit_command(partial(_abort, state=state))
 
-    def ended(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
+        """The request has ended."""
         with self._lock:
-            self._open.discard(rid)
+            self._index.discard(rid)
 
-    def _send(self, jobs: Sequence[RequestState]) -> None:
+    def _send(self, states: Sequence[RequestState]) -> None:
         begin = self._spans.clock()
-        self._tell(partial(_take_in, jobs=jobs))
-        self._spans.add(SpanKind.SUBMIT, begin, tokens=len(jobs))
+        self._submit_command(partial(_add, states=states))
+        self._spans.add(SpanKind.SUBMIT, begin, tokens=len(states))
 
-    def _choose(self, jobs: deque[RequestState], number: int) -> list[RequestState]:
+    def _choose(self, states: deque[RequestState], number: int) -> list[RequestState]:
         chosen: list[RequestState] = []
-        with self._lock:
-            while jobs and len(chosen) < number:
-                job = jobs.popleft()
-                if self._unhold(job):
-                    chosen.append(job)
+        while states and len(chosen) < number:
+            state = states.popleft()
+            if self._stop_waiting(state):
+                chosen.append(state)
         return chosen
 
-    def _unhold(self, job: RequestState) -> bool:
-        """Whether it was held."""
-        held = job in self._held
-        self._held.discard(job)
-        return held
+    def _stop_waiting(self, state: RequestState) -> bool:
+        """Whether it was waiting."""
+        waited = state in self._waiting
+        self._waiting.discard(state)
+        return waited
 
     def _check_queue(self, number: int) -> None:
-        """More than can run may wait, up to --max-queued-requests."""
         limit, running = self._max_queued, self._max_running
-        if limit is not None and len(self._open) + number > running + limit:
+        if limit is not None and len(self._index) + number > running + limit:
             raise QueueFull(
-                f"{len(self._open)} requests are open and {number} more would pass "
+                f"{len(self._index)} requests are open and {number} more would exceed "
                 f"--max-running-requests {running} and --max-queued-requests {limit}: "
                 "try again later"
             )
 
 
-def _take_in(core: Core, jobs: Sequence[RequestState]) -> None:
-    for job in jobs:
+def _add(core: Core, states: Sequence[RequestState]) -> None:
+    for state in states:
         try:
-            core.add(job)
+            core.add(state)
         except Exception as error:
-            logger.exception("request %s was not taken in", job.request.rid)
-            if core.states.get(job.request.rid) is job:
-                del core.states[job.request.rid]
-            message = f"it could not be taken in: {error!r}"
-            job.finish(FinishReason("abort", message=message, failed=True))
+            logger.exception("request %s could not be added", state.request.rid)
+            message = f"it could not be added: {error!r}"
+            state.finish(FinishReason("abort", message=message, failed=True))
 
 
-def _abort(core: Core, job: RequestState) -> None:
-    core.abort(job.request.rid, job)
+def _abort(core: Core, state: RequestState) -> None:
+    core.abort(state.request.rid, state)

@@ -1,4 +1,4 @@
-"""Progress of requests, from the engine's thread to the tasks of an event loop."""
+"""Queues that carry progress from the engine's thread to the tasks of an event loop."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakKeyDictionary, ref
 
 from moesaic.engine.schedule.request_state import Progress
 
 
 class OutputSender:
-    """Of one event loop. Waking a loop costs more than a token, so all that happens until it looks
-    is delivered in one go."""
+    """Wakes one event loop. Waking it costs more than a token, so it delivers everything that has
+    arrived in the meantime at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = ref(loop)
         self._lock = threading.Lock()
-        self._boxes: dict[OutputQueue, None] = {}
+        self._ready: dict[OutputQueue, None] = {}
 
-    def put(self, box: OutputQueue, number: int, progress: Progress) -> None:
-        """From any thread."""
+    def put(self, output: OutputQueue, number: int, progress: Progress) -> None:
+        """May be called from any thread."""
         with self._lock:
-            box.newest[number] = progress
-            box.ended += progress.finished
-            due = not self._boxes
-            self._boxes[box] = None
-        if due:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._deliver)
+            output.newest[number] = progress
+            output.ended += progress.finished
+            is_first = not self._ready
+            self._ready[output] = None
+        if is_first and (loop := self._loop()) is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._deliver)
 
-    def take(self, box: OutputQueue) -> tuple[int, Progress] | None:
-        """What has waited for longest."""
+    def pop(self, output: OutputQueue) -> tuple[int, Progress] | None:
+        """The progress that has waited longest."""
         with self._lock:
-            for number in box.newest:
-                return number, box.newest.pop(number)
+            for number in output.newest:
+                return number, output.newest.pop(number)
         return None
 
     def _deliver(self) -> None:
         with self._lock:
-            boxes = [(box, box.take_ended()) for box in self._boxes]
-            self._boxes = {}
-        for box, ended in boxes:
-            box.wake(ended)
+            ready = [(output, output.pop_ended()) for output in self._ready]
+            self._ready = {}
+        for output, ended in ready:
+            output.wake(ended)
 
 
 class OutputQueue:
-    """Of one call, by the numbers of its requests. Of each only the newest progress is kept: a slow
-    reader gets larger pieces, and costs no memory. `on_ended` hears how many requests have ended,
-    also when nobody reads."""
+    """The progress of one call's requests, by number. It keeps only the newest of each: a slow
+    reader gets larger increments and costs no memory."""
 
-    def __init__(self, post: OutputSender) -> None:
+    def __init__(self, sender: OutputSender) -> None:
         self.newest: dict[int, Progress] = {}
         self.ended = 0
         self.on_ended: Callable[[int], None] = lambda number: None
-        self._post = post
+        """Called in the event loop with the number of requests that have ended."""
+        self._sender = sender
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, progress: Progress) -> None:
-        self._post.put(self, number, progress)
+        self._sender.put(self, number, progress)
 
     async def get(self) -> tuple[int, Progress]:
-        while (found := self._post.take(self)) is None:
+        while (found := self._sender.pop(self)) is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return found
 
-    def take_ended(self) -> int:
+    def pop_ended(self) -> int:
         ended, self.ended = self.ended, 0
         return ended
 
@@ -75,3 +76,21 @@ class OutputQueue:
             self.on_ended(ended)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class OutputSenders:
+    """One sender per event loop, for as long as the loop exists."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, OutputSender] = (
+            WeakKeyDictionary()
+        )
+
+    def new_queue(self) -> OutputQueue:
+        """A queue for the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._senders:
+                self._senders[loop] = OutputSender(loop)
+            return OutputQueue(self._senders[loop])

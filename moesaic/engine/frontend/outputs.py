@@ -1,4 +1,4 @@
-"""What `generate` gives back."""
+"""The outputs of `generate`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from moesaic.core.request import FinishReason, Request, TopLogprobs
 from moesaic.engine.schedule.request_state import Progress, RequestState
 from moesaic.engine.text.tokenizer import Tokenizer
 
-Signal = tuple[int, Progress]
+IndexedProgress = tuple[int, Progress]
 Entry = tuple[float | None, int, str | None]
-# Logprobs that the growing answers of one stream may repeat before they are told only at the end;
-# each is about 40 bytes of JSON.
+# Logprobs that one stream may repeat before only its last output has them; one is about 40 bytes of
+# JSON.
 MAX_REPEATED: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """How far one request of a call is; `index` counts prompts, and within them samples. The first
-    `progress.num_output` tokens of the request belong to it; its reason to finish is set once
-    `progress.finished`."""
+    """The progress of one request of a call. Only the first `progress.num_output` output tokens of
+    `request` belong to it."""
 
     index: int
+    """Counts prompts, and within them samples."""
     progress: Progress
     request: Request
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The whole text so far."""
         return self.progress.text
 
     @property
@@ -37,40 +37,40 @@ class RequestUpdate:
 
 
 class CallOutputs:
-    """The jobs of one call, and which of them are still open."""
+    """Collects the outputs of one call's requests."""
 
-    def __init__(self, jobs: list[RequestState], single: bool, texts: Tokenizer | None) -> None:
-        self.jobs, self.single = jobs, single
-        self.pending = set(range(len(jobs)))
-        self._form = OutputFormat(texts)
+    def __init__(self, states: list[RequestState], single: bool, texts: Tokenizer | None) -> None:
+        self.states, self.single = states, single
+        self.pending = set(range(len(states)))
+        self._format = OutputFormat(texts)
         self._final: dict[int, dict[str, Any]] = {}
-        self._shown = [-1] * len(jobs)
+        self._num_shown = [-1] * len(states)
 
-    def take(self, signal: Signal) -> dict[str, Any] | None:
-        """The answer as it now stands, or None if a signal brings nothing new."""
-        number, progress = signal
-        request = self.jobs[number].request
+    def update(self, update: IndexedProgress) -> dict[str, Any] | None:
+        """The request's output so far, or None if it has not grown."""
+        number, progress = update
+        request = self.states[number].request
         if progress.finished:
             self.pending.discard(number)
-            # In a list the others' answers must not be lost: there the failure is an entry.
+            # In a list, a failure is an entry: the other outputs must not be lost.
             if self.single and request.failed:
                 raise RuntimeError(request.failure)
-        elif progress.num_output == self._shown[number]:
+        elif progress.num_output == self._num_shown[number]:
             return None
-        self._shown[number] = progress.num_output
-        output = self._form.answer(request, progress)
+        self._num_shown[number] = progress.num_output
+        output = self._format.answer(request, progress)
         if progress.finished:
             self._final[number] = output
         return output if self.single else {**output, "index": number}
 
     def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        outputs = [self._final[number] for number in range(len(self.jobs))]
+        outputs = [self._final[number] for number in range(len(self.states))]
         return outputs[0] if self.single else outputs
 
 
 class OutputFormat:
-    """Of the answers of one call. Every one of a stream has all that there is so far, which grows
-    with the square of its length; so logprobs are told while they are few, and at the end."""
+    """Formats the outputs of one call. Each output of a stream repeats everything so far, which
+    grows quadratically; so intermediate outputs have logprobs only while they are few."""
 
     def __init__(self, texts: Tokenizer | None) -> None:
         self._texts = texts
@@ -91,30 +91,27 @@ class OutputFormat:
             meta["e2e_latency"] = request.finished - request.created
             if request.first_token is not None:
                 meta["ttft"] = request.first_token - request.created
-        if request.return_logprob and self._tells(request, progress):
-            meta |= _logprobs(request, number, self._texts)
+        if request.return_logprob:
+            if self._has_logprobs(request, progress):
+                meta |= _logprobs(request, number, self._texts)
+            if not progress.finished:
+                self._repeated += num_logprobs(request, 0, number)
         output_ids = request.token_ids[request.prompt_len : request.prompt_len + number]
         return {"text": progress.text, "output_ids": output_ids, "meta_info": meta}
 
     def weight(self, request: Request, progress: Progress) -> int:
-        """Of the answer that would be next."""
-        if self._fits(request, progress):
+        """The weight of the next output."""
+        if self._has_logprobs(request, progress):
             return weight(request, 0, progress.num_output)
         return progress.num_output // 8
 
-    def _tells(self, request: Request, progress: Progress) -> bool:
-        fits = self._fits(request, progress)
-        if not progress.finished:
-            self._repeated += num_logprobs(request, 0, progress.num_output)
-        return fits
-
-    def _fits(self, request: Request, progress: Progress) -> bool:
+    def _has_logprobs(self, request: Request, progress: Progress) -> bool:
         number = num_logprobs(request, 0, progress.num_output)
         return progress.finished or self._repeated + number <= MAX_REPEATED
 
 
 def num_logprobs(request: Request, start: int, stop: int) -> int:
-    """To tell of the tokens of the answer from `start` on, and of the prompt before the first."""
+    """Logprobs of the output tokens from `start` to `stop`; with the first, of the prompt too."""
     if not request.return_logprob:
         return 0
     inputs = 0 if start else request.prompt_len - request.logprob_start
@@ -122,7 +119,7 @@ def num_logprobs(request: Request, start: int, stop: int) -> int:
 
 
 def weight(request: Request, start: int, stop: int) -> int:
-    """About how many microseconds it takes to build and encode an answer, or the rest of one."""
+    """Estimated microseconds to build and encode these output tokens."""
     return 8 + (stop - start) // 8 + num_logprobs(request, start, stop)
 
 

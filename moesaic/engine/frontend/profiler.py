@@ -1,8 +1,7 @@
-"""Recordings of what all ranks do, from the first question to the file.
+"""The profiler: it records the spans of all ranks and writes a trace.
 
-Ranks hear of a recording at different steps, so each begins when it hears of it and is then told
-from which step on to count: the trace has the steps that all ranks of a copy of the model have in
-full.
+Ranks start recording at different steps. The trace has only the steps that all ranks of a replica
+have recorded in full.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from moesaic.observe.trace import Track, write_trace
 
 logger = logging.getLogger(__name__)
 
-# Names the folder of traces; the operator sets it, and no client.
+# Names the folder of traces; only the operator can set it.
 FOLDER_VARIABLE: Final = "MOESAIC_PROFILER_DIR"
 PRIVATE: Final = 0o700
-LOOK_SECONDS: Final = 0.1
+POLL_SECONDS: Final = 0.1
 Ask = Callable[[str, Mapping[str, Any]], RankAnswers]
 
 
 class Profiler:
-    """For any thread. `spans`: those of this process, beside those of the ranks."""
+    """May be called from any thread. `spans` are those of this process."""
 
     def __init__(self, ask: Callable[..., Any], mesh: Mesh, spans: Spans) -> None:
         self._ask, self._mesh, self._spans = ask, mesh, spans
@@ -41,7 +40,7 @@ class Profiler:
         self._recording: Recording | None = None
         self._path: Path | None = None
         self.steps = 0
-        """In the last trace, of all copies of the model together."""
+        """Steps in the last trace, of all replicas together."""
         self._closed = threading.Event()
 
     def start(self, output_dir: str | Path | None, num_steps: int | None) -> None:
@@ -56,76 +55,76 @@ class Profiler:
             recording.start(num_steps)
             self._recording, self._path = recording, None
         if num_steps is not None:
-            name, target = "moesaic-profile", self._finish_by_itself
+            name, target = "moesaic-profile", self._write_when_over
             threading.Thread(target=target, args=(recording,), name=name, daemon=True).start()
 
     def stop(self) -> Path:
         with self._lock:
             if self._recording is not None:
-                self._finish(self._recording)
+                self._write(self._recording)
             if self._path is None:
                 raise ValueError("no profile is being recorded: start one first")
             return self._path
 
     def close(self) -> None:
-        """A recording that is under way is given up."""
+        """Discards a running recording."""
         self._closed.set()
 
-    def _finish_by_itself(self, recording: Recording) -> None:
+    def _write_when_over(self, recording: Recording) -> None:
         try:
             while not recording.is_over():
-                if self._closed.wait(LOOK_SECONDS) or self._recording is not recording:
+                if self._closed.wait(POLL_SECONDS) or self._recording is not recording:
                     return
             with self._lock:
                 if self._recording is recording:
-                    self._finish(recording)
+                    self._write(recording)
         except Exception as error:
             if not self._closed.is_set():
                 logger.warning("the profile could not be written: %s", error)
 
-    def _finish(self, recording: Recording) -> None:
-        """Whatever happens, a new one may begin."""
+    def _write(self, recording: Recording) -> None:
+        """A new recording may start even if this fails."""
         self._recording = None
         self._path = recording.write()
         self.steps = recording.num_steps
 
 
 class ProfileRunning(ValueError):
-    """There is one recording at a time."""
+    """Only one recording runs at a time."""
 
 
 class Recording:
     def __init__(self, ask: Ask, mesh: Mesh, spans: Spans, folder: Path) -> None:
         self._ask, self._mesh, self._spans, self._folder = ask, mesh, spans, folder
         self._clocks: dict[int, tuple[int, int]] = {}
-        """Of each rank, the shortest round trip, and by how much its clock was ahead then."""
+        """By rank: the shortest round trip, and how far the rank's clock was ahead then."""
         self._steps: int | None = None
         self._ranks: set[int] = set()
         self.num_steps = 0
-        """Written."""
+        """Steps in the trace."""
 
     def start(self, num_steps: int | None) -> None:
-        told = self._tell("record")
-        self._ranks = set(told)
+        states = self._query("record")
+        self._ranks = set(states)
         self._spans.start()
         self._steps = num_steps
         if num_steps is not None:
             last: dict[int, int] = {}
-            for rank, one in told.items():
+            for rank, state in states.items():
                 replica = self._replica(rank)
-                last[replica] = max(one.first, last.get(replica, 0))
-            firsts = {rank: last[self._replica(rank)] for rank in told}
-            self._tell("record_until", {"steps": num_steps, "firsts": firsts})
+                last[replica] = max(state.first, last.get(replica, 0))
+            firsts = {rank: last[self._replica(rank)] for rank in states}
+            self._query("record_until", {"steps": num_steps, "firsts": firsts})
 
     def is_over(self) -> bool:
-        return not any(told.on for told in self._tell("record_state").values())
+        return not any(state.on for state in self._query("record_state").values())
 
     def write(self) -> Path:
-        told = self._tell("record_stop")
+        states = self._query("record_stop")
         self._spans.stop()
-        missing = sorted(self._ranks - set(told))
-        data = self._read(told)
-        steps = self._common_steps(told, data)
+        missing = sorted(self._ranks - set(states))
+        data = self._read(states)
+        steps = self._common_steps(states, data)
         self.num_steps = sum(len(found) for found in steps.values())
         tracks = [self._front(steps, data)]
         for rank, spans in sorted(data.items()):
@@ -134,31 +133,32 @@ class Recording:
             tracks.append(Track(rank + 1, name, kept, self._ahead(rank)))
         path = self._folder / f"moesaic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         path = _unused(path, ".trace.json.gz")
-        write_trace(path, tracks, self._facts(steps, told, missing))
+        write_trace(path, tracks, self._facts(steps, states, missing))
         logger.info("profile: %d spans written to %s", sum(len(t.spans) for t in tracks), path)
         return path
 
-    def _read(self, told: Mapping[int, RecordTold]) -> dict[int, list[Span]]:
-        found: dict[int, list[Span]] = {rank: [] for rank in told}
-        for first in range(0, max((one.count for one in told.values()), default=0) or 1, CHUNK):
-            for rank, piece in self._tell("record_read", {"first": first}).items():
-                found.setdefault(rank, []).extend(unpack(piece.data))
+    def _read(self, states: Mapping[int, RecordTold]) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = {rank: [] for rank in states}
+        count = max((state.count for state in states.values()), default=0)
+        for first in range(0, count or 1, CHUNK):
+            for rank, chunk in self._query("record_read", {"first": first}).items():
+                found.setdefault(rank, []).extend(unpack(chunk.data))
         return found
 
     def _common_steps(
-        self, told: Mapping[int, RecordTold], data: Mapping[int, list[Span]]
+        self, states: Mapping[int, RecordTold], data: Mapping[int, list[Span]]
     ) -> dict[int, set[int]]:
-        """Of each replica, those that all of its ranks have from beginning to end."""
+        """By replica: the steps that all of its ranks have recorded in full."""
         common: dict[int, set[int]] = {}
-        for rank, one in told.items():
+        for rank, state in states.items():
             steps = {span.step for span in data[rank] if span.kind == SpanKind.STEP}
-            steps = {step for step in steps if step >= one.first}
+            steps = {step for step in steps if step >= state.first}
             replica = self._replica(rank)
             common[replica] = common[replica] & steps if replica in common else steps
         return {replica: set(sorted(steps)[: self._steps]) for replica, steps in common.items()}
 
     def _front(self, steps: Mapping[int, set[int]], data: Mapping[int, list[Span]]) -> Track:
-        """What this process did; in a recording of some steps, until the last of them ended."""
+        """The spans of this process, up to the end of the last recorded step."""
         ends = [
             span.end - self._ahead(rank)
             for rank, spans in data.items()
@@ -172,34 +172,31 @@ class Recording:
         return Track(0, "engine", own)
 
     def _facts(
-        self, steps: Mapping[int, set[int]], told: Mapping[int, RecordTold], missing: list[int]
+        self, steps: Mapping[int, set[int]], states: Mapping[int, RecordTold], missing: list[int]
     ) -> dict[str, Any]:
-        elsewhere = [rank for rank in told if self._mesh.node_of(rank) > 0]
+        remote = [rank for rank in states if self._mesh.node_of(rank) > 0]
         return {
             "program": "moesaic",
             "steps": {str(replica): sorted(found) for replica, found in steps.items()},
-            "spans_lost": {str(rank): one.lost for rank, one in told.items() if one.lost},
+            "spans_lost": {str(rank): state.lost for rank, state in states.items() if state.lost},
             "ranks_missing": missing,
             "clock": "CLOCK_MONOTONIC of node 0; clocks of other nodes are estimated from the "
             "shortest round trip of a question",
-            "clock_error_us": {
-                str(rank): self._clocks[rank][0] / 2000 for rank in sorted(elsewhere)
-            },
+            "clock_error_us": {str(rank): self._clocks[rank][0] / 2000 for rank in sorted(remote)},
         }
 
-    def _tell(self, what: str, options: Mapping[str, Any] | None = None) -> dict[int, RecordTold]:
-        answers = self._ask(what, options or {})
-        found = {}
-        for rank, one in answers.told.items():
-            told = msgspec.convert(msgspec.to_builtins(one.value), RecordTold)
-            trip = one.received - one.sent
-            ahead = told.now - (one.sent + one.received) // 2
+    def _query(self, what: str, options: Mapping[str, Any] | None = None) -> dict[int, RecordTold]:
+        states = {}
+        for rank, reply in self._ask(what, options or {}).replies.items():
+            state = msgspec.convert(msgspec.to_builtins(reply.value), RecordTold)
+            trip = reply.received - reply.sent
+            ahead = state.now - (reply.sent + reply.received) // 2
             self._clocks[rank] = min(self._clocks.get(rank, (trip, ahead)), (trip, ahead))
-            found[rank] = told
-        return found
+            states[rank] = state
+        return states
 
     def _ahead(self, rank: int) -> int:
-        """Processes of one machine share a clock."""
+        """Processes on one machine share a clock."""
         return self._clocks[rank][1] if self._mesh.node_of(rank) > 0 else 0
 
     def _replica(self, rank: int) -> int:
@@ -207,16 +204,16 @@ class Recording:
 
 
 def trace_folder() -> Path:
-    """Where traces go unless a caller says otherwise: not to the working directory, which may be
-    served or shared, but to a folder that is the user's own."""
-    if told := os.environ.get(FOLDER_VARIABLE):
-        return Path(told).absolute()
+    """The default folder of traces: a private one, because the working directory may be served or
+    shared."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder).absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "moesaic" / "profile"
 
 
 def _check_folder(folder: Path) -> None:
-    """Before anything is recorded that could not be written. Folders that are made are private."""
+    """ValueError if a trace cannot be written there. New folders are private."""
     try:
         for parent in [*reversed(folder.parents), folder]:
             parent.mkdir(mode=PRIVATE, exist_ok=True)
@@ -227,7 +224,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _unused(path: Path, suffix: str) -> Path:
-    """Two recordings may end in the same second."""
+    """A path that is new even if two recordings end in the same second."""
     number, found = 1, path.with_name(path.name + suffix)
     while found.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Questions to ranks, and what has come back of them."""
+"""Queries to ranks, and their replies."""
 
 from __future__ import annotations
 
@@ -14,81 +14,79 @@ from moesaic.core.messages import QueryReply
 from moesaic.core.stats import EngineStats, RankStats
 from moesaic.engine.worker.rank_stats import RankTold
 
-# A rank answers between two steps. Who has not told its statistics by then is left out: whoever
-# asks for them does so again and again.
+# Ranks reply between two steps. A rank that misses this deadline is left out of the statistics:
+# they are polled again soon.
 STATS_SECONDS: Final = 3.0
-# Everything else is worth waiting for: a prompt of a large model may take long.
+# Other queries wait longer, since a prompt of a large model may take long.
 ANSWER_SECONDS: Final = 60.0
-# Of a caller's own patience, which ends only where nobody is there to count the others'.
+# Client timeout; a backstop for when no per-rank timeout fires.
 CALLER_SECONDS: Final = ANSWER_SECONDS + 5.0
 
 
 class QueryTimeout(RuntimeError):
-    """A question was not answered in time."""
+    """A query was not answered in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReply:
-    """By one rank. `sent` and `received` are of the clock of whoever asked, in nanoseconds."""
-
     value: Any
     sent: int
+    """Nanoseconds on the clock of the process that asks; so is `received`."""
     received: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankAnswers:
-    """By rank, of those that answered; `overview`: every rank as the supervisor sees it."""
-
-    told: Mapping[int, RankReply]
+    replies: Mapping[int, RankReply]
+    """By rank."""
     overview: Sequence[Mapping[str, Any]] = ()
+    """The supervisor's view of every rank."""
 
 
 @dataclass(slots=True)
 class PendingQuery:
-    """On its way: `waits_for` so many replies. By group, or by rank."""
-
     what: str
     answer: Future[Any]
     every: bool
-    waits_for: int
+    """Whether every rank replies, or only the leader of each serving group."""
+    expected: int
+    """The number of replies."""
     sent: int = field(default_factory=time.monotonic_ns)
     replies: dict[int, RankReply] = field(default_factory=dict)
+    """By rank, or by group."""
     overview: Any = None
 
     @property
     def deadline(self) -> float:
-        """On the monotonic clock."""
+        """In seconds on the monotonic clock."""
         return self.sent / 1e9 + (STATS_SECONDS if self.what == "stats" else ANSWER_SECONDS)
 
-    def take(self, reply: QueryReply) -> None:
+    def record(self, reply: QueryReply) -> None:
         if reply.group < 0:
             self.overview = reply.value
             return
-        who = reply.rank if self.every else reply.group
-        self.replies[who] = RankReply(reply.value, self.sent, time.monotonic_ns())
+        key = reply.rank if self.every else reply.group
+        self.replies[key] = RankReply(reply.value, self.sent, time.monotonic_ns())
 
     @property
     def is_answered(self) -> bool:
         needs_overview = self.what in ("info", "stats")
-        return len(self.replies) == self.waits_for and not (
-            needs_overview and self.overview is None
-        )
+        return len(self.replies) == self.expected and not (needs_overview and self.overview is None)
 
     def by_rank(self) -> RankAnswers:
         return RankAnswers(self.replies, self.overview or ())
 
 
 def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
-    """Ranks that did not answer are there as the supervisor sees them."""
-    told = {
-        rank: msgspec.convert(msgspec.to_builtins(one.value), RankTold)
-        for rank, one in answers.told.items()
+    """For ranks that did not answer it has the supervisor's view."""
+    found = {
+        rank: msgspec.convert(msgspec.to_builtins(reply.value), RankTold)
+        for rank, reply in answers.replies.items()
     }
-    ranks = {rank: found.rank for rank, found in told.items()}
+    ranks = {rank: stats.rank for rank, stats in found.items()}
     for seen in answers.overview:
         ranks[seen["rank"]] = _complete(ranks.get(seen["rank"]), seen)
-    groups = [found.group for found in told.values() if found.group is not None]
+    groups = [stats.group for stats in found.values() if stats.group is not None]
     return EngineStats(
         when=time.time(),
         groups=sorted(groups, key=lambda group: group.group),
@@ -98,7 +96,8 @@ def engine_stats(answers: RankAnswers, num_experts: int) -> EngineStats:
 
 
 def _complete(own: RankStats | None, seen: Mapping[str, Any]) -> RankStats:
-    """`seen`: when it was asked. A rank that answers always computes."""
+    """Adds what only the supervisor knows, from the moment of the query: a rank that replies is
+    always computing."""
     stats = own or RankStats(
         seen["rank"],
         seen["place"],

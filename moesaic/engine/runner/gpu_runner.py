@@ -46,8 +46,7 @@ from moesaic.engine.runner.warm_up import forget_steps, sorted_parts, warm_steps
 from moesaic.engine.sampling.row_samplers import samplers
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepAgreement, StepPlan, StepResult
-from moesaic.engine.setup.device_memory import DeviceRoom, describe, give_back
-from moesaic.engine.setup.kv_memory import GIB
+from moesaic.engine.setup.device_memory import GIB, DeviceRoom, describe_gpu, release_unused
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.layers.padded_attention import PaddedAttention
 from moesaic.layers.paged_cache import SequenceSpan
@@ -122,7 +121,7 @@ class GpuRunner(ModelRunner):
                 self.ranks.least(0, "load the weights")
                 with self._windows.apart():
                     warm_up(self, args, self._warm, *samplers(self.kind, self.device))
-            give_back()  # before a rank on the same GPU looks at what is free
+            release_unused()  # before a rank on the same GPU looks at what is free
         super()._make_cache(args, weight_bytes)
 
     def _room(self) -> DeviceRoom:
@@ -493,7 +492,7 @@ class GpuRunner(ModelRunner):
 
     def device_holdings(self) -> dict[str, Any]:
         return {
-            "device": describe(self.device.index) if self.device.type == "cuda" else {},
+            "device": describe_gpu(self.device.index) if self.device.type == "cuda" else {},
             "graph_sizes": list(self.graphs.sizes),
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self.step_bytes.total,

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from moesaic.config import ServerArgs
-from moesaic.engine.setup.kv_memory import GIB
+from moesaic.engine.setup.device_memory import GIB
 
 logger = logging.getLogger(__name__)
 

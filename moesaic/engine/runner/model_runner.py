@@ -34,23 +34,25 @@ from moesaic.engine.schedule.plan import (
 )
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
+    GIB,
     DeviceRoom,
     StepBytes,
     cache_dtype,
     check_weights_fit,
     compute_device,
-    device_cache_tokens,
+    cpu_cache_tokens,
+    gpu_cache_tokens,
     gpu_sharers,
     smaller_weights,
+    total_memory,
 )
-from moesaic.engine.setup.kv_memory import GIB, cache_tokens, total_memory
 from moesaic.engine.setup.memory_plan import (
     chunk_tokens,
     context_length,
     max_running,
-    outline,
+    shape_only_model,
+    shape_only_part,
     step_limits,
-    whole_outline,
 )
 from moesaic.engine.setup.moe_setup import kind_of, moe_context, report_buffers, weight_format
 from moesaic.engine.text.grammar import Compiler
@@ -103,11 +105,11 @@ class ModelRunner:
         started = time.monotonic()
         scheme = detect_scheme(raw, folder)
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
-        whole = whole_outline(raw, self.dtype, weights)
+        whole = shape_only_model(raw, self.dtype, weights)
         self.moe = moe_context(args, self.dtype, weights, self.limits, whole, ranks)
         self.parallel = ranks.parallel(raw.integer("num_hidden_layers"), self.deterministic)
         dense = dense_weights(scheme, folder, self.moe)
-        part = outline(raw, self.moe, self.parallel, dense)
+        part = shape_only_part(raw, self.moe, self.parallel, dense)
         weight_bytes = part.nbytes + report_buffers(self.moe, part)
         tables = part.rope.nbytes * self.context_length  # an outline has one position
         self._check_weights_fit(folder, weight_bytes + tables)
@@ -163,10 +165,10 @@ class ModelRunner:
         if self.device.type == "cuda":
             room = self._room()
             logger.info("memory: %s", room)
-            tokens = device_cache_tokens(args, spec, dtype.itemsize, wanted, room, self.step_bytes)
+            tokens = gpu_cache_tokens(args, spec, dtype.itemsize, wanted, room, self.step_bytes)
         else:
             sharers = ranks.mesh.ranks_per_node
-            tokens = cache_tokens(args, spec, dtype.itemsize, weight_bytes, wanted, sharers)
+            tokens = cpu_cache_tokens(args, spec, dtype.itemsize, weight_bytes, wanted, sharers)
         self.num_pages = ranks.least(tokens // args.page_size, "size the KV cache")
         self.cache = PagedCache(spec, self.num_pages, args.page_size, dtype, self.device)
 

@@ -1,4 +1,4 @@
-"""A request with its text and whoever waits for it."""
+"""A request with its text and its listener."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request is: what a reader in another thread may show."""
+    """A snapshot of a request that other threads may read."""
 
     rid: str
     num_output: int
@@ -26,8 +26,8 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """`listener` is called from the engine's thread, at the first token and every `stream_interval`
-    ones if that is set, and at the end."""
+    """The engine's thread calls `listener` at the end, and with `stream_interval` also at the first
+    token and then every `stream_interval` tokens."""
 
     request: Request
     detokenizer: IncrementalDetokenizer | None
@@ -37,20 +37,20 @@ class RequestState:
     part_of: tuple[str, ...] = ()
     """The ids of its prompt and of its call."""
     client: Hashable = None
-    """The client that asked for it, if that is known."""
+    """None if unknown."""
     last_token: float = 0.0
     held: float = 0.0
-    """Seconds until it was sent to a rank."""
+    """Seconds from its creation until it was sent to a rank."""
 
     @property
     def ids(self) -> set[str]:
-        """By each of these it is aborted."""
+        """An abort of any of these ends it."""
         return {self.request.rid, *self.part_of}
 
     def accept(
         self, token_id: int, logprob: float | None, top_logprobs: TopLogprobs | None
     ) -> FinishReason | None:
-        """Appends a token; the reason to stop, if that was the last."""
+        """Appends a token; returns the reason to stop if it is the last."""
         request, params = self.request, self.request.params
         now = time.monotonic()
         if request.first_token is None:

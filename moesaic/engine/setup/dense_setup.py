@@ -1,28 +1,28 @@
-"""Which weights beside the experts stay quantised."""
+"""Selects the dense weights that stay quantised."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.dense import FP8_FORMATS, DenseWeights
+from moesaic.models.dense import DenseWeights
 from moesaic.models.schemes import Scheme
 from moesaic.moe.context import MoeContext
 from moesaic.moe.quant.weights import WeightFormat
 
 
 def dense_weights(scheme: Scheme, folder: Path, moe: MoeContext) -> DenseWeights | None:
-    """None: none do. A GPU multiplies float8 numbers as they are. On a CPU that would be slower
-    than the model's type, and in deterministic mode there is no such product."""
+    """None if none stays quantised: only GPUs multiply float8 directly, and not in deterministic
+    mode."""
     if moe.choice.device != "cuda" or moe.deterministic:
         return None
     if scheme.storage is None:
-        return _kept(moe.weight_format)  # what --quantization makes of the experts
+        return _kept(moe.weight_format)  # as --quantization formats the experts
     return stored_weights(scheme, folder)
 
 
 def stored_weights(scheme: Scheme, folder: Path) -> DenseWeights | None:
-    """Those that the checkpoint has quantised, if they can be multiplied so."""
+    """The weights that the checkpoint has quantised, if kernels can use them as they are."""
     kept = _kept(None if scheme.storage is None else scheme.storage.format)
     if kept is None or not any(folder.glob("*.safetensors")):  # --load-format dummy
         return kept
@@ -33,6 +33,6 @@ def stored_weights(scheme: Scheme, folder: Path) -> DenseWeights | None:
 
 
 def _kept(format: WeightFormat | None) -> DenseWeights | None:
-    """Formats that ask for float8 activations, too."""
+    """The format must quantise activations to float8, too."""
     fits = format is not None and format.name in FP8_FORMATS and format.activation is not None
     return DenseWeights(format) if format is not None and fits else None

@@ -1,14 +1,13 @@
-"""The device of a rank: which it is, what it has room for, and what a step takes beside weights and
-KV cache.
-
-T tokens of a step · B rows of a decode step · V vocabulary · H hidden · K experts of a token.
-"""
+"""The memory of a rank's device: what is free, what a step needs, and how many tokens the KV cache
+holds."""
 
 from __future__ import annotations
 
 import gc
-import logging
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from moesaic.config import ServerArgs
 from moesaic.config.devices import num_ranks
 from moesaic.config.gpus import share_gpus
-from moesaic.engine.setup.kv_memory import GIB
 from moesaic.engine.setup.moe_setup import StepLimits
 from moesaic.layers.attention import Attention, LatentAttention
 from moesaic.layers.context import CacheSpec
@@ -24,35 +22,42 @@ from moesaic.models.blocks import CausalLM
 from moesaic.moe.context import MoeContext
 from moesaic.moe.layer import FusedMoE
 
-logger = logging.getLogger(__name__)
-
-# What CUDA, its libraries and compiled kernels take of a GPU in a process.
+GIB = 2**30
+# The share of free memory that the KV cache takes by default on a CPU, whose memory others use too.
+DEFAULT_FREE_SHARE = 0.5
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+# GPU memory that CUDA, its libraries and compiled kernels take in a process.
 RESERVE_BYTES = 2 * GIB
-# Allocations do not fit seamlessly, and estimates leave out what is small.
+# Allocations leave gaps, and estimates omit what is small.
 SAFETY = 2.0
-# Never more than this share by default: what an estimate does not know must not end a service.
+# Bounds of the default share of a GPU, because estimates are incomplete.
 LARGEST_SHARE, SMALLEST_SHARE = 0.92, 0.5
-# Parts into which the context of a sequence is cut at most when few sequences decode.
+# The most splits of a context when few sequences decode.
 SPLITS = 32
-# Of a row of logits: in the model's type, in float32, and what a sampler makes of it.
+# Bytes of a logit: in the model's dtype, in float32, and in the sampler.
 LOGIT_BYTES = 2 + 4 + 8
 CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def compute_device(args: ServerArgs, rank: int = 0) -> torch.device:
-    """Of resolved arguments; a rank's process uses no other GPU."""
+    """The rank's device, which becomes the current one; `args` are resolved."""
     if args.device != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
             f"--device cuda cannot work here: torch {torch.__version__} finds no GPU that it can "
-            "use (too old a driver?); give --device cpu"
+            "use (is the driver too old?); give --device cpu"
         )
     first, count = args.base_gpu_id, torch.cuda.device_count()
     if first >= count:
         raise ValueError(
-            f"--base-gpu-id {first}: torch sees {count} GPUs; give less than that, as they are "
-            "numbered from 0"
+            f"--base-gpu-id {first}: torch sees {count} GPUs, numbered from 0; give a smaller id"
         )
     device = torch.device("cuda", first + share_gpus(num_ranks(args), count - first)[rank])
     torch.cuda.set_device(device)
@@ -60,7 +65,7 @@ def compute_device(args: ServerArgs, rank: int = 0) -> torch.device:
 
 
 def gpu_sharers(args: ServerArgs, rank: int = 0) -> int:
-    """How many ranks compute on the GPU of this one."""
+    """The number of ranks on this rank's GPU."""
     if args.device != "cuda" or num_ranks(args) == 1:
         return 1
     devices = share_gpus(num_ranks(args), torch.cuda.device_count() - args.base_gpu_id)
@@ -71,62 +76,63 @@ def cache_dtype(args: ServerArgs, dtype: torch.dtype) -> torch.dtype:
     return CACHE_TYPES.get(args.kv_cache_dtype, dtype)
 
 
-def give_back() -> None:
-    """What this process has of a GPU's memory and does not use: others may look for it."""
+def release_unused() -> None:
+    """Returns GPU memory that this process has cached, for other processes to use."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """Bytes of a GPU: all, those that are free, and those that this process holds. The others may
-    be those of other processes. Of `sharers` ranks on a GPU each has its part of it."""
+    """The bytes of a GPU, or of a rank's part of it."""
 
     total: int
     free: int
     held: int
+    """Allocated by this process."""
     sharers: int = 1
+    """Ranks that share the GPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceRoom:
-        """An engine that was given up before keeps its memory until its cycles are found."""
-        give_back()
+        """Collects garbage first: a discarded engine keeps its memory until then."""
+        release_unused()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 
     @property
     def others(self) -> int:
-        """Held by CUDA itself and by other processes."""
+        """Used by CUDA itself and by other processes."""
         return max(0, self.total - self.free - self.held)
 
     def holding(self, nbytes: int) -> DeviceRoom:
-        """With what this process holds beside torch's allocator."""
+        """Counts `nbytes` that this process holds outside of torch's allocator."""
         return replace(self, held=self.held + nbytes)
 
     def after(self, nbytes: int) -> DeviceRoom:
-        """Once that much is taken."""
+        """After allocating `nbytes`."""
         return replace(self, free=self.free - nbytes, held=self.held + nbytes)
 
     def part(self, sharers: int) -> DeviceRoom:
-        """Of one of so many ranks that have taken alike, or nothing yet."""
+        """One rank's part, if all `sharers` ranks hold the same."""
         return DeviceRoom(self.total // sharers, self.free // sharers, self.held, sharers)
 
     def __str__(self) -> str:
-        whose = "the GPU" if self.sharers == 1 else f"a rank's part of the GPU (1/{self.sharers})"
+        name = "the GPU" if self.sharers == 1 else f"a rank's part of the GPU (1/{self.sharers})"
         return (
-            f"{whose} has {self.total / GIB:.1f} GiB, of which {self.held / GIB:.1f} GiB are held "
+            f"{name} has {self.total / GIB:.1f} GiB, of which {self.held / GIB:.1f} GiB are held "
             f"here, {self.others / GIB:.1f} GiB by others and {self.free / GIB:.1f} GiB are free"
         )
 
 
 def gpu_room() -> DeviceRoom:
-    """Of the GPU in use."""
+    """The memory of the current GPU."""
     return DeviceRoom.of(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What the largest step takes beside weights and cache, estimated."""
+    """Estimated memory of the largest step, without weights and KV cache."""
 
     logits: int
     experts: int
@@ -139,7 +145,6 @@ class StepBytes:
 
     @classmethod
     def of(cls, model: CausalLM, limits: StepLimits, context_length: int) -> StepBytes:
-        """`model`: with or without memory."""
         config, size = model.config, model.config.dtype.itemsize
         modules = list(model.modules())
         widest = max((p.shape[0] for p in _dense(model)), default=0)
@@ -154,7 +159,7 @@ class StepBytes:
                 ),
                 default=0,
             ),
-            # The residual, its norm, the widest product and what comes of it.
+            # The residual, its norm, the widest product and its result.
             dense=limits.tokens * size * (4 * hidden + 2 * widest),
             attention=max(
                 (
@@ -168,14 +173,13 @@ class StepBytes:
 
 
 def _dense(model: CausalLM) -> list[torch.Tensor]:
-    """Matrices of the layers; embedding and head are not multiplied with all tokens."""
+    """The matrices of the layers; embedding and head are not multiplied by all tokens."""
     return [p for layer in model.model.layers for p in layer.parameters() if p.dim() == 2]
 
 
 def _expert_bytes(layer: FusedMoE, tokens: int, part: int) -> int:
-    """Rows of the sorted order within an expert, and results of all pairs; inputs quantised. Where
-    tokens come from other ranks, a `part` from each, nobody knows how many of their pairs are this
-    rank's."""
+    """Hidden rows and results of all pairs, and quantised inputs. If other ranks send tokens, up to
+    `part` each, all of their pairs may come here."""
     config, size = layer.config, layer.context.dtype.itemsize
     tokens = tokens if layer.context.replicated else part * layer.layout.size
     pairs = tokens * config.top_k
@@ -187,8 +191,8 @@ def _expert_bytes(layer: FusedMoE, tokens: int, part: int) -> int:
 def _attention_bytes(
     layer: Attention | LatentAttention, limits: StepLimits, context: int, size: int
 ) -> int:
-    """Parts of a split decode in float32; of latents also the keys and values of a sequence that is
-    prefilled, or in deterministic mode the absorbed queries and what is mixed for them."""
+    """The float32 parts of a split decode. Latent attention adds the keys and values of a prefilled
+    sequence, or in deterministic mode the absorbed queries and their results."""
     if isinstance(layer, Attention):
         return limits.decode_tokens * layer.num_heads * (layer.config.head_dim + 2) * 4 * SPLITS
     config = layer.config
@@ -201,28 +205,27 @@ def _attention_bytes(
 
 
 def default_share(total: int, step: StepBytes) -> float:
-    """Of a GPU's memory for weights and KV cache: what the largest step leaves."""
+    """The share of a GPU's memory for weights and KV cache, next to the largest step."""
     share = 1 - (RESERVE_BYTES + SAFETY * step.total) / total
     return min(max(share, SMALLEST_SHARE), LARGEST_SHARE)
 
 
 def smaller_weights(moe: MoeContext) -> str:
-    """What to use where they do not fit; flags that are given already, or declared, do not help."""
+    """What to use if the weights do not fit; omits flags that change nothing."""
     flags = ["--dtype bfloat16"] if moe.dtype.itemsize > torch.bfloat16.itemsize else []
     flags += [] if moe.weight_format.quantised else ["--quantization fp8"]
     return "a smaller model" + (f" or fewer bits ({', '.join(flags)})" if flags else "")
 
 
 def check_weights_fit(name: str, weight_bytes: int, room: DeviceRoom, smaller: str) -> None:
-    """`smaller`: see `smaller_weights`."""
     if weight_bytes > room.free:
         raise ValueError(
             f"the weights of {name} take {weight_bytes / GIB:.1f} GiB; {room}: use {smaller}, or "
-            "end what else runs there"
+            "stop other processes there"
         )
 
 
-def device_cache_tokens(
+def gpu_cache_tokens(
     args: ServerArgs,
     spec: CacheSpec,
     element_size: int,
@@ -230,43 +233,117 @@ def device_cache_tokens(
     room: DeviceRoom,
     step: StepBytes,
 ) -> int:
-    """Tokens that fit beside what is loaded, in whole pages: as told, or by memory, but never more
-    than `wanted`."""
+    """Tokens of the KV cache on a GPU that has the weights, in whole pages: --max-total-tokens, or
+    what fits up to `wanted`."""
     page, per_token = args.page_size, spec.bytes_per_token(element_size)
     if args.max_total_tokens is not None:
-        return _as_told(args.max_total_tokens, page, per_token, room, step)
+        _check_page(args.max_total_tokens, page)
+        most = max(0, room.free - step.total) // per_token
+        if args.max_total_tokens > most:
+            raise ValueError(
+                f"--max-total-tokens {args.max_total_tokens} needs "
+                f"{args.max_total_tokens * per_token / GIB:.1f} GiB: {room}, and the largest step "
+                f"takes about {step.total / GIB:.2f} GiB; give at most {most}"
+            )
+        return args.max_total_tokens // page * page
     share = args.mem_fraction_static or default_share(room.total, step)
-    own = int(share * room.total) - room.held
-    budget = min(own, room.free - step.total)
-    tokens = min(budget // per_token, -(-wanted // page) * page) // page * page
+    allowed = int(share * room.total) - room.held
+    tokens = tokens_in_pages(min(allowed, room.free - step.total), per_token, wanted, page)
     if tokens < page:
         raise ValueError(
-            f"nothing is left for a KV cache, of which a page of {page} tokens takes "
+            f"nothing is left for a KV cache, in which a page of {page} tokens takes "
             f"{page * per_token / GIB:.3f} GiB: {room}; --mem-fraction-static {share:.3g} allows "
-            f"{max(0, own) / GIB:.2f} GiB and the largest step takes about "
+            f"{max(0, allowed) / GIB:.2f} GiB and the largest step takes about "
             f"{step.total / GIB:.2f} GiB: raise the former, lower --chunked-prefill-size or "
-            "--max-running-requests, or end what else runs there"
+            "--max-running-requests, or stop other processes there"
         )
     return tokens
 
 
-def _as_told(tokens: int, page: int, per_token: int, room: DeviceRoom, step: StepBytes) -> int:
+def cpu_cache_tokens(
+    args: ServerArgs,
+    spec: CacheSpec,
+    element_size: int,
+    weight_bytes: int,
+    wanted: int,
+    sharers: int = 1,
+) -> int:
+    """The same on a CPU, whose memory `sharers` ranks share."""
+    page, per_token = args.page_size, spec.bytes_per_token(element_size)
+    if args.max_total_tokens is not None:
+        _check_page(args.max_total_tokens, page)
+        _check_fits(args.max_total_tokens, per_token, weight_bytes, sharers)
+        return args.max_total_tokens // page * page
+    if args.mem_fraction_static is None:
+        budget = int(DEFAULT_FREE_SHARE * free_memory() / sharers)
+    else:
+        budget = int(args.mem_fraction_static * total_memory() / sharers) - weight_bytes
+        if budget < per_token * page:
+            least = (weight_bytes + per_token * page) * sharers / total_memory()
+            raise ValueError(
+                f"--mem-fraction-static {args.mem_fraction_static} leaves no room for a KV cache: "
+                f"the weights take {weight_bytes * sharers / GIB:.2f} GiB of "
+                f"{total_memory() / GIB:.2f} GiB; give more than {least:.3g}"
+            )
+    tokens = tokens_in_pages(budget, per_token, wanted, page)
+    if tokens == 0:
+        raise ValueError(
+            f"one page of {page} tokens takes {page * per_token / GIB:.2f} GiB and the KV cache "
+            f"may have {budget / GIB:.2f} GiB: lower --page-size"
+        )
+    return tokens
+
+
+def tokens_in_pages(budget: int, per_token: int, wanted: int, page: int) -> int:
+    """Tokens of the whole pages that fit into `budget` bytes, up to `wanted` tokens."""
+    return min(budget // per_token, -(-wanted // page) * page) // page * page
+
+
+def _check_page(tokens: int, page: int) -> None:
     if tokens < page:
         raise ValueError(
             f"--max-total-tokens {tokens} is less than one page of {page} tokens: raise it or "
             "lower --page-size"
         )
-    most = max(0, room.free - step.total) // per_token
+
+
+def _check_fits(tokens: int, per_token: int, weight_bytes: int, sharers: int) -> None:
+    most = (total_memory() // sharers - weight_bytes) // per_token
     if tokens > most:
+        each, shared = (" on each rank", f" for {sharers} ranks") if sharers > 1 else ("", "")
         raise ValueError(
-            f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB: {room}, and "
-            f"the largest step takes about {step.total / GIB:.2f} GiB; give at most {most}"
+            f"--max-total-tokens {tokens} needs {tokens * per_token / GIB:.1f} GiB next to "
+            f"{weight_bytes / GIB:.1f} GiB of weights{each}, and this machine has "
+            f"{total_memory() / GIB:.1f} GiB{shared}: give at most {most}"
         )
-    return tokens // page * page
 
 
-def describe(number: int) -> dict[str, Any]:
-    """A GPU in plain data."""
+def total_memory() -> int:
+    """Bytes that this process may use: the machine's, or its control group's if that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _cgroup_limits())])
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    free = [limit - used for limit, used in _cgroup_limits()]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    return max(0, min(free, default=total_memory() // 2))
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Limit and usage of the control group, if it has a limit."""
+    for limit_file, used_file in CGROUPS:
+        limit, used = Path(limit_file), Path(used_file)
+        if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdecimal():
+            yield int(text), int(used.read_text())
+
+
+def describe_gpu(number: int) -> dict[str, Any]:
     facts = torch.cuda.get_device_properties(number)
     return {
         "name": facts.name,

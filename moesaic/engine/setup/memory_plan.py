@@ -1,4 +1,4 @@
-"""What every rank of a command line would hold, without loading the model or starting a rank."""
+"""The memory of every rank, planned from shapes without loading the model or starting a rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.engine.setup.dense_setup import dense_weights
 from moesaic.engine.setup.device_memory import (
+    DEFAULT_FREE_SHARE,
+    GIB,
     StepBytes,
     cache_dtype,
     check_weights_fit,
-    device_cache_tokens,
+    cpu_cache_tokens,
+    free_memory,
+    gpu_cache_tokens,
     gpu_room,
     gpu_sharers,
     smaller_weights,
-)
-from moesaic.engine.setup.kv_memory import (
-    DEFAULT_FREE_SHARE,
-    GIB,
-    cache_tokens,
-    free_memory,
+    tokens_in_pages,
     total_memory,
 )
 from moesaic.engine.setup.moe_setup import (
@@ -55,15 +54,14 @@ from moesaic.moe.quant.weights import WeightFormat
 from moesaic.moe.shape_only import ShapeOnlyGroup
 
 DEFAULT_MAX_RUNNING = {"cpu": 64, "cuda": 256}
-# What a collective and a pipe carry in one piece: more goes in several, each with a signal.
+# The largest message of a collective and of a pipeline: longer ones are split.
 COLLECTIVE_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank holds; sizes in bytes. `experts`: the logical expert of each of its slots from
-    `first_slot` on, the same in all of `moe_layers`."""
+    """The part of the model on one rank; sizes are in bytes."""
 
     place: RankPlace
     node: int
@@ -71,6 +69,7 @@ class RankShare:
     moe_layers: tuple[int, ...]
     first_slot: int
     experts: tuple[int, ...]
+    """The logical expert of each slot from `first_slot` on, the same in all `moe_layers`."""
     query_heads: int
     kv_heads: int
     dense_bytes: int
@@ -78,31 +77,30 @@ class RankShare:
     cache: CacheSpec
     cache_bytes_per_token: int
     a2a_bytes: int
-    """Of the dispatchers' buffers, whether they are touched or not."""
+    """The dispatchers' buffers, used or not."""
     collective_bytes: int
     step: StepBytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Whatever the size of the KV cache."""
+        """Everything but the KV cache."""
         return self.dense_bytes + self.expert_bytes + self.a2a_bytes + self.collective_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`moe`: the backends of the first rank, with nothing left open, and why they were chosen.
-    `wanted`: the tokens for which a serving group has use in its KV cache."""
-
     mesh: Mesh
     dtype: torch.dtype
     num_layers: int
     context_length: int
     limits: StepLimits
     moe: MoeContext
+    """The resolved backends of the first rank, and the reasons for them."""
     ranks: tuple[RankShare, ...]
     wanted: int
+    """The most tokens of a KV cache that a serving group can use."""
     sharers: int = 1
-    """Ranks on the GPU with most of them."""
+    """The most ranks on one GPU."""
 
     def of_node(self, node: int) -> Sequence[RankShare]:
         return [share for share in self.ranks if share.node == node]
@@ -111,7 +109,7 @@ class MemoryPlan:
         return sum(share.fixed_bytes for share in self.of_node(node))
 
     def check_memory(self) -> None:
-        """ValueError where a machine like this one cannot hold the ranks of a node."""
+        """ValueError if a machine like this one cannot hold the ranks of a node."""
         if self.moe.choice.device == "cuda":
             most = max(share.fixed_bytes for share in self.ranks)
             room = gpu_room().part(self.sharers)
@@ -127,62 +125,62 @@ class MemoryPlan:
             )
 
     def cache_tokens(self, args: ServerArgs) -> int:
-        """Tokens in the KV cache of each rank: what fits on the rank with the least room for them,
-        if all nodes are like this machine."""
+        """Tokens of each rank's KV cache: what fits on the fullest rank, if all nodes are like this
+        machine."""
         return min(self._tokens_of(args, share) for share in self.ranks)
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
         sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
         if self.moe.choice.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
-            return device_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
+            return gpu_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
             fixed = share.fixed_bytes
-            return cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
-        # The flags leave it to what is free once all ranks of the node have loaded.
+            return cpu_cache_tokens(args, share.cache, size, fixed, self.wanted, sharers)
+        # By default the cache takes a share of what is free once all ranks of the node have loaded.
         free = max(0, free_memory() - self.fixed_bytes(share.node))
-        budget = int(DEFAULT_FREE_SHARE * free / sharers)
-        page = args.page_size
-        tokens = min(budget // share.cache_bytes_per_token, -(-self.wanted // page) * page)
-        if tokens < page:
+        budget, per_token = int(DEFAULT_FREE_SHARE * free / sharers), share.cache_bytes_per_token
+        tokens = tokens_in_pages(budget, per_token, self.wanted, args.page_size)
+        if tokens == 0:
             raise ValueError(
                 f"nothing is left for a KV cache: {free_memory() / GIB:.1f} GiB of this machine "
                 f"are free and the ranks of a node take {self.fixed_bytes(share.node) / GIB:.1f} "
                 "GiB without it: free some, or use more nodes (--nnodes)"
             )
-        return tokens // page * page
+        return tokens
 
 
-def lay_out(args: ServerArgs) -> MemoryPlan:
-    """Of resolved arguments whose model is a folder; ValueError where the model cannot be cut
-    so."""
-    subject = PlannedModel.of(args)
-    mesh, raw = subject.mesh, subject.raw
-    shares = [subject.share(rank) for rank in range(mesh.pp * mesh.tp)]
+def plan_memory(args: ServerArgs) -> MemoryPlan:
+    """`args` are resolved and name a folder; ValueError if the model cannot be split this way."""
+    planned = PlannedModel.of(args)
+    mesh, raw = planned.mesh, planned.raw
+    shares = [planned.share(rank) for rank in range(mesh.pp * mesh.tp)]
     return MemoryPlan(
         mesh=mesh,
-        dtype=subject.moe.dtype,
-        num_layers=subject.num_layers,
+        dtype=planned.moe.dtype,
+        num_layers=planned.num_layers,
         context_length=context_length(args, raw),
-        limits=subject.limits,
-        moe=subject.moe,
-        ranks=tuple(_moved(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)),
+        limits=planned.limits,
+        moe=planned.moe,
+        ranks=tuple(
+            _in_replica(shares[rank % len(shares)], mesh, rank) for rank in range(mesh.world)
+        ),
         wanted=max_running(args, mesh) * context_length(args, raw),
         sharers=gpu_sharers(args),
     )
 
 
-def preview(args: ServerArgs) -> None:
-    """Before ranks are started: ValueError for what they could not do, and logs what they will."""
-    subject = PlannedModel.of(args)
-    first = _outline_rank(subject.mesh, 0)
-    parallel = first.parallel(subject.num_layers, subject.moe.deterministic)
-    report_buffers(subject.moe, outline(subject.raw, subject.moe, parallel))
+def check_plan(args: ServerArgs) -> None:
+    """Logs the backends and buffers of the ranks before they start; ValueError for bad flags."""
+    planned = PlannedModel.of(args)
+    first = _shape_only_rank(planned.mesh, 0)
+    parallel = first.parallel(planned.num_layers, planned.moe.deterministic)
+    report_buffers(planned.moe, shape_only_part(planned.raw, planned.moe, parallel))
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What is laid out: a model's declarations, and what the flags make of them."""
+    """A model's config, resolved with the flags."""
 
     raw: RawConfig
     mesh: Mesh
@@ -209,17 +207,17 @@ class PlannedModel:
         weights = weight_format(args.quantization, scheme.method, scheme.expert_format)
         length = context_length(args, raw)
         limits = step_limits(args, mesh, length)
-        whole = whole_outline(raw, dtype, weights)
-        moe = moe_context(args, dtype, weights, limits, whole, _outline_rank(mesh, 0))
+        whole = shape_only_model(raw, dtype, weights)
+        moe = moe_context(args, dtype, weights, limits, whole, _shape_only_rank(mesh, 0))
         dense = dense_weights(scheme, folder, moe)
         return cls(raw, mesh, limits, moe, length, cache_dtype(args, dtype), dense)
 
     def share(self, rank: int) -> RankShare:
-        ranks = _outline_rank(self.mesh, rank)
+        ranks = _shape_only_rank(self.mesh, rank)
         moe, parallel = self.moe, ranks.parallel(self.num_layers, self.moe.deterministic)
-        model = outline(self.raw, moe, parallel, self.dense)
+        model = shape_only_part(self.raw, moe, parallel, self.dense)
         experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
-        of_experts = sum(map(expert_bytes, experts))
+        in_experts = sum(map(expert_bytes, experts))
         assert parallel.layers is not None
         return RankShare(
             place=ranks.place,
@@ -230,8 +228,8 @@ class PlannedModel:
             experts=experts[0].local_experts if experts else (),
             query_heads=_query_heads(model),
             kv_heads=model.cache.num_heads,
-            dense_bytes=model.nbytes - of_experts,
-            expert_bytes=of_experts,
+            dense_bytes=model.nbytes - in_experts,
+            expert_bytes=in_experts,
             cache=model.cache,
             cache_bytes_per_token=model.cache.bytes_per_token(self.cache_dtype.itemsize),
             a2a_bytes=moe.buffers(layer.dispatcher.config for layer in experts).total,
@@ -249,8 +247,8 @@ def collective_bytes(
     dtype: torch.dtype,
     gpu: torch.device | None = None,
 ) -> int:
-    """Of a rank: for its stage, for the attention group where it is another, and for the pipe. On
-    a GPU what is there."""
+    """A rank's windows: on a CPU for its stage, for its attention group if that differs, and for
+    the pipeline; on a GPU for its attention group."""
     if gpu is not None:
         size = mesh.attention_tp
         return DeviceCollective.window_bytes(size, DEVICE_BYTES, gpu, neighbours(mesh))
@@ -264,10 +262,10 @@ def collective_bytes(
     return sum(nbytes // size for size, nbytes in windows)
 
 
-def outline(
+def shape_only_part(
     raw: RawConfig, moe: MoeContext, parallel: Parallel, dense: DenseWeights | None = None
 ) -> CausalLM:
-    """A rank's part of the model, without memory."""
+    """A rank's part of the model on the meta device."""
     group = ShapeOnlyGroup(parallel.stage.rank, parallel.stage.size)
     with torch.device("meta"):
         context = BuildContext(1, replace(moe, comm=CommContext(group)), parallel, dense)
@@ -275,7 +273,7 @@ def outline(
 
 
 def max_running(args: ServerArgs, mesh: Mesh) -> int:
-    """Requests in the batch of one attention group."""
+    """The most requests in a batch of one attention group."""
     asked = args.max_running_requests or DEFAULT_MAX_RUNNING[kind_of(args)]
     return -(-asked // mesh.dp)
 
@@ -293,23 +291,23 @@ def context_length(args: ServerArgs, raw: RawConfig) -> int:
 
 
 def chunk_tokens(args: ServerArgs, mesh: Mesh, context: int) -> int:
-    """Prompt tokens in a step of one attention group."""
+    """The most prompt tokens in a step of one attention group."""
     asked = args.chunked_prefill_size or CHUNKS[kind_of(args)]
     return context if asked < 0 else max(1, asked // mesh.dp)
 
 
 def step_limits(args: ServerArgs, mesh: Mesh, context: int) -> StepLimits:
-    """Of one attention group."""
+    """The limits of one attention group."""
     running = max_running(args, mesh)
     return StepLimits(chunk_tokens(args, mesh, context) + running, running)
 
 
 def pipe_spec(mesh: Mesh, limits: StepLimits, hidden_size: int, dtype: torch.dtype) -> PipeSpec:
-    """One slot more than steps that are under way."""
+    """One slot more than steps in flight."""
     return PipeSpec(limits.tokens, hidden_size, dtype, MESSAGE_BYTES, mesh.pp + 1)
 
 
-def _outline_rank(mesh: Mesh, rank: int) -> RankContext:
+def _shape_only_rank(mesh: Mesh, rank: int) -> RankContext:
     place = mesh.place(rank)
     return RankContext(
         mesh=mesh,
@@ -320,14 +318,14 @@ def _outline_rank(mesh: Mesh, rank: int) -> RankContext:
     )
 
 
-def whole_outline(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
-    """The model as on one rank, without memory, to look up sizes."""
+def shape_only_model(raw: RawConfig, dtype: torch.dtype, weights: WeightFormat | None) -> CausalLM:
+    """The whole model on the meta device."""
     with torch.device("meta"):
         return build_model(raw, BuildContext(1, MoeContext.single(dtype, weights)))
 
 
-def _moved(share: RankShare, mesh: Mesh, rank: int) -> RankShare:
-    """The same share in another replica."""
+def _in_replica(share: RankShare, mesh: Mesh, rank: int) -> RankShare:
+    """The same part in another replica."""
     return replace(share, place=mesh.place(rank), node=mesh.node_of(rank))
 
 
@@ -338,6 +336,6 @@ def expert_bytes(layer: FusedMoE) -> int:
 
 
 def _query_heads(model: CausalLM) -> int:
-    """Of a layer: every stage has one, and every layer has attention."""
+    """The query heads of a layer."""
     kinds = (Attention, LatentAttention)
     return next(module.num_heads for module in model.modules() if isinstance(module, kinds))

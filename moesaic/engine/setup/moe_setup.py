@@ -1,4 +1,4 @@
-"""From flags and a checkpoint's declarations to how the MoE layers run."""
+"""Resolves flags and a checkpoint's config to the MoE context."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most tokens that the scheduler puts into one step."""
+    """The most tokens of a step."""
 
     tokens: int
     decode_tokens: int
 
 
-# What `--quantization` makes of an unquantised checkpoint's experts while loading it.
+# `--quantization` of an unquantised checkpoint: the weight format that loading produces.
 ONLINE = {
     "fp8": "fp8_block",
     "w8a8_fp8": "fp8_channel",
@@ -46,23 +46,23 @@ ONLINE = {
     "modelopt_fp4": "nvfp4",
     "mxfp4": "mxfp4",
 }
-# And what a quantised checkpoint may call itself under each of its values.
+# `--quantization` of a quantised checkpoint: the method that its config may name.
 METHODS = {"modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt", "w8a8_fp8": "fp8"}
 
 
 def weight_format(
     asked: str | None, method: str, declared: WeightFormat | None
 ) -> WeightFormat | None:
-    """The format of the experts: what the checkpoint has (`method`, `declared`), or what
-    `--quantization` asks to make of an unquantised one; None: unquantised."""
+    """The experts' format: the checkpoint's own, or that of `--quantization` for an unquantised
+    checkpoint; None is unquantised."""
     if asked is None:
         return declared
     if method == "none":
         if asked not in ONLINE:
             raise ValueError(
-                f"--quantization {asked}: the checkpoint is not quantised, and experts can only be "
-                f"quantised while loading as {', '.join(ONLINE)}; for other formats make a "
-                f"checkpoint with moesaic quantize"
+                f"--quantization {asked}: the checkpoint is not quantised, and loading can only "
+                f"quantise experts as {', '.join(ONLINE)}; for other formats make a checkpoint "
+                "with moesaic quantize"
             )
         return WEIGHT_FORMATS[ONLINE[asked]]
     if method not in (asked, METHODS.get(asked)):
@@ -73,7 +73,7 @@ def weight_format(
 
 
 def kind_of(args: ServerArgs) -> str:
-    """cpu or cuda; `resolve` leaves nothing else open."""
+    """cpu or cuda."""
     return "cuda" if args.device == "cuda" else "cpu"
 
 
@@ -81,13 +81,13 @@ def moe_problem(
     args: ServerArgs,
     dtype: torch.dtype,
     weights: WeightFormat | None,
-    outline: CausalLM,
+    model: CausalLM,
     mesh: Mesh,
 ) -> MoeProblem:
-    """`outline`: the model without memory, for its sizes."""
+    """`model` gives the sizes and may be on the meta device."""
     name = DTYPE_NAMES[dtype]
     role = args.disaggregation_mode
-    layers = [module.config for module in outline.modules() if isinstance(module, FusedMoE)]
+    layers = [module.config for module in model.modules() if isinstance(module, FusedMoE)]
     return MoeProblem(
         a2a=args.moe_a2a_backend,
         mode=args.deepep_mode,
@@ -111,18 +111,18 @@ def moe_context(
     dtype: torch.dtype,
     weights: WeightFormat | None,
     limits: StepLimits,
-    outline: CausalLM,
+    model: CausalLM,
     ranks: RankContext,
 ) -> MoeContext:
-    """`weights` is None for unquantised experts."""
+    """`weights` is None for unquantised experts; see `moe_problem` for `model`."""
     load_backends([args.moe_backend_module] if args.moe_backend_module is not None else [])
     mesh, deterministic = ranks.mesh, args.enable_deterministic_inference
-    # Sums over cut experts would depend on the cut.
+    # Sums over sharded experts depend on the sharding.
     copies = mesh.moe_tp if deterministic else 1
     if copies > 1:
-        logger.info("moe: deterministic: experts are not cut, %d ranks hold each", copies)
-    problem = moe_problem(args, dtype, weights, outline, mesh)
-    if copies > 1:  # placement() lays out the copies
+        logger.info("moe: deterministic: experts are not sharded, %d ranks hold each", copies)
+    problem = moe_problem(args, dtype, weights, model, mesh)
+    if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
     replicated = problem.a2a == "none" and ranks.replicated
     own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
@@ -145,13 +145,14 @@ def moe_context(
 
 
 def _programs(args: ServerArgs) -> dict[str, int]:
-    """What --deepep-config allows: as many programs take as many multiprocessors at most."""
+    """Kernel programs of --deepep-config; one program occupies at most one multiprocessor."""
     if args.deepep_config is None:
         return {}
     config = read_deepep_config(args.deepep_config)
     if config.idle:
         logger.warning(
-            "--deepep-config: nothing here is sent in chunks: %s", ", ".join(config.idle)
+            "--deepep-config: nothing here is sent in chunks: %s",
+            ", ".join(config.idle),
         )
     return {"dispatch_programs": config.dispatch, "combine_programs": config.combine}
 
@@ -174,7 +175,7 @@ def _log_choice(context: MoeContext) -> None:
 
 
 def report_buffers(context: MoeContext, model: CausalLM) -> int:
-    """Says what the dispatchers' buffers will take, from a model without memory; their bytes."""
+    """Logs the sizes of the dispatchers' buffers and returns their total bytes."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     configs = [
         context.dispatch_config(

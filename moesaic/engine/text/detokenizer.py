@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, and the search for stop strings in it."""
+"""Incremental detokenisation with stop strings."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from moesaic.engine.text.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """Feed tokens with `push`, read `text` at any time, call `finish` once at the end.
 
-    The stop string that ends first wins, and among those that end together the one that starts
-    first; so the outcome does not depend on how the text is cut into tokens.
+    The stop string that ends first wins, and among those that end together the longest; so the
+    outcome does not depend on the tokenisation.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._stream = _TextStream(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._bytes = TokenBytes(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = _StopSearch(params.stop, params.no_stop_trim)
         self._finished = False
 
     @property
     def text(self) -> str:
-        """What may be shown: whole characters that are not the start of a stop string."""
+        """Whole characters that cannot be the start of a stop string."""
         return self._stops.text
 
     @property
@@ -34,53 +35,34 @@ class IncrementalDetokenizer:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that was found, if any; tokens after it are ignored."""
+        """The matched stop string, if any; tokens after it are ignored."""
         assert not self._finished, "push after finish"
         for token_id in token_ids:
             if self._stops.matched is not None:
                 break
-            piece = self._stream.push(token_id)
-            if not piece and self._stops.would_match(self._stream.held):
-                # The answer ends here, and so no further token can break what was held back.
-                piece = self._stream.flush()
+            piece = self._decoder.decode(b"".join(self._bytes.push(token_id)))
+            if not piece and self._stops.would_match(self._bytes.held):
+                # The output ends here: no further token can change the held-back bytes.
+                piece = self._flush()
             if piece:
                 self._stops.feed(piece)
         return self._stops.matched
 
     def finish(self) -> str:
-        """Release what was held back and return the whole text."""
+        """Releases held-back text and returns the whole text."""
         if not self._finished:
             self._finished = True
             if self._stops.matched is None:
-                self._stops.feed(self._stream.flush())
+                self._stops.feed(self._flush())
             self._stops.release()
         return self._stops.text
 
-
-class _TextStream:
-    """The text of tokens, as far as it is certain; an unfinished character is held back."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
-    ) -> None:
-        self._bytes = TokenBytes(tokenizer, prompt_ids, skip_special_tokens)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def held(self) -> str:
-        """Whole characters that further tokens could still break."""
-        return self._bytes.held
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
-        return self._decoder.decode(b"".join(self._bytes.push(token_id)))
-
-    def flush(self) -> str:
+    def _flush(self) -> str:
         return self._decoder.decode(b"".join(self._bytes.flush()), final=True)
 
 
 class _StopSearch:
-    """Text with the tail held back that may become a stop string."""
+    """Holds back the end of a text while it may become a stop string."""
 
     def __init__(self, stops: tuple[str, ...], keep_stop: bool) -> None:
         self._stops = stops
@@ -92,13 +74,13 @@ class _StopSearch:
 
     @property
     def text(self) -> str:
-        # Joined only when somebody looks, so that a token costs the same however long the text is.
+        # Joined only when read, so the cost of a token does not depend on the length of the text.
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def would_match(self, following: str) -> bool:
-        """Whether a stop string ends where this text does, if it follows."""
+        """Whether a stop string would end exactly at the end of this text."""
         if not following or not self._stops:
             return False
         return (self._held + following[-self._longest :]).endswith(self._stops)
@@ -123,6 +105,6 @@ class _StopSearch:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a start, not all, of the stop string."""
+    """The length of the longest suffix of the text that is a proper prefix of the stop string."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

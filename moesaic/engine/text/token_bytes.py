@@ -1,4 +1,8 @@
-"""The UTF-8 bytes that each token adds to a text: what streamed text and its offsets come from."""
+"""The UTF-8 bytes that each token adds to a text: the source of streamed text and its offsets.
+
+tokenizers' DecodeStream (0.23) does not replace it: with byte-fallback tokens that are not UTF-8 it
+raises or drops text and takes quadratic time, and it has neither a flush nor bytes per token.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,31 @@ from moesaic.engine.text.tokenizer import BROKEN, Tokenizer
 
 
 class TokenBytes:
-    """The bytes of all tokens, joined and decoded with U+FFFD for what is no UTF-8, are the text
-    that the tokenizer decodes of all tokens at once.
+    """The bytes of all tokens, joined and decoded with U+FFFD for invalid UTF-8, equal the text
+    that the tokenizer decodes from all tokens at once.
 
-    Tokenizers that fall back to bytes decode a run of such tokens as a whole: one byte that does
-    not fit turns every byte of the run into U+FFFD. So nothing is certain of a run until a token
-    that is no byte ends it, and its tokens are held back until then.
+    Tokenizers with byte fallback decode a run of byte tokens as a whole: one invalid byte turns
+    every byte of the run into U+FFFD. So a run is held back until another token ends it.
 
-    The text goes on after that of the tokens `before`, but its bytes do not join theirs: where a
-    prompt ends inside a character, that character stays broken.
+    The text continues that of the tokens `before`, but characters do not span the two: if a prompt
+    ends within a character, that character stays broken.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._follow(_last_text(tokenizer, before, skip_special))
+        self._set_context(_last_text(tokenizer, before, skip_special))
         self._run: list[int | None] = []
         self._run_text: str | None = ""
         self._run_decoder = codecs.getincrementaldecoder("utf-8")()
 
     @property
     def held(self) -> str:
-        """The run that is held back, if it is whole characters so far."""
+        """The text of the held-back run, if it consists of whole characters so far."""
         return "" if self._run_decoder.getstate()[0] else self._run_text or ""
 
     def push(self, token_id: int) -> list[bytes]:
-        """The bytes of each token that are certain now and were not before."""
+        """The bytes of each token that has become certain."""
         form = self._tokenizer.form(token_id)
         if not form.known or (form.special and self._skip_special):
             return self.skip()
@@ -43,24 +46,24 @@ class TokenBytes:
             return []
         found = self.flush()
         found.append(self._added([token_id]).encode() if form.raw is None else form.raw)
-        self._follow(token_id)
+        self._set_context(token_id)
         return found
 
     def skip(self) -> list[bytes]:
-        """As `push` of a token that has no text, which does not end a run."""
+        """Pushes a token without text, which does not end a run."""
         if not self._run:
             return [b""]
         self._run.append(None)
         return []
 
     def flush(self) -> list[bytes]:
-        """The bytes of each token that was held back."""
+        """The bytes of each held-back token."""
         if not self._run:
             return []
         ids = [token_id for token_id in self._run if token_id is not None]
         found = iter(self._split(ids))
         chunks = [b"" if token_id is None else next(found) for token_id in self._run]
-        self._follow(ids[-1])
+        self._set_context(ids[-1])
         self._run, self._run_text = [], ""
         self._run_decoder.reset()
         return chunks
@@ -81,7 +84,7 @@ class TokenBytes:
         self._run_text += self._added([token_id]) if begins and char else char
 
     def _split(self, ids: list[int]) -> list[bytes]:
-        """The text of a run, each of whose bytes is a token."""
+        """The bytes of each token of a run."""
         raw = b"".join(self._tokenizer.form(token_id).raw or b"" for token_id in ids)
         text = self._added(ids)
         encoded = text.encode()
@@ -93,7 +96,7 @@ class TokenBytes:
         return [b""] * (len(ids) - 1) + [encoded]
 
     def _added(self, ids: list[int]) -> str:
-        """What tokens add to the text of the one before them."""
+        """The text that tokens add after the context token."""
         if self._context is None:
             return self._decode(ids)
         text = self._decode([self._context, *ids])
@@ -101,7 +104,7 @@ class TokenBytes:
             return text[len(self._context_text) :]
         return self._decode(ids)
 
-    def _follow(self, token_id: int | None) -> None:
+    def _set_context(self, token_id: int | None) -> None:
         self._context = token_id
         self._context_text = "" if token_id is None else self._tokenizer.form(token_id).text
 
@@ -110,7 +113,7 @@ class TokenBytes:
 
 
 def _last_text(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> int | None:
-    """The last token that has a text and is no byte; for bytes alone some other one."""
+    """The last token with text that is not a byte; the anchor if there are only bytes."""
     only_bytes = False
     for token_id in reversed(ids):
         form = tokenizer.form(token_id)

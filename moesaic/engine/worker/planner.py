@@ -112,8 +112,8 @@ class Planner:
     def add(self, state: RequestState) -> None:
         rid = state.request.rid
         assert rid not in self.states, f"request id {rid!r} is in use"
-        self.states[rid] = state
         self.scheduler.add(state.request)
+        self.states[rid] = state
 
     def abort(self, rid: str, state: RequestState | None = None) -> None:
         """Ends the request with this id, or with `state` only that one."""
