@@ -139,7 +139,7 @@ class SparseBlock(Module):
         if not self._takes_all_rows:
             return self.routed(x_TH, step, chosen)
         chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
-        return self.experts.unsummed(x_TH, chosen, step)
+        return self.experts(x_TH, chosen, step, defer_reduce=True)
 
     @property
     def _takes_all_rows(self) -> bool:

@@ -48,7 +48,7 @@ class SlotLoad:
         if self._total_e is not None:
             self._total_e.zero_()
 
-    def take(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
+    def record(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
         """Of a run that began then and has just ended."""
         now = time.monotonic_ns()
         self.runner_ns += now - begin

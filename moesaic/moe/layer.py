@@ -18,19 +18,15 @@ from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.expert_load import SlotLoad
-from moesaic.moe.formats import (
-    DispatchOutput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
+from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
 
-# Rows whose pairs the norm behind them sums: a program of it takes a whole row.
-MAX_UNSUMMED = 256
+# The most rows whose pairs the next norm sums: one of its programs takes a whole row.
+MAX_DEFERRED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +59,31 @@ class FusedMoE(Module):
         self.inner = config.intermediate_size // self.layout.moe_tp_size
         self._make_weights()
         self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.choice.device)
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.resolved.device)
         self.runner = MoeRunner(
-            context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
+            context.resolved.a2a,
+            context.resolved.runner,
+            self._runner_config(),
+            context.resolved.device,
         )
 
-    def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
-        return self._combined(self.dispatcher.dispatch(x_TH, topk, step))
-
-    def unsummed(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tensor | PairSum:
-        """As `forward`; the sums of few rows may be left to the norm that comes next."""
+    def forward(
+        self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL, defer_reduce: bool = False
+    ) -> Tensor | PairSum:
+        """With `defer_reduce` the next norm may sum the results of a row: a `PairSum`."""
         rows = self.dispatcher.dispatch(x_TH, topk, step)
-        if len(x_TH) <= MAX_UNSUMMED and self.dispatcher.leaves_sums:
-            assert isinstance(rows, StandardDispatchOutput)
-            rows = replace(rows, unsummed=True)
-        return self._combined(rows)
-
-    def _combined(self, rows: DispatchOutput) -> Tensor:
-        begin = time.monotonic_ns()
-        results = self.runner.run(rows, self.weights, self.context.workspace, self.load.on_device)
-        self.load.take(rows, results, begin)
+        results = self.run(rows, defer_reduce and self.defers_reduce(len(x_TH)))
         return self.dispatcher.combine(results)
+
+    def run(self, rows: DispatchOutput, defers_reduce: bool = False) -> CombineInput:
+        begin = time.monotonic_ns()
+        weights, workspace = self.weights, self.context.workspace
+        results = self.runner.run(rows, weights, workspace, self.load.on_device, defers_reduce)
+        self.load.record(rows, results, begin)
+        return results
+
+    def defers_reduce(self, rows: int) -> bool:
+        return rows <= MAX_DEFERRED_ROWS and self.dispatcher.defers_reduce
 
     def _make_weights(self) -> None:
         """The bias of the down projection is added once: by the first of those who share it."""
@@ -112,7 +112,7 @@ class FusedMoE(Module):
             activation=self.config.activation,
             deterministic=self.context.deterministic,
         )
-        fits = self.context.choice.device == "cpu"
+        fits = self.context.resolved.device == "cpu"
         fits = fits and kernel_fits(config, self.context.weight_format.quantised)
         return replace(config, kernel=fits)
 

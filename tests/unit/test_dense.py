@@ -194,7 +194,7 @@ def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> No
 def test_when_they_are_kept(plain: Path, stored: dict[str, Path]) -> None:
     """On a GPU only, where activations may be float8, too."""
     single = MoeContext.single(torch.float32, BLOCK)
-    cuda = replace(single, choice=replace(single.choice, device="cuda"))
+    cuda = replace(single, resolved=replace(single.resolved, device="cuda"))
     plain_scheme = detect_scheme(RawConfig.read(plain), plain)
     assert dense_weights(plain_scheme, plain, single) is None
     assert dense_weights(plain_scheme, plain, cuda) == DenseWeights(BLOCK)

@@ -14,7 +14,7 @@ from moesaic.moe.quant.weights import WeightFormat
 def dense_weights(scheme: Scheme, folder: Path, moe: MoeContext) -> DenseWeights | None:
     """None: none do. A GPU multiplies float8 numbers as they are. On a CPU that would be slower
     than the model's type, and in deterministic mode there is no such product."""
-    if moe.choice.device != "cuda" or moe.deterministic:
+    if moe.resolved.device != "cuda" or moe.deterministic:
         return None
     if scheme.storage is None:
         return _kept(moe.weight_format)  # what --quantization makes of the experts
