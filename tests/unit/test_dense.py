@@ -96,7 +96,7 @@ def test_kept_and_decoded_agree(stored: dict[str, Path], form: str) -> None:
     mlp = ["mlp.shared_expert.gate_up_proj.", "mlp.shared_expert.down_proj."]
     assert names == ["self_attn.qkv_proj.", "self_attn.o_proj.", *mlp]
     x = torch.randn(3, 128)
-    shared, other_shared = (m.model.layers[0].mlp.shared_expert for m in (fp8, decoded))
+    shared, other_shared = (m.model.layers[0].mlp.shared_experts for m in (fp8, decoded))
     assert off(shared(x), other_shared(x)) < 2 * ACTIVATION_ROUNDING
 
 
