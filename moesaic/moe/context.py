@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,6 +54,10 @@ class MoeContext:
     max_tokens: int = 8192
     max_decode_tokens: int = 128
     redundant_experts: int = 0
+    placements: Mapping[int, Placement] = field(default_factory=dict)
+    """By layer, where it is not the default one."""
+    max_replicas: int = 0
+    """Slots that an expert may get when the placement changes; 0: it never changes."""
     copies: int = 1
     deterministic: bool = False
     replicated: bool = False
@@ -92,7 +96,9 @@ class MoeContext:
         """The format of the experts' weights."""
         return self.resolved.weights
 
-    def placement(self, num_experts: int) -> Placement:
+    def placement(self, num_experts: int, layer: int = 0) -> Placement:
+        if layer in self.placements:
+            return self.placements[layer]
         placement = Placement.trivial(num_experts, self.redundant_experts)
         if self.copies == 1:
             return placement

@@ -237,7 +237,7 @@ def test_gpt_oss_biases_and_limit() -> None:
     torch.manual_seed(0)
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]])
     b13, b2 = torch.randn(E, 2 * INNER).to(DTYPE) * 4, torch.randn(E, H).to(DTYPE)
-    layer.weights = replace(layer.weights, b13_eJ=b13.to(DEVICE), b2_eH=b2.to(DEVICE))
+    layer.store.weights = replace(layer.weights, b13_eJ=b13.to(DEVICE), b2_eH=b2.to(DEVICE))
     config = replace(layer.runner.config, activation=clamped_swiglu(1.702, 7.0))
     layer.runner = MoeRunner("none", "triton", config, "cuda")
     x_TH, topk = tokens(9), routed(9, "spread")
