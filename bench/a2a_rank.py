@@ -148,11 +148,11 @@ class Rows:
 
     def dispatch(self, number: int) -> None:
         self._dispatch(number)
-        self.dispatcher.exchange.end(0)
+        self.dispatcher.exchange.release(0)
         self.together.meet(number)
 
     def combine(self, number: int) -> None:
-        self.dispatcher.exchange.begin(0, "benchmark")
+        self.dispatcher.exchange.acquire(0, "benchmark")
         self.dispatcher.combine(self.given[number % len(self.given)])
         self.together.meet(number)
 

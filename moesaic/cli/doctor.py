@@ -70,7 +70,7 @@ def examine(args: ServerArgs) -> dict[str, Any]:
     machine = describe_machine()
     found = _check(args)
     layout = None if found.layout is None else _describe_layout(found.layout, found)
-    problem = None if found.layout is None else found.layout.moe.choice
+    problem = None if found.layout is None else found.layout.moe.resolved
     return {
         "ok": not found.problems,
         "problems": found.problems,
@@ -198,7 +198,7 @@ def _describe_backends(asked: MoeProblem | None) -> dict[str, Any]:
 
 
 def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
-    mesh, choice, tokens = layout.mesh, layout.moe.choice, found.cache_tokens
+    mesh, choice, tokens = layout.mesh, layout.moe.resolved, found.cache_tokens
     devices = found.devices or (None,) * mesh.world
     ranks = [
         {**_describe_rank(share, tokens or 0), "gpu": gpu}

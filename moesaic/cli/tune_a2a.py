@@ -198,11 +198,11 @@ class Work:
 
     def dispatch(self, number: int) -> None:
         self._dispatched()
-        self._dispatcher.exchange.end(0)
+        self._dispatcher.exchange.release(0)
         self._together.meet(number)
 
     def combine(self, number: int) -> None:
-        self._dispatcher.exchange.begin(0, "tune")
+        self._dispatcher.exchange.acquire(0, "tune")
         self._dispatcher.combine(self._results)
         self._together.meet(number)
 

@@ -25,7 +25,8 @@ from moesaic.kernels.routing import (
 from moesaic.layers.attention import Attention, AttentionConfig, Heads, LatentAttention
 from moesaic.layers.context import AttentionStep, CacheSpec, ForwardContext
 from moesaic.layers.embedding import Embedding, LMHead
-from moesaic.layers.linear import product
+from moesaic.layers.invariant import sigmoid
+from moesaic.layers.linear import Linear, product
 from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import MatrixSlot, Module, ModuleList, TensorSlot, parameter
 from moesaic.layers.norm import RMSNorm
@@ -34,6 +35,7 @@ from moesaic.layers.rotary import RotaryTable
 from moesaic.models.config import ModelConfig
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE
+from moesaic.moe.operations import YIELD, LayerState, Operation
 from moesaic.moe.topk import TopK
 from moesaic.observe.spans import SpanKind
 
@@ -88,15 +90,98 @@ class Router(Module):
 
 
 class SparseBlock(Module):
-    """Router, top-k and routed experts; families add their shared experts."""
+    """Router, top-k, routed experts and, in some families, shared experts with a gate."""
 
     def __init__(
-        self, gate: Router, topk: TopK, experts: FusedMoE, parallel: Parallel | None = None
+        self,
+        gate: Router,
+        topk: TopK,
+        experts: FusedMoE,
+        parallel: Parallel | None = None,
+        shared_experts: GatedMLP | None = None,
+        shared_expert_gate: Linear | None = None,
     ) -> None:
         super().__init__()
         topk.config.check(experts.config.num_experts)
         self.gate, self.topk, self.experts = gate, topk, experts
+        self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
         self.parallel = parallel or Parallel()
+        self._plain_ops = self._in_plain_order()
+
+    def ops(self) -> tuple[Operation, ...]:
+        """The block as operations on a `LayerState`. Two states with different lanes may be in
+        flight at once; a schedule switches between them where an operation is a `YieldOperation`.
+        """
+        return (
+            self._route,
+            self._dispatch_a,
+            YIELD,
+            self._run_shared,
+            self._dispatch_b,
+            self._run_experts,
+            self._combine_a,
+            YIELD,
+            self._combine_b,
+        )
+
+    def _in_plain_order(self) -> tuple[Operation, ...]:
+        """For one micro-batch: shared experts run last, since there is nothing to overlap."""
+        shared: Operation = self._run_shared
+        plain = tuple(op for op in self.ops() if op != shared and op is not YIELD)
+        return plain if self.shared_experts is None else (*plain, shared)
+
+    def forward(
+        self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None
+    ) -> Tensor | PairSum:
+        """`chosen`: the experts, if `add_norm` has chosen them."""
+        state = LayerState(x_TH, step, chosen)
+        for operation in self._plain_ops:
+            operation(state)
+        return state.output
+
+    def _route(self, state: LayerState) -> None:
+        """Ranks of an attention group have the same rows; each takes a part of them to the experts,
+        unless the dispatcher needs all rows on all ranks."""
+        if self.shared_expert_gate is not None:
+            state.shared_gate_T1 = sigmoid(self.shared_expert_gate(state.x_TH))
+        if not self._takes_all_rows:
+            state.own_x_TH, state.own_step = self._own_part(state.x_TH, state.step)
+        if state.chosen is None:
+            state.chosen = self.route(state.own_x_TH, state.own_step.num_tokens_1)
+
+    def _dispatch_a(self, state: LayerState) -> None:
+        assert state.chosen is not None
+        dispatcher = self.experts.dispatcher
+        state.handle = dispatcher.dispatch_a(state.own_x_TH, state.chosen, state.own_step)
+
+    def _run_shared(self, state: LayerState) -> None:
+        if self.shared_experts is None:
+            return
+        shared_TH = self.shared_experts(state.x_TH, state.step)
+        gate_T1 = state.shared_gate_T1
+        state.shared_TH = shared_TH if gate_T1 is None else gate_T1 * shared_TH
+
+    def _dispatch_b(self, state: LayerState) -> None:
+        state.rows = self.experts.dispatcher.dispatch_b(state.handle)
+
+    def _run_experts(self, state: LayerState) -> None:
+        assert state.rows is not None
+        alone = self.shared_experts is None and self._takes_all_rows
+        defers_reduce = alone and self.experts.defers_reduce(len(state.x_TH))
+        state.results = self.experts.run(state.rows, defers_reduce)
+
+    def _combine_a(self, state: LayerState) -> None:
+        assert state.results is not None
+        state.handle = self.experts.dispatcher.combine_a(state.results)
+
+    def _combine_b(self, state: LayerState) -> None:
+        y_TH = self.experts.dispatcher.combine_b(state.handle)
+        if not self._takes_all_rows:
+            group, layer = self.parallel.attention, self.experts.dispatcher.config.layer
+            counts = self.parallel.row_counts([len(state.x_TH)])
+            own_TH = y_TH[: counts[group.rank]]
+            y_TH = group.gather_rows(own_TH, counts, f"experts of layer {layer}")
+        state.routed_TH = y_TH
 
     def route(self, x_TH: Tensor, num_tokens_1: Tensor | None = None) -> TopKOutput:
         spans = self.experts.context.comm.spans
@@ -132,31 +217,9 @@ class SparseBlock(Module):
             spans.add(SpanKind.ROUTER, begin, self.experts.dispatcher.config.layer, len(x_TH))
         return made[0], made[1], TopKOutput(made[2], made[3])
 
-    def forward(
-        self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None
-    ) -> Tensor | PairSum:
-        """`chosen`: the experts, if `add_norm` has found them."""
-        if not self._takes_all_rows:
-            return self.routed(x_TH, step, chosen)
-        chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
-        return self.experts.unsummed(x_TH, chosen, step)
-
     @property
     def _takes_all_rows(self) -> bool:
         return self.parallel.attention.size == 1 or self.experts.context.replicated
-
-    def routed(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
-        """All ranks of an attention group have its tokens. Each takes its part of them to the
-        experts and shares the results, unless the dispatcher wants all tokens on all ranks."""
-        group = self.parallel.attention
-        if self._takes_all_rows:
-            chosen = self.route(x_TH, step.num_tokens_1) if chosen is None else chosen
-            return self.experts(x_TH, chosen, step)
-        mine_TH, mine = self._own_part(x_TH, step)
-        y_TH = self.experts(mine_TH, self.route(mine_TH, mine.num_tokens_1), mine)
-        layer = self.experts.dispatcher.config.layer
-        counts = self.parallel.row_counts([len(x_TH)])
-        return group.gather_rows(y_TH[: counts[group.rank]], counts, f"experts of layer {layer}")
 
     def _own_part(self, x_TH: Tensor, step: Step) -> tuple[Tensor, Step]:
         """This rank's part of the rows, and the step as it is for parts. Where it is settled how

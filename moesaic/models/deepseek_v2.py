@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from moesaic.core.step import Step
 from moesaic.layers.attention import LatentAttention, LatentAttentionConfig
 from moesaic.layers.context import CacheSpec
-from moesaic.layers.mlp import GatedMLP
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.models.folder import brief
-from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -30,34 +25,20 @@ class Variant:
     mlp_bias: bool
 
 
-class DeepseekSparseBlock(SparseBlock):
-    def __init__(self, raw: RawConfig, config: ModelConfig, variant: Variant, layer: int) -> None:
-        inner = raw.integer("moe_intermediate_size")
-        moe = MoeConfig(
-            num_experts=raw.integer("n_routed_experts"),
-            hidden_size=config.hidden_size,
-            intermediate_size=inner,
-            top_k=variant.topk.top_k,
-        )
-        super().__init__(
-            Router.of(
-                config, moe.num_experts, float32=True, correction_bias=variant.correction_bias
-            ),
-            TopK(variant.topk),
-            FusedMoE(moe, config.moe, layer),
-            config.parallel,
-        )
-        self.shared_experts: GatedMLP | None = None
-        if shared := inner * raw.integer("n_shared_experts", 0, minimum=0):
-            self.shared_experts = dense_mlp(
-                config, layer, shared, variant.mlp_bias, "shared experts"
-            )
-
-    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
-        routed_TH = self.routed(x_TH, step, chosen)
-        if self.shared_experts is None:
-            return routed_TH
-        return routed_TH + self.shared_experts(x_TH, step)
+def sparse_block(raw: RawConfig, config: ModelConfig, variant: Variant, layer: int) -> SparseBlock:
+    inner = raw.integer("moe_intermediate_size")
+    moe = MoeConfig(
+        num_experts=raw.integer("n_routed_experts"),
+        hidden_size=config.hidden_size,
+        intermediate_size=inner,
+        top_k=variant.topk.top_k,
+    )
+    bias, count = variant.correction_bias, raw.integer("n_shared_experts", 0, minimum=0)
+    gate = Router.of(config, moe.num_experts, float32=True, correction_bias=bias)
+    experts, shared = FusedMoE(moe, config.moe, layer), None
+    if count:
+        shared = dense_mlp(config, layer, inner * count, variant.mlp_bias, "shared experts")
+    return SparseBlock(gate, TopK(variant.topk), experts, config.parallel, shared)
 
 
 def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig:
@@ -96,7 +77,7 @@ class LayerParts:
         experts."""
         first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
         if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:
-            return DeepseekSparseBlock(self.raw, self.config, self.variant, layer)
+            return sparse_block(self.raw, self.config, self.variant, layer)
         inner = self.raw.integer("intermediate_size")
         return dense_mlp(self.config, layer, inner, self.variant.mlp_bias)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
-from torch import Tensor
-
-from moesaic.core.step import Step
 from moesaic.layers.attention import Attention, AttentionConfig
-from moesaic.layers.invariant import sigmoid
 from moesaic.layers.linear import Linear
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
@@ -21,27 +18,24 @@ from moesaic.models.blocks import (
     kv_cache,
 )
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
-from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
 
 class Qwen2SparseBlock(SparseBlock):
+    renamed = MappingProxyType({"shared_experts": "shared_expert"})
+
     def __init__(self, raw: RawConfig, config: ModelConfig, layer: int) -> None:
         moe = moe_config(raw, config)
+        inner = raw.integer("shared_expert_intermediate_size")
         super().__init__(
             Router.of(config, moe.num_experts),
             topk_of(raw),
             FusedMoE(moe, config.moe, layer),
             config.parallel,
+            dense_mlp(config, layer, inner, name="shared expert"),
+            Linear(config.linear(1)),
         )
-        shared = raw.integer("shared_expert_intermediate_size")
-        self.shared_expert = dense_mlp(config, layer, shared, name="shared expert")
-        self.shared_expert_gate = Linear(config.linear(1))
-
-    def forward(self, x_TH: Tensor, step: Step, chosen: TopKOutput | None = None) -> Tensor:
-        share_T1 = sigmoid(self.shared_expert_gate(x_TH))
-        return self.routed(x_TH, step, chosen) + share_T1 * self.shared_expert(x_TH, step)
 
 
 def moe_config(raw: RawConfig, config: ModelConfig) -> MoeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,13 +47,17 @@ class MoeContext:
     way at once. `dispatch_programs`, `combine_programs`: of normal mode's kernels on a GPU, at
     most."""
 
-    choice: MoeProblem
+    resolved: MoeProblem
     reasons: tuple[str, ...]
     dtype: torch.dtype
     comm: CommContext
     max_tokens: int = 8192
     max_decode_tokens: int = 128
     redundant_experts: int = 0
+    placements: Mapping[int, Placement] = field(default_factory=dict)
+    """By layer, where it is not the default one."""
+    max_replicas: int = 0
+    """Slots that an expert may get when the placement changes; 0: it never changes."""
     copies: int = 1
     deterministic: bool = False
     replicated: bool = False
@@ -90,32 +94,34 @@ class MoeContext:
     @property
     def weight_format(self) -> WeightFormat:
         """The format of the experts' weights."""
-        return self.choice.weights
+        return self.resolved.weights
 
-    def placement(self, num_experts: int) -> Placement:
+    def placement(self, num_experts: int, layer: int = 0) -> Placement:
+        if layer in self.placements:
+            return self.placements[layer]
         placement = Placement.trivial(num_experts, self.redundant_experts)
         if self.copies == 1:
             return placement
-        groups = self.choice.ep // self.copies
+        groups = self.resolved.ep // self.copies
         EpLayout(len(placement.slots), groups)  # refuses what cannot be laid evenly
         return placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
-        return EpLayout(num_slots, self.choice.ep, self.choice.moe_tp, self.comm.group.rank)
+        return EpLayout(num_slots, self.resolved.ep, self.resolved.moe_tp, self.comm.group.rank)
 
     def dispatch_config(
         self, layout: EpLayout, top_k: int, hidden_size: int, layer: int
     ) -> DispatchConfig:
         """A backend without another mode for prefill takes all steps in the one it has."""
-        backend = A2A_REGISTRY[self.choice.a2a]
-        both = "normal" in backend.formats and self.choice.mode == "auto"
-        prefills = "prefill" in backend.phases and "prefill" in self.choice.phases
+        backend = A2A_REGISTRY[self.resolved.a2a]
+        both = "normal" in backend.formats and self.resolved.mode == "auto"
+        prefills = "prefill" in backend.phases and "prefill" in self.resolved.phases
         return DispatchConfig(
             layout=layout,
             top_k=top_k,
             hidden_size=hidden_size,
             dtype=self.dtype,
-            payload=PAYLOAD_FORMATS[self.choice.payload],
+            payload=PAYLOAD_FORMATS[self.resolved.payload],
             max_tokens=self.max_tokens,
             max_decode_tokens=(
                 self.max_tokens if prefills and not both else self.max_decode_tokens
@@ -123,7 +129,7 @@ class MoeContext:
             layer=layer,
             deterministic=self.deterministic,
             replicated=self.replicated,
-            mode=self.choice.mode,
+            mode=self.resolved.mode,
             lanes=self.lanes,
             dispatch_programs=self.dispatch_programs,
             combine_programs=self.combine_programs,
@@ -133,8 +139,8 @@ class MoeContext:
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
         if isinstance(self.comm.group, ShapeOnlyGroup):
             return ShapeOnlyDispatcher(config, self.comm)
-        backend = A2A_REGISTRY[self.choice.a2a]
-        dispatcher: BaseDispatcher = backend.providers[self.choice.device](config, self.comm)
+        backend = A2A_REGISTRY[self.resolved.a2a]
+        dispatcher: BaseDispatcher = backend.providers[self.resolved.device](config, self.comm)
         return dispatcher
 
     def restart(self, generation: int | None = None) -> None:
@@ -154,7 +160,7 @@ class MoeContext:
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
         """What dispatchers of these layers would take, before any of it is taken."""
-        buffers = A2A_REGISTRY[self.choice.a2a].buffers_for(self.choice.device)
+        buffers = A2A_REGISTRY[self.resolved.a2a].buffers_for(self.resolved.device)
         size = self.comm.group.size
         specs: dict[BufferSpec, int] = {}
         layers = {}

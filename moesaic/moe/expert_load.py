@@ -18,6 +18,8 @@ class SlotLoad:
 
     def __init__(self, layer: int, layout: EpLayout, spans: Spans, device: str = "cpu") -> None:
         self.layer, self._spans = layer, spans
+        self.placement_version = 0
+        """Which placement the counts belong to."""
         self.counts = layout.moe_tp_rank == 0
         self.runner_ns = 0
         self._slots = layout.slots_per_rank
@@ -42,13 +44,17 @@ class SlotLoad:
         found: list[int] = self._total_e.tolist()
         return found
 
+    def start_window(self) -> None:
+        """Counts from zero, under the next placement."""
+        self.placement_version += 1
+        self.clear()
+
     def clear(self) -> None:
-        """Nothing was computed yet."""
         self.runner_ns, self._tokens = 0, [0] * self._slots
         if self._total_e is not None:
             self._total_e.zero_()
 
-    def take(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
+    def record(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
         """Of a run that began then and has just ended."""
         now = time.monotonic_ns()
         self.runner_ns += now - begin

@@ -68,24 +68,21 @@ def dispatch_format(cls: Output) -> Output:
 @dispatch_format
 @dataclass(frozen=True)
 class StandardDispatchOutput(DispatchOutput):
-    """Rows with the local slots they go to; the runner applies the weights. Results may be written
-    to the front of `y_OH`, if it is there, where the ranks that wait for them can read.
-
-    With `y_NH` the runner leaves the results of all pairs (N = R * K) there, unweighted: whoever
-    waits for them applies the weights, which then need not be here."""
+    """Rows with the local slots they go to; the runner applies the weights."""
 
     format = "standard"
     x: Payload  # [R, H]
     ids_RK: Tensor
     weights_RK: Tensor | None
     y_OH: Tensor | None = field(default=None, kw_only=True)
+    """A buffer that peers read: results may be written to its front."""
     y_NH: Tensor | None = field(default=None, kw_only=True)
-    one_in: int = field(default=1, kw_only=True)
-    """About one in so many pairs is of a slot here: what the runner may plan for."""
-    unsummed: bool = field(default=False, kw_only=True)
-    """Whether results may be left as weighted rows of all pairs."""
-    far: RemoteRows | None = field(default=None, kw_only=True)
-    """Where rows are that were not sent: `x` has only what the others' are like."""
+    """If given, the results of all pairs (N = R * K) go here, unweighted; combine applies the
+    weights, and `weights_RK` may be None."""
+    expected_pairs: int | None = field(default=None, kw_only=True)
+    """How many pairs are likely local; None: all of them."""
+    remote: RemoteRows | None = field(default=None, kw_only=True)
+    """Where rows reside that were not sent; `x` then only shows their format."""
 
     def slot_rows(self, slots: int) -> Sequence[int]:
         rows: list[int] = (self.ids_RK.flatten() + 1).bincount(minlength=slots + 1)[1:].tolist()
@@ -136,15 +133,21 @@ class FusedDispatchOutput(DispatchOutput):
 
 @dataclass(frozen=True)
 class RowsCombineInput(CombineInput):
-    """One weighted row for each row received; or, as `pairs`, one unweighted row for each valid
-    (row, k) in that order, for whoever sums them in a fixed order; with `count_e` one for each
-    (row, k), valid or not: the host does not know how many are. `unsummed`: weighted, one for each
-    (row, k)."""
+    """One weighted row for each row received."""
 
     format = "rows"
     y_RH: Tensor
     pairs: bool = False
-    unsummed: bool = False
+    """Instead one unweighted row for each valid (row, k), in that order, so that the token's rank
+    sums them in a fixed order. With `count_e` one for each (row, k), valid or not."""
+
+
+@dataclass(frozen=True)
+class DeferredCombineInput(CombineInput):
+    """One weighted row for each (row, k): the next norm sums them."""
+
+    format = "deferred"
+    y_NH: Tensor
 
 
 @dataclass(frozen=True)

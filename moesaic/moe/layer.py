@@ -13,24 +13,19 @@ from torch import Tensor
 
 from moesaic.core.step import PREFILL, Step
 from moesaic.kernels.experts import PairSum
-from moesaic.layers.module import MatrixSlot, Module, TensorSlot, parameter
+from moesaic.layers.module import MatrixSlot, Module, TensorSlot
 from moesaic.moe.activations import Activation, silu_and_mul
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.base import DispatchConfig
 from moesaic.moe.expert_load import SlotLoad
-from moesaic.moe.formats import (
-    DispatchOutput,
-    StandardDispatchOutput,
-    TopKOutput,
-)
+from moesaic.moe.expert_store import INWARD, OUTWARD, ExpertShape, ExpertStore
+from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import Placement, SlotMap
-from moesaic.moe.quant.payload import PAYLOAD_FORMATS
-from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunner, MoeRunnerConfig
 from moesaic.moe.runner.host.layouts import kernel_fits
 
-# Rows whose pairs the norm behind them sums: a program of it takes a whole row.
-MAX_UNSUMMED = 256
+# The most rows whose pairs the next norm sums: one of its programs takes a whole row.
+MAX_DEFERRED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +52,61 @@ class FusedMoE(Module):
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
-        self.placement = placement or context.placement(config.num_experts)
-        self.slot_map = SlotMap(self.placement)
+        self.placement = placement or context.placement(config.num_experts, layer)
+        self.slot_map = SlotMap(self.placement, context.max_replicas)
         self.layout = context.layout(len(self.placement.slots))
         self.inner = config.intermediate_size // self.layout.moe_tp_size
-        self._make_weights()
+        self.store = ExpertStore(context.weight_format, self._expert_shape())
+        self.b13, self.b2 = self.store.weights.b13_eJ, self.store.weights.b2_eH
         self.dispatcher = context.make_dispatcher(self._dispatch_config(layer))
-        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.choice.device)
+        self.load = SlotLoad(layer, self.layout, context.comm.spans, context.resolved.device)
         self.runner = MoeRunner(
-            context.choice.a2a, context.choice.runner, self._runner_config(), context.choice.device
+            context.resolved.a2a,
+            context.resolved.runner,
+            self._runner_config(),
+            context.resolved.device,
         )
 
-    def forward(self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL) -> Tensor:
-        return self._combined(self.dispatcher.dispatch(x_TH, topk, step))
-
-    def unsummed(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Tensor | PairSum:
-        """As `forward`; the sums of few rows may be left to the norm that comes next."""
+    def forward(
+        self, x_TH: Tensor, topk: TopKOutput, step: Step = PREFILL, defer_reduce: bool = False
+    ) -> Tensor | PairSum:
+        """With `defer_reduce` the next norm may sum the results of a row: a `PairSum`."""
         rows = self.dispatcher.dispatch(x_TH, topk, step)
-        if len(x_TH) <= MAX_UNSUMMED and self.dispatcher.leaves_sums:
-            assert isinstance(rows, StandardDispatchOutput)
-            rows = replace(rows, unsummed=True)
-        return self._combined(rows)
-
-    def _combined(self, rows: DispatchOutput) -> Tensor:
-        begin = time.monotonic_ns()
-        results = self.runner.run(rows, self.weights, self.context.workspace, self.load.on_device)
-        self.load.take(rows, results, begin)
+        results = self.run(rows, defer_reduce and self.defers_reduce(len(x_TH)))
         return self.dispatcher.combine(results)
 
-    def _make_weights(self) -> None:
-        """The bias of the down projection is added once: by the first of those who share it."""
-        slots, hidden, inner = self.layout.slots_per_rank, self.config.hidden_size, self.inner
-        format, dtype = self.context.weight_format, self.context.dtype
-        w13 = ExpertMatrix(format, slots, 2, inner, hidden, dtype)
-        w2 = ExpertMatrix(format, slots, 1, hidden, inner, dtype)
-        first, bias = self.layout.moe_tp_rank == 0, self.config.bias
-        self.b13 = parameter(slots, 2 * inner, dtype=dtype) if bias else None
-        self.b2 = parameter(slots, hidden, dtype=dtype) if bias and first else None
-        self.weights = ExpertWeights(w13, w2, self.b13, self.b2)
-        self._input_scales = [0.0, 0.0]
+    def run(self, rows: DispatchOutput, defers_reduce: bool = False) -> CombineInput:
+        begin = time.monotonic_ns()
+        weights, workspace = self.weights, self.context.workspace
+        results = self.runner.run(rows, weights, workspace, self.load.on_device, defers_reduce)
+        self.load.record(rows, results, begin)
+        return results
+
+    def defers_reduce(self, rows: int) -> bool:
+        return rows <= MAX_DEFERRED_ROWS and self.dispatcher.defers_reduce
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return self.store.weights
+
+    def update_placement(self, placement: Placement) -> None:
+        """Routes by another placement from now on, and counts rows in a new window. Moving the
+        experts' tensors (`store`) is the caller's part; captured graphs see the new placement."""
+        self.slot_map.update(placement)
+        self.placement = placement
+        self.load.start_window()
+
+    def _expert_shape(self) -> ExpertShape:
+        """Of the ranks that share an expert, the first one adds the bias of the down projection."""
+        bias, first = self.config.bias, self.layout.moe_tp_rank == 0
+        return ExpertShape(
+            slots=self.layout.slots_per_rank,
+            hidden=self.config.hidden_size,
+            inner=self.inner,
+            dtype=self.context.dtype,
+            inward_bias=bias,
+            outward_bias=bias and first,
+        )
 
     def _dispatch_config(self, layer: int) -> DispatchConfig:
         return self.context.dispatch_config(
@@ -112,7 +123,7 @@ class FusedMoE(Module):
             activation=self.config.activation,
             deterministic=self.context.deterministic,
         )
-        fits = self.context.choice.device == "cpu"
+        fits = self.context.resolved.device == "cpu"
         fits = fits and kernel_fits(config, self.context.weight_format.quantised)
         return replace(config, kernel=fits)
 
@@ -137,30 +148,22 @@ class FusedMoE(Module):
             yield self._outward(f"{stem}{down}.weight", local)
 
     def sync_input_scales(self) -> None:
-        """Once weights are loaded: activations in a format with a global scale get the largest that
-        any expert of the layer, on any rank, was calibrated with."""
-        activation = self.context.weight_format.activation
-        if activation is None or not PAYLOAD_FORMATS[activation].has_global_scale:
+        """After loading: activations with a global scale get the largest one that any expert of the
+        layer, on any rank, was calibrated with."""
+        if not self.store.has_input_scales:
             return
-        told = struct.pack("2d", *self._input_scales)
-        everybody = self.context.comm.group.all_gather_bytes(told, "settle input scales")
-        largest = [
-            max(pair) for pair in zip(*(struct.unpack("2d", b) for b in everybody), strict=True)
-        ]
-        inward, outward = (scale or 1.0 for scale in largest)
-        self.weights = replace(self.weights, input_scale=inward, inner_scale=outward)
+        own = struct.pack("2d", *self.store.largest_input_scales)
+        gathered = self.context.comm.group.all_gather_bytes(own, "settle input scales")
+        by_rank = (struct.unpack("2d", packed) for packed in gathered)
+        inward, outward = (max(scales) or 1.0 for scales in zip(*by_rank, strict=True))
+        self.store.set_input_scales(inward, outward)
         if self.dispatcher.config.payload.has_global_scale:
             self.dispatcher.set_global_scale(inward)
 
     @property
     def is_uncalibrated(self) -> bool:
-        """Whether activations have a global scale that nobody has measured."""
-        activation = self.context.weight_format.activation
-        scaled = activation is not None and PAYLOAD_FORMATS[activation].has_global_scale
-        return scaled and self.weights.input_scale == 1.0
-
-    def _note_input_scale(self, scale: float, which: int) -> None:
-        self._input_scales[which] = max(self._input_scales[which], scale)
+        """Whether activations have a global scale that was never measured."""
+        return self.store.has_input_scales and self.weights.input_scale == 1.0
 
     def _inward(
         self, name: str, local: int, part: int, index: int | None = None, every: int | None = None
@@ -168,17 +171,17 @@ class FusedMoE(Module):
         w13 = self.weights.w13_eJH
         shape = (self.config.intermediate_size, self.config.hidden_size)
         into = w13.part(local, part)
-        tell = partial(self._note_input_scale, which=0)
+        note = partial(self.store.note_input_scale, slot=local, product=INWARD)
         rows, cols = self.share, slice(None)
-        return MatrixSlot(name, into, w13.format, shape, rows, cols, index, every, tell)
+        return MatrixSlot(name, into, w13.format, shape, rows, cols, index, every, note)
 
     def _outward(self, name: str, local: int, index: int | None = None) -> MatrixSlot:
         w2 = self.weights.w2_eHI
         shape = (self.config.hidden_size, self.config.intermediate_size)
-        tell = partial(self._note_input_scale, which=1)
+        note = partial(self.store.note_input_scale, slot=local, product=OUTWARD)
         rows, cols = slice(None), self.share
         into = w2.part(local, 0)
-        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, set_input_scale=tell)
+        return MatrixSlot(name, into, w2.format, shape, rows, cols, index, set_input_scale=note)
 
 
 class StackedMoE(FusedMoE):

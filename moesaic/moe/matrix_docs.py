@@ -207,7 +207,7 @@ def _ticks(
     )
 
 
-def _asked(weights: str, **choices: str) -> MoeProblem:
+def _decode_problem(weights: str, **choices: str) -> MoeProblem:
     """Steps of decode only, which all backends serve; activations that fit the weights."""
     dtype = weights if weights in UNQUANTIZED else "bf16"
     return MoeProblem(weights=WEIGHT_FORMATS[weights], dtype=dtype, phases=("decode",), **choices)  # type: ignore[arg-type]
@@ -215,21 +215,23 @@ def _asked(weights: str, **choices: str) -> MoeProblem:
 
 def _runners_and_weights() -> Iterator[str]:
     def works(runner: str, weights: str) -> bool:
-        return supports(_asked(weights, runner=runner)).ok
+        return supports(_decode_problem(weights, runner=runner)).ok
 
     yield from _ticks("runner", [*RUNNER_REGISTRY], [*WEIGHT_FORMATS], works)
 
 
 def _a2a_and_payloads() -> Iterator[str]:
     def works(a2a: str, payload: str) -> bool:
-        return any(supports(_asked(w, a2a=a2a, payload=payload)).ok for w in WEIGHT_FORMATS)
+        return any(
+            supports(_decode_problem(w, a2a=a2a, payload=payload)).ok for w in WEIGHT_FORMATS
+        )
 
     yield from _ticks("a2a backend", [*A2A_REGISTRY], [*PAYLOAD_FORMATS], works)
 
 
 def _weights_and_payloads() -> Iterator[str]:
     def works(weights: str, payload: str) -> bool:
-        return supports(_asked(weights, payload=payload)).ok
+        return supports(_decode_problem(weights, payload=payload)).ok
 
     yield from _ticks("weights", [*WEIGHT_FORMATS], [*PAYLOAD_FORMATS], works)
 

@@ -97,39 +97,86 @@ class Placement:
     def is_identity(self) -> bool:
         return self.slots == tuple(range(self.num_experts))
 
-    def table(self) -> tuple[Tensor, Tensor]:
-        """[E, X] slots of each expert (the first repeated as padding) and how many it has."""
-        replicas: list[list[int]] = [[] for _ in range(self.num_experts)]
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The slots of each expert."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.slots):
-            replicas[expert].append(slot)
-        width = max(map(len, replicas))
-        padded = [found + found[:1] * (width - len(found)) for found in replicas]
-        return torch.tensor(padded), torch.tensor([len(found) for found in replicas])
+            found[expert].append(slot)
+        return tuple(map(tuple, found))
+
+    @property
+    def most_replicas(self) -> int:
+        return max(map(len, self.replicas))
+
+    def table(self, width: int = 0) -> tuple[Tensor, Tensor]:
+        """[E, X] slots of each expert (the first repeated as padding) and how many it has. X is
+        `width`, or what the placement needs."""
+        width = width or self.most_replicas
+        padded = [slots + slots[:1] * (width - len(slots)) for slots in self.replicas]
+        return torch.tensor(padded), torch.tensor([len(slots) for slots in self.replicas])
 
 
 class SlotMap:
-    """Turns logical ids into slots. With replicas a token takes them in turn by its row, so that
-    ranks which see the same tokens agree."""
+    """Turns logical experts into slots. A token takes an expert's replicas in turn by its row, so
+    that ranks with the same tokens agree.
 
-    def __init__(self, placement: Placement) -> None:
+    Tables have a fixed width of `max_replicas` and are updated in place: kernels in captured graphs
+    read the new ones. With 0 the width is that of the placement, and an identity has no table."""
+
+    def __init__(self, placement: Placement, max_replicas: int = 0) -> None:
         self.placement = placement
-        self._slots_EX, self._count_E = placement.table()
+        self.width = max_replicas or placement.most_replicas
+        self._has_table = max_replicas > 0 or not placement.is_identity
         self._tables: dict[torch.device, SlotTable] = {}
+        self._check(placement)
+
+    def update(self, placement: Placement) -> None:
+        """Routes by another placement of the same experts and slots, in the same tensors."""
+        if not self._has_table:
+            raise ValueError(
+                "this slot map is a fixed identity: build it with max_replicas to change its "
+                "placement"
+            )
+        self._check(placement)
+        slots_EX, count_E = placement.table(self.width)
+        for table in self._tables.values():
+            table.slots_EX.copy_(slots_EX)
+            table.count_E.copy_(count_E)
+        self.placement = placement
+
+    def _check(self, placement: Placement) -> None:
+        old, new = self.placement, placement
+        if (old.num_experts, len(old.slots)) != (new.num_experts, len(new.slots)):
+            raise ValueError(
+                f"a placement of {new.num_experts} experts in {len(new.slots)} slots does not fit "
+                f"a layer with {old.num_experts} experts in {len(old.slots)} slots"
+            )
+        if new.most_replicas > self.width:
+            raise ValueError(
+                f"an expert with {new.most_replicas} replicas does not fit the slot table, which "
+                f"holds {self.width} for each expert: use fewer, or build it with a larger "
+                f"max_replicas"
+            )
 
     def table_on(self, device: torch.device) -> SlotTable | None:
-        """For the kernel that routes; None where experts are their own slots."""
-        if self.placement.is_identity:
+        """For the kernel that routes; None where every expert is its own slot for good."""
+        if not self._has_table:
             return None
         if device not in self._tables:
-            slots_EX, count_E = (t.to(device, torch.int32) for t in self.placement.table())
-            self._tables[device] = SlotTable(slots_EX, count_E)
+            slots_EX, count_E = self.placement.table(self.width)
+            with torch.inference_mode(False):  # so that it can be updated outside of that mode
+                self._tables[device] = SlotTable(
+                    slots_EX.to(device, torch.int32), count_E.to(device, torch.int32)
+                )
         return self._tables[device]
 
     def __call__(self, ids_NK: Tensor) -> Tensor:
         """Ids of -1 stay -1."""
-        if self.placement.is_identity:
+        table = self.table_on(ids_NK.device)
+        if table is None:
             return ids_NK
         known_NK = ids_NK.clamp(min=0)
         row_N1 = torch.arange(len(ids_NK), device=ids_NK.device).unsqueeze(1)
-        slots_NK = self._slots_EX[known_NK, row_N1 % self._count_E[known_NK]]
-        return torch.where(ids_NK < 0, -1, slots_NK)
+        slots_NK = table.slots_EX[known_NK, row_N1 % table.count_E[known_NK]]
+        return torch.where(ids_NK < 0, -1, slots_NK.to(ids_NK.dtype))

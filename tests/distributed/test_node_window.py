@@ -120,10 +120,10 @@ def test_after_a_restart_tags_go_first():
     sent: list[Any] = []
     ferry.routes[0].outlet.send = lambda buffers, *_: sent.append(list(buffers[1:]))
     lanes = Lanes(window)
-    lanes.signal(ExchangeSignal.OFFERED, 1, 5, "dispatch")
+    lanes.signal(ExchangeSignal.TOKENS_READY, 1, 5, "dispatch")
     lanes.restart(3)
     window.touch(window.plane("x"))
-    lanes.signal(ExchangeSignal.OFFERED, 1, 6, "dispatch")
+    lanes.signal(ExchangeSignal.TOKENS_READY, 1, 6, "dispatch")
     assert [[len(piece) for piece in pieces] for pieces in sent] == [[8], [64, 100, 8]]
     tags = torch.frombuffer(sent[1][0], dtype=torch.int64)
     assert (tags >> 32).tolist() == [3] * 8

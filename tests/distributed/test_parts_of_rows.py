@@ -117,7 +117,7 @@ def route_parts(group: RankGroup, dp: int, a2a: str, mode: str, deterministic: b
             batch.step(place.dp_rank, parallel),
         )
         poison_all(group, context)
-        y_TH = block.routed(x_TH, step)
+        y_TH = block(x_TH, step)
         topk = block.route(x_TH[:tokens])
         known = TopKOutput(topk.ids_TK.long(), topk.weights_TK)
         error = (y_TH[:tokens] - reference(experts, x_TH[:tokens], known)).abs()

@@ -18,7 +18,7 @@ from moesaic.core.step import Step
 from moesaic.moe.dispatch.ascend_fuseep import DeviceFusedRows, DeviceFuseEP, DevicePending
 from moesaic.moe.formats import StandardDispatchOutput
 from moesaic.moe.runner.base import RunContext
-from moesaic.moe.runner.device.places import pre_permute_pairs
+from moesaic.moe.runner.device.sorted_pairs import pre_permute_pairs
 from tests.distributed.conformance import check_all
 from tests.distributed.moe_ranks import EXPERTS, HIDDEN, MOST, TOP_K, Combination
 from tests.moe_oracle import random_topk
@@ -72,7 +72,7 @@ def where_rows_are(group: RankGroup, combination: Combination, count: int) -> tu
     runner = layer.runner
     context = RunContext(runner.config, runner.core, layer.weights, layer.context.workspace)
     inputs = pre_permute_pairs(received, context)
-    far = received.far
+    far = received.remote
     assert far is not None and far.count == count
     plane = carrier.exchange.window.plane("values 0")
     stays = len(plane) == carrier.config.max_decode_tokens

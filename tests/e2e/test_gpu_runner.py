@@ -345,7 +345,7 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
     )
     args = replace(cpu, device="cuda")
     runner = GpuRunner(args)
-    assert runner.moe.choice.device == "cuda"
+    assert runner.moe.resolved.device == "cuda"
     assert ahead(runner, 6) == expected
     assert [job[:2] for job in serve(runner, args, seed=8)] == [job[:2] for job in served]
     assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected

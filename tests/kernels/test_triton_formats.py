@@ -18,7 +18,7 @@ from moesaic.kernels.triton.nibbles import E2M1_ASM, WHOLE_ASM
 from moesaic.moe.quant.numerics import encode_int8
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat, int4_format
-from moesaic.moe.runner.device.places import kernel_format
+from moesaic.moe.runner.device.sorted_pairs import kernel_format
 from tests.kernels import ptx
 from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, compile_apart, relative_error
 

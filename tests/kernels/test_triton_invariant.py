@@ -33,7 +33,7 @@ from moesaic.layers.rotary import RopeConfig, RotaryTable
 from moesaic.moe.dispatch import local
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.runner.device import places as gpu
+from moesaic.moe.runner.device import sorted_pairs as gpu
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 from tests.unit.test_gpu_runner import forward, make_layer, routed, tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.runner.device import places as gpu
+from moesaic.moe.runner.device import sorted_pairs as gpu
 from tests.unit.test_gpu_runner import agrees, forward, make_layer, numerics_of, routed, tokens
 
 KERNELS = {

@@ -14,7 +14,7 @@ from moesaic.kernels.triton import experts_row
 from moesaic.kernels.triton.experts_row import RowTile
 from moesaic.moe.context import DTYPE_NAMES
 from moesaic.moe.quant.weights import WEIGHT_FORMATS
-from moesaic.moe.runner.device import places as gpu
+from moesaic.moe.runner.device import sorted_pairs as gpu
 from tests.kernels.test_triton_experts import BOUNDS, Layer, draw_ids, gpu_layer, needs_gpu
 from tests.kernels.triton_cases import DEVICE, GPU, compile_apart, relative_error
 from tests.unit.test_gpu_runner import (

@@ -96,7 +96,7 @@ def test_kept_and_decoded_agree(stored: dict[str, Path], form: str) -> None:
     mlp = ["mlp.shared_expert.gate_up_proj.", "mlp.shared_expert.down_proj."]
     assert names == ["self_attn.qkv_proj.", "self_attn.o_proj.", *mlp]
     x = torch.randn(3, 128)
-    shared, other_shared = (m.model.layers[0].mlp.shared_expert for m in (fp8, decoded))
+    shared, other_shared = (m.model.layers[0].mlp.shared_experts for m in (fp8, decoded))
     assert off(shared(x), other_shared(x)) < 2 * ACTIVATION_ROUNDING
 
 
@@ -197,7 +197,7 @@ def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> No
 def test_when_they_are_kept(plain: Path, stored: dict[str, Path]) -> None:
     """On a GPU only, where activations may be float8, too."""
     single = MoeContext.single(torch.float32, BLOCK)
-    cuda = replace(single, choice=replace(single.choice, device="cuda"))
+    cuda = replace(single, resolved=replace(single.resolved, device="cuda"))
     plain_scheme = detect_scheme(RawConfig.read(plain), plain)
     assert dense_weights(plain_scheme, plain, single) is None
     assert dense_weights(plain_scheme, plain, cuda) == DenseWeights(BLOCK)

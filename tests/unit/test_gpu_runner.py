@@ -23,7 +23,7 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
-from moesaic.moe.layer import MAX_UNSUMMED, FusedMoE
+from moesaic.moe.layer import MAX_DEFERRED_ROWS, FusedMoE
 from moesaic.moe.permute import POOL
 from moesaic.moe.placement import EpLayout, Placement, SlotMap
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -43,8 +43,8 @@ from moesaic.moe.runner.base import (
     RunContext,
     Workspace,
 )
-from moesaic.moe.runner.device.places import (
-    PlacesCore,
+from moesaic.moe.runner.device.sorted_pairs import (
+    SortedPairsCore,
     kernel_format,
     post_permute_pairs,
     pre_permute_pairs,
@@ -134,7 +134,7 @@ def agrees(y_TH: Tensor, x_TH: Tensor, topk: TopKOutput, numerics: Numerics) -> 
 def test_every_runner_and_format(runner: str, weights: str) -> None:
     format = WEIGHT_FORMATS[weights]
     layer = make_layer(format, runner)
-    assert isinstance(layer.runner.core, PlacesCore) and layer.runner.device == "cuda"
+    assert isinstance(layer.runner.core, SortedPairsCore) and layer.runner.device == "cuda"
     x_TH, topk = tokens(9), routed(9, "some are nobody's")
     agrees(
         forward(layer, x_TH, topk, torch.int64),
@@ -237,7 +237,7 @@ def test_gpt_oss_biases_and_limit() -> None:
     torch.manual_seed(0)
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]])
     b13, b2 = torch.randn(E, 2 * INNER).to(DTYPE) * 4, torch.randn(E, H).to(DTYPE)
-    layer.weights = replace(layer.weights, b13_eJ=b13.to(DEVICE), b2_eH=b2.to(DEVICE))
+    layer.store.weights = replace(layer.weights, b13_eJ=b13.to(DEVICE), b2_eH=b2.to(DEVICE))
     config = replace(layer.runner.config, activation=clamped_swiglu(1.702, 7.0))
     layer.runner = MoeRunner("none", "triton", config, "cuda")
     x_TH, topk = tokens(9), routed(9, "spread")
@@ -273,16 +273,16 @@ def test_rows_of_other_ranks() -> None:
 def test_sums_that_are_left_to_the_norm(deterministic: bool) -> None:
     """Of few rows, where nobody looks at results in between; the bits are those of `forward`."""
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
-    for count, left in ((0, True), (7, True), (MAX_UNSUMMED + 1, False)):
+    for count, left in ((0, True), (7, True), (MAX_DEFERRED_ROWS + 1, False)):
         topk = routed(count, "some are nobody's") if count else random_topk(0, E, K, seed=0)
         there = TopKOutput(topk.ids_TK.to(DEVICE), topk.weights_TK.to(DEVICE))
         x_TH = tokens(count).to(DEVICE)
-        y = layer.unsummed(x_TH, there, PREFILL)
+        y = layer(x_TH, there, PREFILL, defer_reduce=True)
         assert isinstance(y, PairSum) == (left and not deterministic) and len(y) == count
         assert torch.equal(finished(y), layer(x_TH, there))
     few = TopKOutput(there.ids_TK[:7], there.weights_TK[:7])
     handle = layer.dispatcher.register_hook("post_combine", lambda dispatcher, y_TH: None)
-    assert isinstance(layer.unsummed(x_TH[:7], few, PREFILL), Tensor)
+    assert isinstance(layer(x_TH[:7], few, PREFILL, defer_reduce=True), Tensor)
     handle.remove()
 
 
@@ -357,7 +357,7 @@ def test_products_of_torch(bias: bool, deterministic: bool) -> None:
     rows = StandardDispatchOutput("handle", x, ids, weights_RK)
     config = MoeRunnerConfig(E, H, INNER, K, dtype, deterministic=deterministic)
     found = []
-    for core in (PlacesCore(config), TorchGroupedCore(config)):
+    for core in (SortedPairsCore(config), TorchGroupedCore(config)):
         context = RunContext(config, core, weights, Workspace(DEVICE))
         inputs = pre_permute_pairs(rows, context)
         inputs.y_NH.fill_(torch.nan)
@@ -382,7 +382,7 @@ def test_cutlass_says_whose_products_it_takes() -> None:
 def test_an_activation_without_a_kernel_is_refused() -> None:
     config = MoeRunnerConfig(E, H, INNER, K, DTYPE, activation=lambda gate, up: gate * up)
     with pytest.raises(ValueError, match="has no kernel on a GPU"):
-        PlacesCore(config)
+        SortedPairsCore(config)
 
 
 def test_all_runners_take_what_comes_on_a_gpu() -> None:
@@ -403,16 +403,16 @@ def test_all_runners_take_what_comes_on_a_gpu() -> None:
 def test_pairs_that_others_will_sum(deterministic: bool) -> None:
     """They are left unweighted where they are waited for, in blocks for those likely to be here."""
     layer = make_layer(WEIGHT_FORMATS[DTYPE_NAMES[DTYPE]], deterministic=deterministic)
-    count, one_in = 100, 4
+    count, ep = 100, 4
     x_TH, topk = tokens(count).to(DEVICE), routed(count, "some are nobody's")
     ids = topk.ids_TK.to(DEVICE)
     y_NH = torch.full((count * K, H), torch.nan, dtype=DTYPE, device=DEVICE)
     x = PAYLOAD_FORMATS[DTYPE_NAMES[DTYPE]].encode(x_TH)
-    rows = StandardDispatchOutput("handle", x, ids, None, y_NH=y_NH, one_in=one_in)
+    all_pairs, expected = count * K, count * K // ep
+    rows = StandardDispatchOutput("handle", x, ids, None, y_NH=y_NH, expected_pairs=expected)
     runner = layer.runner
     context = RunContext(runner.config, runner.core, layer.weights, Workspace(DEVICE))
     groups = pre_permute_pairs(rows, context).groups
-    all_pairs, expected = count * K, count * K // one_in
     here = torch.device(DEVICE)
     if not deterministic:
         sizes = (DTYPE_NAMES[DTYPE], E, H, INNER)
@@ -463,9 +463,9 @@ def test_replicas_where_the_ids_are() -> None:
 def test_workspaces_of_a_gpu_do_not_dangle() -> None:
     """A graph may hold what an earlier call was given: nobody else gets it while it lives."""
     workspace = Workspace("meta")
-    first = workspace.take("x", (2, 3), torch.float16)
-    second = workspace.take("x", (2, 3), torch.float16)
+    first = workspace.borrow("x", (2, 3), torch.float16)
+    second = workspace.borrow("x", (2, 3), torch.float16)
     assert first.device.type == "meta" and first.shape == (2, 3) and first is not second
     assert workspace.nbytes == 0
     kept = Workspace()
-    assert kept.take("x", (4,), DTYPE).data_ptr() == kept.take("x", (2,), DTYPE).data_ptr()
+    assert kept.borrow("x", (4,), DTYPE).data_ptr() == kept.borrow("x", (2,), DTYPE).data_ptr()

@@ -24,16 +24,16 @@ from moesaic.moe.runner.base import ExpertWeights, MoeRunnerConfig, RunContext, 
 from moesaic.moe.runner.host.grouped import SMALL_ROWS, SlotGroup, in_pieces, round_up, runs
 from moesaic.moe.runner.host.layouts import (
     GroupedCore,
-    Places,
+    LayoutPlan,
     pair_up,
     place_pairs,
+    plan_standard,
     post_permute_blocks,
     post_permute_masked,
     post_permute_rows,
     pre_permute_blocks,
     pre_permute_masked,
     pre_permute_rows,
-    standard_places,
     weighted_sum,
 )
 from moesaic.moe.runner.native import LAYOUTS
@@ -266,10 +266,10 @@ def test_places_of_the_docstring() -> None:
     """And what follows from them: rows 3 and 5 are padding, which repeats row 0."""
     slots_N, rows_N, valid = pair_up(torch.tensor([[0, 2], [0, 1]]))
     assert (slots_N.tolist(), rows_N.tolist(), valid) == ([0, 2, 0, 1], [0, 0, 1, 1], None)
-    places_N, places = place_pairs(slots_N, 3, standard_places, False)
+    places_N, places = place_pairs(slots_N, 3, plan_standard, False)
     assert places_N.tolist() == [0, 4, 1, 2]
     groups = [SlotGroup(range(2), 0, 2, 2), SlotGroup(range(2, 3), 4, 2, 2)]
-    assert places == Places([0, 2, 4], 6, groups)
+    assert places == LayoutPlan([0, 2, 4], 6, groups)
 
     x = torch.arange(2.0).unsqueeze(1).expand(2, H).contiguous()
     rows = StandardDispatchOutput(
@@ -322,7 +322,7 @@ def test_few_shapes_occur() -> None:
     for tokens in range(1, 400, 3):
         ids = torch.rand(tokens, 64).topk(4).indices
         slots_N, rows_N, _ = pair_up(ids)
-        places_N, places = place_pairs(slots_N, 64, standard_places, False)
+        places_N, places = place_pairs(slots_N, 64, plan_standard, False)
         small = [group for group in places.groups if group.rows <= SMALL_ROWS]
         shapes |= {(len(group.slots), group.rows) for group in small}
         assert len({group.rows for group in small}) <= 1
@@ -335,7 +335,7 @@ def test_few_shapes_occur() -> None:
     assert rows == {64}
 
 
-def slots_of_rows(places: Places) -> dict[int, int]:
+def slots_of_rows(places: LayoutPlan) -> dict[int, int]:
     """The slot by whose weights each row is computed; no row by two."""
     found: dict[int, int] = {}
     for group in places.groups:

@@ -64,5 +64,5 @@ def test_a_model_gives_the_same_bits(
     with torch.inference_mode():
         out = run()
         assert sum(taken) == pairs and out.isfinite().all()
-        monkeypatch.setattr(layer, "MAX_UNSUMMED", -1)
+        monkeypatch.setattr(layer, "MAX_DEFERRED_ROWS", -1)
         assert torch.equal(run(), out) and sum(taken) == pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.dense import DenseWeights
+from moesaic.models.dense import FP8_FORMATS, DenseWeights
 from moesaic.models.schemes import Scheme
 from moesaic.moe.context import MoeContext
 from moesaic.moe.quant.weights import WeightFormat
@@ -14,7 +14,7 @@ from moesaic.moe.quant.weights import WeightFormat
 def dense_weights(scheme: Scheme, folder: Path, moe: MoeContext) -> DenseWeights | None:
     """None if none stays quantised: only GPUs multiply float8 directly, and not in deterministic
     mode."""
-    if moe.choice.device != "cuda" or moe.deterministic:
+    if moe.resolved.device != "cuda" or moe.deterministic:
         return None
     if scheme.storage is None:
         return _kept(moe.weight_format)  # as --quantization formats the experts

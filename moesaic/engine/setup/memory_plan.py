@@ -110,7 +110,7 @@ class MemoryPlan:
 
     def check_memory(self) -> None:
         """ValueError if a machine like this one cannot hold the ranks of a node."""
-        if self.moe.choice.device == "cuda":
+        if self.moe.resolved.device == "cuda":
             most = max(share.fixed_bytes for share in self.ranks)
             room = gpu_room().part(self.sharers)
             check_weights_fit("the model", most, room, smaller_weights(self.moe))
@@ -131,7 +131,7 @@ class MemoryPlan:
 
     def _tokens_of(self, args: ServerArgs, share: RankShare) -> int:
         sharers, size = self.mesh.ranks_per_node, cache_dtype(args, self.dtype).itemsize
-        if self.moe.choice.device == "cuda":
+        if self.moe.resolved.device == "cuda":
             room = gpu_room().part(self.sharers).after(share.fixed_bytes)
             return gpu_cache_tokens(args, share.cache, size, self.wanted, room, share.step)
         if args.max_total_tokens is not None or args.mem_fraction_static is not None:
@@ -192,7 +192,7 @@ class PlannedModel:
 
     @property
     def gpu(self) -> torch.device | None:
-        return torch.device("cuda") if self.moe.choice.device == "cuda" else None
+        return torch.device("cuda") if self.moe.resolved.device == "cuda" else None
 
     @property
     def num_layers(self) -> int:

@@ -158,7 +158,7 @@ def _programs(args: ServerArgs) -> dict[str, int]:
 
 
 def _log_choice(context: MoeContext) -> None:
-    choice = context.choice
+    choice = context.resolved
     for reason in context.reasons:
         logger.info("moe: %s", reason)
     logger.info(
@@ -197,7 +197,11 @@ def report_buffers(context: MoeContext, model: CausalLM) -> int:
             len(report.layers),
             ", ".join(rows),
         )
-    if configs and A2A_REGISTRY[context.choice.a2a].rounds and context.choice.mode != "low_latency":
+    if (
+        configs
+        and A2A_REGISTRY[context.resolved.a2a].rounds
+        and context.resolved.mode != "low_latency"
+    ):
         _report_rounds(configs[0])
     return report.total
 

@@ -55,7 +55,7 @@ def rank_info(runner: ModelRunner) -> dict[str, Any]:
 
 def providers(runner: ModelRunner) -> dict[str, Any]:
     """What carries tokens to experts and computes them here, and why it was chosen."""
-    choice = runner.moe.choice
+    choice = runner.moe.resolved
     a2a, runners = A2A_REGISTRY[choice.a2a], RUNNER_REGISTRY[choice.runner]
     return {
         "device": choice.device,

@@ -50,9 +50,9 @@ from moesaic.moe.formats import (
 from moesaic.moe.permute import register_fused_func
 from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
 from moesaic.moe.runner.base import RunContext
-from moesaic.moe.runner.device.places import post_permute_pairs, pre_permute_pairs
+from moesaic.moe.runner.device.sorted_pairs import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
-from moesaic.moe.runner.host.layouts import Places, StandardInput, standard_places
+from moesaic.moe.runner.host.layouts import LayoutPlan, StandardInput, plan_standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class FuseEPDispatcher(WindowDispatcher):
                 f"--max-running-requests or --chunked-prefill-size"
             )
         x = self.config.encode(x_TH)
-        self.lanes.begin(step.lane, self.operation("dispatch"))
-        self.exchange.offer(step.lane, x, topk, slice(None))
-        self.signal(ExchangeSignal.OFFERED, step.lane)
+        self.lanes.acquire(step.lane, self.operation("dispatch"))
+        self.exchange.publish(step.lane, x, topk, slice(None))
+        self.signal(ExchangeSignal.TOKENS_READY, step.lane)
         return FusedDispatchOutput(FusedPending(step.lane, self), x_TH, topk)
 
     def _dispatch_b(self, pending: FusedDispatchOutput) -> FusedDispatchOutput:
@@ -103,8 +103,8 @@ class FuseEPDispatcher(WindowDispatcher):
     def compute(self, lane: int, plan: PairPlan, context: RunContext) -> None:
         """Local experts on everybody's tokens; results are left where their owners find them."""
         config, exchange = context.config, self.exchange
-        places = standard_places(plan.filled, config.rounding)
-        x_YH = context.workspace.take("x", (places.total, config.hidden_size), config.dtype)
+        places = plan_standard(plan.filled, config.rounding)
+        x_YH = context.workspace.borrow("x", (places.total, config.hidden_size), config.dtype)
         if places.total:
             source_Y = spread_rows(plan.rows_R, plan.filled, places)
             values = exchange.flat("values", lane)
@@ -119,20 +119,20 @@ class FuseEPDispatcher(WindowDispatcher):
         bases = exchange.window.plane("bases")[lane]
         bases.copy_(torch.tensor(places.bases))
         exchange.window.touch(bases)
-        self.verify(ExchangeSignal.OFFERED, lane)
-        self.signal(ExchangeSignal.RESULTS, lane)
+        self.verify(ExchangeSignal.TOKENS_READY, lane)
+        self.signal(ExchangeSignal.RESULTS_READY, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
 
     def reduce(self, lane: int, plan: PairPlan, topk: TopKOutput) -> Tensor:
         exchange, layout = self.exchange, self.layout
-        self.wait(ExchangeSignal.RESULTS, lane)
+        self.wait(ExchangeSignal.RESULTS_READY, lane)
         # Those who share a group lay out its results alike.
         bases = exchange.window.stacked("bases")[:: layout.moe_tp_size, lane].flatten()
         first_TK = bases[topk.ids_TK.clamp(min=0)]
         places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
         terms = Terms(layout.owner(topk.ids_TK), places_TK, topk.weights_TK)
         y_TH, foreign = exchange.collect(lane, terms, layout.moe_tp_size)
-        self.verify(ExchangeSignal.RESULTS, lane)
+        self.verify(ExchangeSignal.RESULTS_READY, lane)
         self.note_combine(foreign)
         return y_TH
 
@@ -142,7 +142,7 @@ class FuseEPDispatcher(WindowDispatcher):
 
     def _combine_b(self, pending: FusedCombineInput) -> Tensor:
         handle: FusedPending = pending.handle
-        self.lanes.end(handle.lane)
+        self.lanes.release(handle.lane)
         return pending.y_TH
 
 
@@ -151,8 +151,8 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     handle: FusedPending = rows.handle
     dispatcher = handle.dispatcher
     begin = time.monotonic_ns()
-    dispatcher.wait(ExchangeSignal.OFFERED, handle.lane)
-    plan = plan_pairs(dispatcher.exchange.offers(handle.lane, dispatcher.layout).tokens)
+    dispatcher.wait(ExchangeSignal.TOKENS_READY, handle.lane)
+    plan = plan_pairs(dispatcher.exchange.published(handle.lane, dispatcher.layout).tokens)
     dispatcher.note_dispatch_time(begin, dispatcher.traffic.dispatch_bytes)
     dispatcher.compute(handle.lane, plan, context)
     begin, before = time.monotonic_ns(), dispatcher.traffic.combine_bytes
@@ -190,7 +190,7 @@ class DeviceFusedRows(DeviceLowLatency):
         ids = super()._dispatch_b(route)
         assert isinstance(ids, StandardDispatchOutput)
         inbox, mail = self._inboxes[route.lane], self.exchange.window.mail
-        return replace(ids, far=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
+        return replace(ids, remote=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def fused_moe_on_device(rows: FusedDispatchOutput, context: RunContext) -> Fused
     return handle.dispatcher.run(handle, context)
 
 
-def spread_rows(rows_R: Tensor, filled: list[int], places: Places) -> Tensor:
+def spread_rows(rows_R: Tensor, filled: list[int], places: LayoutPlan) -> Tensor:
     """Rows slot after slot, at the places of their slots; padding repeats the first."""
     if places.total == len(rows_R):
         return rows_R

@@ -142,9 +142,8 @@ class BaseDispatcher(ABC):
         return self.dispatch_b(self.dispatch_a(x_TH, topk, step))
 
     @property
-    def leaves_sums(self) -> bool:
-        """Whether combine would only hand on what a runner gives, so that a row's pairs may be
-        summed by whoever comes next."""
+    def defers_reduce(self) -> bool:
+        """Whether combine takes a `DeferredCombineInput`, which the next norm sums."""
         return False
 
     def combine(self, results: CombineInput) -> Tensor:

@@ -23,7 +23,7 @@ from moesaic.moe.dispatch.host.exchange import (
     ExchangeSignal,
     Lanes,
     planes_of,
-    wire,
+    wire_dtype,
 )
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.dispatch.local import device_provider
@@ -53,7 +53,9 @@ class PutSpec:
         each = self.top_k if self.pairs else 1
         return [
             *(
-                PlaneSpec(plane.name, (rows, plane.width(self.hidden_size)), wire(plane.dtype))
+                PlaneSpec(
+                    plane.name, (rows, plane.width(self.hidden_size)), wire_dtype(plane.dtype)
+                )
                 for plane in PAYLOAD_FORMATS[self.payload].codec.planes
             ),
             PlaneSpec("ids", (rows, self.top_k), torch.int32),
@@ -118,7 +120,7 @@ class FlashInferDispatcher(WindowDispatcher):
                 f"a step"
             )
         lane, x = step.lane, self.config.encode(x_TH)
-        self.lanes.begin(lane, self.operation("dispatch"))
+        self.lanes.acquire(lane, self.operation("dispatch"))
         groups_TK = self.layout.owner(topk.ids_TK)
         sent_TG = torch.full((len(x_TH), self.layout.ep_size), -1)
         for group in range(self.layout.ep_size):
@@ -130,7 +132,7 @@ class FlashInferDispatcher(WindowDispatcher):
                 group * self.layout.moe_tp_size, (group + 1) * self.layout.moe_tp_size
             ):
                 self._put(rank, lane, tokens, x, ids, topk.weights_TK)
-        self.signal(ExchangeSignal.OFFERED, lane)
+        self.signal(ExchangeSignal.TOKENS_READY, lane)
         return PutRoute(lane, sent_TG, topk)
 
     def _put(
@@ -139,7 +141,7 @@ class FlashInferDispatcher(WindowDispatcher):
         start = self._first(lane, self.layout.rank)
         put = self.window.put
         for name, tensor in planes_of(x).items():
-            put(name, rank, start, tensor.view(wire(tensor.dtype)), tokens)
+            put(name, rank, start, tensor.view(wire_dtype(tensor.dtype)), tokens)
         put("ids", rank, start, ids_TK, tokens)
         put("weights", rank, start, weights_TK, tokens)
         count = self.window.plane("counts", rank)[lane, self.layout.rank]
@@ -151,7 +153,7 @@ class FlashInferDispatcher(WindowDispatcher):
     def _dispatch_b(self, pending: PutRoute) -> StandardDispatchOutput:
         """Only rows that were filled go on: there is room for many more than a decode step has."""
         lane = pending.lane
-        self.wait(ExchangeSignal.OFFERED, lane)
+        self.wait(ExchangeSignal.TOKENS_READY, lane)
         counts: list[int] = self.window.plane("counts")[lane].tolist()
 
         def filled(name: str) -> Tensor:
@@ -166,7 +168,7 @@ class FlashInferDispatcher(WindowDispatcher):
         scale = scales[0] if scales else None
         x = Payload(values, scale, self.config.payload, self.config.global_scale)
         ids_RK, weights_RK = filled("ids").long(), filled("weights")
-        self.verify(ExchangeSignal.OFFERED, lane)
+        self.verify(ExchangeSignal.TOKENS_READY, lane)
         route = replace(pending, counts=counts, valid_RK=ids_RK >= 0)
         return StandardDispatchOutput(route, x, ids_RK, weights_RK)
 
@@ -182,7 +184,7 @@ class FlashInferDispatcher(WindowDispatcher):
                 place = target[start : start + len(rows)]
                 place.copy_(rows)
                 self.window.touch(place, (source,))
-        self.signal(ExchangeSignal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS_READY, route.lane)
         return route
 
     def _put_pairs(self, route: PutRoute, y_NH: Tensor) -> None:
@@ -200,13 +202,13 @@ class FlashInferDispatcher(WindowDispatcher):
             self.window.touch(target[start * top_k : (start + count) * top_k], (source,))
 
     def _combine_b(self, route: PutRoute) -> Tensor:
-        self.wait(ExchangeSignal.RESULTS, route.lane)
+        self.wait(ExchangeSignal.RESULTS_READY, route.lane)
         y = self.window.stacked("results")
         width, rank = self.layout.moe_tp_size, self.layout.rank
         y_TH, foreign = sum_rows(y.flatten(0, 1), self._wanted(route), y.shape[1], width, rank)
-        self.verify(ExchangeSignal.RESULTS, route.lane)
+        self.verify(ExchangeSignal.RESULTS_READY, route.lane)
         self.note_combine(foreign)
-        self.lanes.end(route.lane)
+        self.lanes.release(route.lane)
         return y_TH
 
     def _wanted(self, route: PutRoute) -> Terms:

@@ -13,6 +13,7 @@ from moesaic.kernels.experts import PairSum, weigh_pairs
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.formats import (
     CombineInput,
+    DeferredCombineInput,
     RowsCombineInput,
     StandardDispatchOutput,
     TopKOutput,
@@ -49,14 +50,19 @@ class DeviceDispatcher(LocalDispatcher):
     """One rank on a GPU: pairs have rows whether they are anybody's or not."""
 
     @property
-    def leaves_sums(self) -> bool:
+    def defers_reduce(self) -> bool:
         return not any(self._hooks.values())
 
-    def _combine_b(self, pending: RowsCombineInput) -> Any:
-        """A `PairSum` of those who asked for it, a tensor of all others."""
+    def _combine_a(self, results: CombineInput) -> Any:
+        if isinstance(results, DeferredCombineInput):
+            return results
+        return super()._combine_a(results)
+
+    def _combine_b(self, pending: RowsCombineInput | DeferredCombineInput) -> Any:
+        """A `PairSum` where the reduce is deferred, else a tensor."""
         topk: TopKOutput = pending.handle
-        if pending.unsummed:
-            return PairSum(pending.y_RH, topk.ids_TK)
+        if isinstance(pending, DeferredCombineInput):
+            return PairSum(pending.y_NH, topk.ids_TK)
         if not pending.pairs:
             return pending.y_RH
         y_NH = pending.y_RH

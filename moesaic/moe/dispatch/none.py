@@ -63,7 +63,7 @@ class ReplicatedDispatcher(StandardDispatcher):
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
         self.check_tokens(len(x_TH))
         pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
-        self.exchange.begin(step.lane, self.operation("dispatch"))
+        self.exchange.acquire(step.lane, self.operation("dispatch"))
         return pending
 
     def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
@@ -88,13 +88,13 @@ class ReplicatedDispatcher(StandardDispatcher):
         """Which half is not known before combine."""
         return None
 
-    def give(self, results: RowsCombineInput, number: int) -> None:
+    def publish_results(self, results: RowsCombineInput, number: int) -> None:
         route: RowsRoute = results.handle
         half = self._half(route.lane, 0)
         target = self.exchange.results(route.lane)[half : half + len(results.y_RH)]
         target.copy_(results.y_RH)
         self.exchange.window.touch(target)
-        self.signal(ExchangeSignal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS_READY, route.lane)
 
     def collect(self, route: RowsRoute, number: int) -> Tensor:
         half = self._half(route.lane, 1)
@@ -102,7 +102,7 @@ class ReplicatedDispatcher(StandardDispatcher):
         return self.sum_results(route.lane, Terms(route.owners_TS, places_TS, route.weights_TS))
 
     def _half(self, lane: int, since: int) -> int:
-        turn = self.exchange.count(ExchangeSignal.RESULTS, lane) - since
+        turn = self.exchange.count(ExchangeSignal.RESULTS_READY, lane) - since
         return turn % 2 * (self.exchange.spec.result_rows // 2)
 
 

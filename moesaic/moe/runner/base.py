@@ -82,7 +82,7 @@ class Workspace:
         self.device = torch.device(device)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def borrow(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self.device)
         size = prod(shape)
@@ -131,7 +131,9 @@ class RunContext:
     weights: ExpertWeights
     workspace: Workspace
     load_e: Tensor | None = None
-    """Where a device adds up the rows of each slot (int64)."""
+    """Where the device adds up the rows of each slot (int64)."""
+    defers_reduce: bool = False
+    """Whether the results of a row's pairs may stay unsummed (`DeferredCombineInput`)."""
 
 
 class MoeRunner:
@@ -153,8 +155,9 @@ class MoeRunner:
         weights: ExpertWeights,
         workspace: Workspace,
         load_e: Tensor | None = None,
+        defers_reduce: bool = False,
     ) -> CombineInput:
-        context = RunContext(self.config, self.core, weights, workspace, load_e)
+        context = RunContext(self.config, self.core, weights, workspace, load_e, defers_reduce)
         if self.fused is not None:
             return self.fused(rows, context)
         pre = POOL.pre_permute(rows.format, self.runner, self.device)

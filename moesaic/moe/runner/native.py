@@ -1,5 +1,5 @@
 """Registers a runner with native providers: GroupedCore on CPU in the layouts it declares, on a GPU
-PlacesCore, which takes all formats in one layout."""
+SortedPairsCore, which takes all formats in one layout."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 from moesaic.moe.permute import register_post_permute, register_pre_permute
 from moesaic.moe.registry import RunnerBackend, register_runner
-from moesaic.moe.runner.device import places as gpu
-from moesaic.moe.runner.device.places import PlacesCore
+from moesaic.moe.runner.device import sorted_pairs as gpu
+from moesaic.moe.runner.device.sorted_pairs import SortedPairsCore
 from moesaic.moe.runner.host.layouts import (
     ContiguousInput,
     GroupedCore,
     GroupedInput,
+    LayoutPlanner,
     MaskedInput,
-    Placer,
     StandardInput,
-    contiguous_places,
-    masked_places,
+    plan_contiguous,
+    plan_masked,
+    plan_standard,
     post_permute_blocks,
     post_permute_masked,
     post_permute_rows,
     pre_permute_blocks,
     pre_permute_masked,
     pre_permute_rows,
-    standard_places,
 )
 
 # By whether rows come in blocks.
@@ -35,15 +35,15 @@ GPU_PERMUTES = (
     (gpu.pre_permute_pairs, gpu.post_permute_pairs),
     (gpu.pre_permute_masked, gpu.post_permute_masked),
 )
-LAYOUTS: dict[str, tuple[type[GroupedInput], Placer]] = {
-    "standard": (StandardInput, standard_places),
-    "contiguous": (ContiguousInput, contiguous_places),
-    "masked": (MaskedInput, masked_places),
+LAYOUTS: dict[str, tuple[type[GroupedInput], LayoutPlanner]] = {
+    "standard": (StandardInput, plan_standard),
+    "contiguous": (ContiguousInput, plan_contiguous),
+    "masked": (MaskedInput, plan_masked),
 }
 
 
 def register_native_runner(declared: RunnerBackend) -> RunnerBackend:
-    providers = {"cpu": GroupedCore, "cuda": PlacesCore, **declared.providers}
+    providers = {"cpu": GroupedCore, "cuda": SortedPairsCore, **declared.providers}
     backend = register_runner(replace(declared, providers=providers))
     for format, layout in backend.layouts.items():
         if format == "fused":  # its function takes the place of both permutes

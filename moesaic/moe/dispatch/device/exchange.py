@@ -27,10 +27,10 @@ from moesaic.moe.dispatch.host.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
 # Of a lane: rows are here, results are here; those of the second half, where there are two.
-ROWS, RESULTS, SECOND = 0, 1, 2
+ROWS, RESULTS, SECOND_RESULTS = 0, 1, 2
 CHANNELS = 3
-STAYS = -1
-HERE: Final = nullcontext()
+NOT_SENT = -1
+SAME_STREAM: Final = nullcontext()
 # Of lanes, numbers of rows and, where layers have some of their own, scales.
 MOST_VIEWS: Final = 4096
 Kept = TypeVar("Kept")
@@ -125,7 +125,7 @@ class DeviceExchange(InFlight):
             values=self.window.offset(f"values {lane}"),
             scales=0 if scales is None else self.window.offset(f"scales {lane}"),
             ids=self.window.offset(f"ids {lane}"),
-            weights=self.window.offset(f"weights {lane}") if self.spec.weights else STAYS,
+            weights=self.window.offset(f"weights {lane}") if self.spec.weights else NOT_SENT,
             value_bytes=values.width(hidden) * values.dtype.itemsize,
             scale_bytes=0 if scales is None else scales.width(hidden) * scales.dtype.itemsize,
             scale=scale,
@@ -166,17 +166,17 @@ class DeviceExchange(InFlight):
     def results_offset(self, lane: int) -> int:
         return self.window.offset(f"results {lane}")
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         """What is begun inside need not be done before what comes next: where lanes overlap, it
         goes to a stream of its own."""
-        return HERE if self._side is None else self._side.begun()
+        return SAME_STREAM if self._side is None else self._side.running()
 
     def join(self) -> None:
         """What comes next comes after what was begun aside."""
         if self._side is not None:
             self._side.join()
 
-    def place(self) -> int:
+    def register_layer(self) -> int:
         """The next one: of a layer among those that share the window."""
         return next(self._places)
 
@@ -193,7 +193,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """On it, after all that was begun before. Whoever gave tensors to it keeps them until it
         has joined: the allocator knows nothing of it."""
         self._stream.wait_stream(torch.cuda.current_stream())

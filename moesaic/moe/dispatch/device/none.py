@@ -13,7 +13,7 @@ from moesaic.core.step import Step
 from moesaic.kernels.a2a import ChannelCall, signal, wait
 from moesaic.kernels.quantise import quantise_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND, DeviceExchangeSpec
+from moesaic.moe.dispatch.device.exchange import RESULTS, ROWS, SECOND_RESULTS, DeviceExchangeSpec
 from moesaic.moe.dispatch.device.rows import DeviceRoute, DeviceRowsDispatcher
 from moesaic.moe.formats import (
     DispatchOutput,
@@ -32,7 +32,7 @@ class DeviceGather(DeviceRowsDispatcher):
 
 
 @dataclass(frozen=True, slots=True)
-class Same(DeviceRoute):
+class ReplicatedRoute(DeviceRoute):
     """Rows of no rank: token t is row t, wherever it is. `half`: of the results. `meets`: whether
     all ranks meet before results are written."""
 
@@ -55,7 +55,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        self._place = self.exchange.place()
+        self._place = self.exchange.register_layer()
 
     def _prepare(self) -> None:
         """Nothing arrives."""
@@ -77,17 +77,19 @@ class DeviceReplicated(DeviceRowsDispatcher):
     def rows_of(self, count: int, step: Step) -> int:
         return super().rows_of(count, Step(rows=count))
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Same:
+    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> ReplicatedRoute:
         lane = step.lane
         self.rows_of(x_TH.shape[0], step)
-        self.exchange.begin(lane, self._name)
+        self.exchange.acquire(lane, self._name)
         meets = not self.exchange.follows(lane, self._place)
         if meets:
             signal(self._calls[lane][ROWS])
-        return Same(self, lane, 0, self._tokens(x_TH, topk, step), self._place % 2, meets)
+        return ReplicatedRoute(
+            self, lane, 0, self._tokens(x_TH, topk, step), self._place % 2, meets
+        )
 
     def _dispatch_b(self, route: DeviceRoute) -> DispatchOutput:
-        assert isinstance(route, Same)
+        assert isinstance(route, ReplicatedRoute)
         if route.meets:
             wait(self._calls[route.lane][ROWS])
         tokens = route.tokens
@@ -108,9 +110,9 @@ class DeviceReplicated(DeviceRowsDispatcher):
         return self.config.encode(x_TH)
 
     def _first(self, route: DeviceRoute) -> int:
-        assert isinstance(route, Same)
+        assert isinstance(route, ReplicatedRoute)
         return route.half * (self.spec.result_rows // 2)
 
     def _given(self, route: DeviceRoute) -> ChannelCall:
-        assert isinstance(route, Same)
-        return self._calls[route.lane][SECOND if route.half else RESULTS]
+        assert isinstance(route, ReplicatedRoute)
+        return self._calls[route.lane][SECOND_RESULTS if route.half else RESULTS]

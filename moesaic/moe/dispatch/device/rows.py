@@ -156,9 +156,9 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> DeviceRoute:
         rows = self.rows_of(x_TH.shape[0], step)
-        self.exchange.begin(step.lane, self._name)
+        self.exchange.acquire(step.lane, self._name)
         route = DeviceRoute(self, step.lane, rows, self._tokens(x_TH, topk, step))
-        with self.exchange.aside():
+        with self.exchange.side_stream():
             self._send(route)
         return route
 
@@ -182,11 +182,12 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return self.output(route, *arrived, **self._room(route, rows))
 
     def _room(self, route: DeviceRoute, rows: int) -> dict[str, Any]:
-        """Where the runner leaves results of so many rows, and how many pairs it may expect."""
-        one_in = self.layout.ep_size
+        """The buffer for the results of `rows` rows, and how many pairs the runner may expect."""
+        pairs, groups = rows * self.config.top_k, self.layout.ep_size
+        expected = None if groups == 1 else -(-pairs // groups)
         if self.by_pairs:
-            return {"y_NH": self._target(route, rows * self.config.top_k), "one_in": one_in}
-        return {"y_OH": self._target(route, rows), "one_in": one_in}
+            return {"y_NH": self._target(route, pairs), "expected_pairs": expected}
+        return {"y_OH": self._target(route, rows), "expected_pairs": expected}
 
     output: ClassVar[Callable[..., DispatchOutput]] = StandardDispatchOutput
     """Of the backend's format."""
@@ -219,7 +220,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
 
     def _combine_b(self, route: DeviceRoute) -> Tensor:
         y_TH = self._collect(route)
-        self.exchange.end(route.lane)
+        self.exchange.release(route.lane)
         return y_TH
 
     def _collect(self, route: DeviceRoute) -> Tensor:

@@ -39,14 +39,14 @@ from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
 LANES = 2
-NOWHERE = (1 << 32) - 1
+NO_LAYER = (1 << 32) - 1
 
 
 class ExchangeSignal(IntEnum):
-    OFFERED = 0
-    TAKEN = 1
-    RESULTS = 2
-    COLLECTED = 3
+    TOKENS_READY = 0
+    TOKENS_READ = 1
+    RESULTS_READY = 2
+    RESULTS_READ = 3
 
 
 TAGS = PlaneSpec("tags", (LANES * len(ExchangeSignal),), torch.int64)
@@ -69,7 +69,9 @@ class ExchangeSpec:
         rows = (LANES, self.tokens)
         return [
             *(
-                PlaneSpec(plane.name, (*rows, plane.width(self.hidden_size)), wire(plane.dtype))
+                PlaneSpec(
+                    plane.name, (*rows, plane.width(self.hidden_size)), wire_dtype(plane.dtype)
+                )
                 for plane in PAYLOAD_FORMATS[self.payload].codec.planes
             ),
             PlaneSpec("ids", (*rows, self.top_k), torch.int32),
@@ -86,13 +88,13 @@ class ExchangeSpec:
         return window_bytes(self.planes(), size) // size + inbox
 
 
-def wire(dtype: torch.dtype) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """Types of one byte lie in shared memory as uint8: torch cannot index all of them."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Offers:
+class PublishedTokens:
     """The tokens that all ranks offer; `totals`: how many each has in the whole step."""
 
     tokens: GatheredTokens
@@ -108,7 +110,7 @@ class InFlight:
         self.generation = 0
         self._busy: list[str] = [""] * lanes
 
-    def begin(self, lane: int, operation: str) -> None:
+    def acquire(self, lane: int, operation: str) -> None:
         if not 0 <= lane < len(self._busy):
             raise ValueError(f"lane {lane}: there are {len(self._busy)}, numbered from 0")
         if self._busy[lane]:
@@ -118,7 +120,7 @@ class InFlight:
             )
         self._busy[lane] = operation
 
-    def end(self, lane: int) -> None:
+    def release(self, lane: int) -> None:
         self._busy[lane] = ""
 
     def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
@@ -159,7 +161,7 @@ class Lanes(InFlight):
         self._epochs = [first_epoch(generation)] * (LANES * len(ExchangeSignal))
         self.window.forget()
         # Before any new data: whoever sees that sees this too.
-        self._tags[self.rank] = self._tag(NOWHERE)
+        self._tags[self.rank] = self._tag(NO_LAYER)
         self.window.touch(self.window.plane("tags"))
 
     def signal(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
@@ -187,7 +189,7 @@ class Lanes(InFlight):
         return self.generation << 32 | layer
 
     def _difference(self, rank: int, tag: int, layer: int) -> str:
-        generation, other = tag >> 32, tag & NOWHERE
+        generation, other = tag >> 32, tag & NO_LAYER
         if generation != self.generation:
             return (
                 f"rank {rank} is in generation {generation}, this rank in {self.generation}: one "
@@ -218,11 +220,11 @@ class Exchange(Lanes):
         assert isinstance(found, Exchange)
         return found
 
-    def offer(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
+    def publish(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
         """Puts these tokens where others can take them, once it is signalled."""
         count = len(range(*tokens.indices(len(x))))
         for name, tensor in planes_of(x).items():
-            self._write(name, lane, count, tensor[tokens].view(wire(tensor.dtype)))
+            self._write(name, lane, count, tensor[tokens].view(wire_dtype(tensor.dtype)))
         self._write("ids", lane, count, topk.ids_TK[tokens])
         self._write("weights", lane, count, topk.weights_TK[tokens])
         self._write("counts", lane, 2, torch.tensor((count, len(x))))
@@ -233,7 +235,7 @@ class Exchange(Lanes):
         place.copy_(source)
         self.window.touch(place)
 
-    def offers(self, lane: int, layout: EpLayout) -> Offers:
+    def published(self, lane: int, layout: EpLayout) -> PublishedTokens:
         """What everybody offers in this lane, once it has been waited for."""
         told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
         active = set(self.active)
@@ -249,19 +251,19 @@ class Exchange(Lanes):
             groups=layout.ep_size,
             group=layout.ep_rank,
         )
-        return Offers(tokens, totals)
+        return PublishedTokens(tokens, totals)
 
-    def take(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
+    def copy_rows(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
         """Copies offered rows behind the `start` rows that the lane's inbox holds; all of them."""
         stop = start + len(rows_R)
         inbox = self.inbox(lane)
         for name, tensor in planes_of(inbox).items():
-            target = tensor[start:stop].view(wire(tensor.dtype))
+            target = tensor[start:stop].view(wire_dtype(tensor.dtype))
             torch.index_select(self.flat(name, lane), 0, rows_R, out=target)
         scales = None if inbox.scales is None else inbox.scales[:stop]
         return Payload(inbox.values[:stop], scales, self.payload, global_scale)
 
-    def take_blocks(
+    def copy_to_blocks(
         self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
     ) -> Payload:
         """Copies offered rows to the front of the block of each slot in the lane's inbox, so many
@@ -274,7 +276,7 @@ class Exchange(Lanes):
             )
         for name, tensor in planes_of(inbox).items():
             source = self.flat(name, lane)
-            target = tensor.view(wire(tensor.dtype)).unflatten(0, (len(counts), -1))
+            target = tensor.view(wire_dtype(tensor.dtype)).unflatten(0, (len(counts), -1))
             for slot, rows in enumerate(rows_R.split(counts)):
                 if len(rows):
                     torch.index_select(source, 0, rows, out=target[slot, : len(rows)])

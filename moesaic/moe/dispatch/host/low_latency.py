@@ -79,18 +79,18 @@ class LowLatencyDispatcher(WindowDispatcher):
                 f"--max-running-requests"
             )
         x = self.config.encode(x_TH)
-        self.lanes.begin(step.lane, self.operation("dispatch"))
-        self.exchange.offer(step.lane, x, topk, slice(None))
-        self.signal(ExchangeSignal.OFFERED, step.lane)
+        self.lanes.acquire(step.lane, self.operation("dispatch"))
+        self.exchange.publish(step.lane, x, topk, slice(None))
+        self.signal(ExchangeSignal.TOKENS_READY, step.lane)
         return LowLatencyPending(step.lane, topk)
 
     def _dispatch_b(self, pending: LowLatencyPending) -> LowLatencyDispatchOutput:
         lane, layout = pending.lane, self.layout
-        self.wait(ExchangeSignal.OFFERED, lane)
-        plan = plan_pairs(self.exchange.offers(lane, layout).tokens)
+        self.wait(ExchangeSignal.TOKENS_READY, lane)
+        plan = plan_pairs(self.exchange.published(lane, layout).tokens)
         scale = self.config.global_scale
-        x = self.exchange.take_blocks(lane, plan.rows_R, plan.filled, scale)
-        self.verify(ExchangeSignal.OFFERED, lane)
+        x = self.exchange.copy_to_blocks(lane, plan.rows_R, plan.filled, scale)
+        self.verify(ExchangeSignal.TOKENS_READY, lane)
         self.note_dispatch(len(plan.rows_R) - plan.own)
         ids_TK = pending.topk.ids_TK
         first_TK = ids_TK.remainder(layout.slots_per_rank) * self.block
@@ -110,16 +110,16 @@ class LowLatencyDispatcher(WindowDispatcher):
                 target[slot, :count] = results.y_eMH[slot, :count]
         starts = range(0, len(route.filled) * self.block, self.block)
         self.exchange.touch_results(route.lane, starts, route.rows_R.split(route.filled))
-        self.signal(ExchangeSignal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS_READY, route.lane)
         return route
 
     def _combine_b(self, route: LowLatencyRoute) -> Tensor:
-        self.wait(ExchangeSignal.RESULTS, route.lane)
+        self.wait(ExchangeSignal.RESULTS_READY, route.lane)
         terms = self.reachable(route.terms)
         y_TH, foreign = self.exchange.collect(route.lane, terms, self.layout.moe_tp_size)
-        self.verify(ExchangeSignal.RESULTS, route.lane)
+        self.verify(ExchangeSignal.RESULTS_READY, route.lane)
         self.note_combine(foreign)
-        self.lanes.end(route.lane)
+        self.lanes.release(route.lane)
         return y_TH
 
     def reachable(self, terms: Terms) -> Terms:

@@ -20,7 +20,12 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, RowPlan, Terms, plan_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec, Offers
+from moesaic.moe.dispatch.host.exchange import (
+    Exchange,
+    ExchangeSignal,
+    ExchangeSpec,
+    PublishedTokens,
+)
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
 from moesaic.moe.formats import CombineInput, DispatchOutput, RowsCombineInput, TopKOutput
 from moesaic.moe.quant.payload import Payload
@@ -103,8 +108,8 @@ class RowsDispatcher(WindowDispatcher):
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> RowsPending:
         self.check_tokens(len(x_TH))
         pending = RowsPending(step.lane, self.config.encode(x_TH), topk)
-        self.exchange.begin(step.lane, self.operation("dispatch"))
-        self._offer(pending, 0)
+        self.exchange.acquire(step.lane, self.operation("dispatch"))
+        self._publish(pending, 0)
         return pending
 
     def check_tokens(self, count: int) -> None:
@@ -116,35 +121,35 @@ class RowsDispatcher(WindowDispatcher):
                 f"(DEEPEP_NORMAL_LONG_SEQ_ROUND)"
             )
 
-    def _offer(self, pending: RowsPending, number: int) -> None:
-        self.exchange.offer(pending.lane, pending.x, pending.topk, self._tokens(number))
-        self.signal(ExchangeSignal.OFFERED, pending.lane)
+    def _publish(self, pending: RowsPending, number: int) -> None:
+        self.exchange.publish(pending.lane, pending.x, pending.topk, self._tokens(number))
+        self.signal(ExchangeSignal.TOKENS_READY, pending.lane)
 
     def _tokens(self, number: int) -> slice:
         return slice(number * self.rounds.tokens, (number + 1) * self.rounds.tokens)
 
     def _dispatch_b(self, pending: RowsPending) -> DispatchOutput:
         lane = pending.lane
-        offers = self._offers(lane)
+        offers = self._wait_for_tokens(lane)
         rounds = max(1, -(-max(offers.totals) // self.rounds.tokens))
         plan = RoundsResult(self, pending)
         for number in range(rounds):
             if number:
-                self.signal(ExchangeSignal.TAKEN, lane)
-                self.wait(ExchangeSignal.TAKEN, lane)
-                self._offer(pending, number)
-                offers = self._offers(lane)
+                self.signal(ExchangeSignal.TOKENS_READ, lane)
+                self.wait(ExchangeSignal.TOKENS_READ, lane)
+                self._publish(pending, number)
+                offers = self._wait_for_tokens(lane)
             plan.add(offers.tokens, self._tokens(number))
-            self.verify(ExchangeSignal.OFFERED, lane)
+            self.verify(ExchangeSignal.TOKENS_READY, lane)
         return plan.finish()
 
-    def _offers(self, lane: int) -> Offers:
-        self.wait(ExchangeSignal.OFFERED, lane)
-        return self.exchange.offers(lane, self.layout)
+    def _wait_for_tokens(self, lane: int) -> PublishedTokens:
+        self.wait(ExchangeSignal.TOKENS_READY, lane)
+        return self.exchange.published(lane, self.layout)
 
     def _combine_a(self, results: CombineInput) -> RowsCombineInput:
         assert isinstance(results, RowsCombineInput)
-        self.give(results, 0)
+        self.publish_results(results, 0)
         return results
 
     def _combine_b(self, results: RowsCombineInput) -> Tensor:
@@ -153,19 +158,19 @@ class RowsDispatcher(WindowDispatcher):
         parts = []
         for number in range(self._combine_rounds(route)):
             if number:
-                self.signal(ExchangeSignal.COLLECTED, lane)
-                self.wait(ExchangeSignal.COLLECTED, lane)
-                self.give(results, number)
-            self.wait(ExchangeSignal.RESULTS, lane)
+                self.signal(ExchangeSignal.RESULTS_READ, lane)
+                self.wait(ExchangeSignal.RESULTS_READ, lane)
+                self.publish_results(results, number)
+            self.wait(ExchangeSignal.RESULTS_READY, lane)
             parts.append(self.collect(route, number))
-            self.verify(ExchangeSignal.RESULTS, lane)
-        self.lanes.end(lane)
+            self.verify(ExchangeSignal.RESULTS_READY, lane)
+        self.lanes.release(lane)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _combine_rounds(self, route: RowsRoute) -> int:
         return len(route.tokens) if self.rounds.combine else 1
 
-    def give(self, results: RowsCombineInput, number: int) -> None:
+    def publish_results(self, results: RowsCombineInput, number: int) -> None:
         """Puts the rows of a round where their tokens' ranks find them."""
         route: RowsRoute = results.handle
         group = self.layout.ep_rank
@@ -183,7 +188,7 @@ class RowsDispatcher(WindowDispatcher):
         if route.sources:
             rows = route.sources[number] if self.rounds.combine else joined(route.sources)
             self.exchange.touch_results(route.lane, [0], [rows])
-        self.signal(ExchangeSignal.RESULTS, route.lane)
+        self.signal(ExchangeSignal.RESULTS_READY, route.lane)
 
     def collect(self, route: RowsRoute, number: int) -> Tensor:
         owners_TS, places_TS, weights_TS = route.owners_TS, route.places_TS, route.weights_TS
@@ -219,7 +224,7 @@ class RoundsResult:
         plan = self.route(tokens)
         self.tokens.append(own)
         scale = dispatcher.config.global_scale
-        self.x = dispatcher.exchange.take(lane, plan.rows_R, len(self.x or ()), scale)
+        self.x = dispatcher.exchange.copy_rows(lane, plan.rows_R, len(self.x or ()), scale)
         self.parts.append((plan.ids_RK, plan.weights_RK))
         if dispatcher.exchange.window.bridged:
             each_R = (plan.ids_RK >= 0).sum(1) if dispatcher.config.deterministic else None

@@ -6,10 +6,10 @@ from moesaic.moe.dispatch.base import BaseDispatcher
 from moesaic.moe.dispatch.host.exchange import ExchangeSignal, Lanes
 
 PHASES = {
-    ExchangeSignal.OFFERED: "dispatch",
-    ExchangeSignal.TAKEN: "dispatch",
-    ExchangeSignal.RESULTS: "combine",
-    ExchangeSignal.COLLECTED: "combine",
+    ExchangeSignal.TOKENS_READY: "dispatch",
+    ExchangeSignal.TOKENS_READ: "dispatch",
+    ExchangeSignal.RESULTS_READY: "combine",
+    ExchangeSignal.RESULTS_READ: "combine",
 }
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from moesaic.kernels.experts import Groups, near
 from moesaic.moe.runner.base import ExpertWeights, RunnerInput, RunnerOutput, Workspace
-from moesaic.moe.runner.device.places import PlacesCore, PlacesInput
+from moesaic.moe.runner.device.sorted_pairs import SortedPairsCore, SortedPairsInput
 
 ALIGNED = 8
 HOPPER = (9, 0)
 
 
-class TorchGroupedCore(PlacesCore):
+class TorchGroupedCore(SortedPairsCore):
     """Rows are copied in the order of experts, multiplied and copied back. All else than sorted
     pairs in bfloat16 goes to our own kernels, and so does a single row, which is not sorted, and
     all in deterministic mode: CUTLASS chooses tiles by the rows there are."""
@@ -28,13 +28,13 @@ class TorchGroupedCore(PlacesCore):
     def run(
         self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
     ) -> RunnerOutput:
-        assert isinstance(inputs, PlacesInput)
+        assert isinstance(inputs, SortedPairsInput)
         w13, w2 = weights.w13_eJH.plain, weights.w2_eHI.plain
         groups = inputs.groups
         order_P = None if groups.ids_K is not None or groups.fixed else groups.order_P
         if w13 is None or w2 is None or order_P is None or not fits(w13, w2, len(order_P)):
             return super().run(inputs, weights, workspace)
-        sorted_ = Sorted(groups, order_P)
+        sorted_ = SortedPlaces(groups, order_P)
         x_PH = near(inputs.x).values.index_select(0, sorted_.pair_P // groups.top_k)
         gate_up = sorted_.product(x_PH, w13, weights.b13_eJ)
         h_PI = self.config.activation(*gate_up.chunk(2, dim=-1)).contiguous()
@@ -52,7 +52,7 @@ def fits(w13_eJH: Tensor, w2_eHI: Tensor, places: int) -> bool:
     return places > 0 and w13_eJH.dtype == torch.bfloat16 and aligned and able
 
 
-class Sorted:
+class SortedPlaces:
     """Places in the order of experts. Those behind the last valid one hold anything: they stand for
     pair 0 when rows are read, and for no pair when results are."""
 

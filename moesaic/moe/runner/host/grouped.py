@@ -141,5 +141,5 @@ class GroupedMLP:
         if matrix.plain is not None:
             return matrix.plain[which]
         assert isinstance(which, int)
-        out = self.workspace.take("dense", matrix.shape[1:], self.config.dtype)
+        out = self.workspace.borrow("dense", matrix.shape[1:], self.config.dtype)
         return matrix.dense(which, out)

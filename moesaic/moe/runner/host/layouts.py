@@ -50,7 +50,7 @@ from moesaic.moe.runner.host.grouped import (
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class ValidPairs:
     """The N valid pairs of row and slot.
 
     `rows_N`: the row of the dispatch output. `places_N`: the row of the layout where it is
@@ -69,7 +69,7 @@ class GroupedInput(RunnerInput):
 
     x_YH: Tensor
     groups: list[SlotGroup]
-    pairs: Pairs | None
+    pairs: ValidPairs | None
     quantized: bool
     y_YH: Tensor | None = None
 
@@ -87,7 +87,7 @@ class MaskedInput(GroupedInput):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LayoutPlan:
     """Where each slot's rows begin, how many rows there are, and what is computed at once."""
 
     bases: list[int]
@@ -95,7 +95,7 @@ class Places:
     groups: list[SlotGroup]
 
 
-def standard_places(counts: list[int], rounding: Rounding) -> Places:
+def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Slots of at most SMALL_ROWS first, all padded alike, then the others; exactly, one after the
     other."""
     if rounding is Rounding.EXACT:
@@ -105,7 +105,7 @@ def standard_places(counts: list[int], rounding: Rounding) -> Places:
             for slot, count in enumerate(counts)
             if count
         ]
-        return Places(bases[:-1], bases[-1], groups)
+        return LayoutPlan(bases[:-1], bases[-1], groups)
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
     most = max((counts[slot] for slot in small), default=0)
@@ -123,10 +123,10 @@ def standard_places(counts: list[int], rounding: Rounding) -> Places:
         groups.append(SlotGroup(range(slot, slot + 1), total, rows, rows))
         bases[slot] = total
         total += rows
-    return Places(bases, total, groups)
+    return LayoutPlan(bases, total, groups)
 
 
-def contiguous_places(counts: list[int], rounding: Rounding) -> Places:
+def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Slots in order, each padded to blocks of SMALL_ROWS; neighbours of one block at once."""
     rows = [-(-count // SMALL_ROWS) * SMALL_ROWS for count in counts]
     bases = [0] * len(counts)
@@ -140,7 +140,7 @@ def contiguous_places(counts: list[int], rounding: Rounding) -> Places:
             for slot, count in enumerate(counts)
             if count
         ]
-        return Places(bases, total, groups)
+        return LayoutPlan(bases, total, groups)
     single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
     groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
     groups += [
@@ -148,15 +148,15 @@ def contiguous_places(counts: list[int], rounding: Rounding) -> Places:
         for slot, padded in enumerate(rows)
         if padded > SMALL_ROWS
     ]
-    return Places(bases, total, groups)
+    return LayoutPlan(bases, total, groups)
 
 
-def masked_places(counts: list[int], rounding: Rounding) -> Places:
+def plan_masked(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """A block for each slot, as long as the longest needs."""
     block = round_up(max(counts, default=0))
     block = max(block, SMALL_ROWS) if rounding is Rounding.PIECES and block else block
     bases = [slot * block for slot in range(len(counts))]
-    return Places(bases, block * len(counts), masked_groups(counts, block, rounding))
+    return LayoutPlan(bases, block * len(counts), masked_groups(counts, block, rounding))
 
 
 def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[SlotGroup]:
@@ -181,7 +181,7 @@ def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[Slo
     return groups
 
 
-Placer = Callable[[list[int], Rounding], Places]
+LayoutPlanner = Callable[[list[int], Rounding], LayoutPlan]
 
 
 def pair_up(ids_RK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -196,8 +196,8 @@ def pair_up(ids_RK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def place_pairs(
-    slots_N: Tensor, num_slots: int, placer: Placer, rounding: Rounding
-) -> tuple[Tensor, Places]:
+    slots_N: Tensor, num_slots: int, placer: LayoutPlanner, rounding: Rounding
+) -> tuple[Tensor, LayoutPlan]:
     """The place of each pair. Example: slots [0, 2, 0, 1] of three in the standard layout: counts
     [2, 1, 1], all small and padded to 2, bases [0, 2, 4]: places [0, 4, 1, 2]."""
     order_N = slots_N.argsort(stable=True)
@@ -209,7 +209,10 @@ def place_pairs(
 
 
 def pre_permute_rows(
-    cls: type[GroupedInput], placer: Placer, rows: StandardDispatchOutput, context: RunContext
+    cls: type[GroupedInput],
+    placer: LayoutPlanner,
+    rows: StandardDispatchOutput,
+    context: RunContext,
 ) -> GroupedInput:
     """Rows with ids into a layout, each copied to all its places."""
     config = context.config
@@ -217,7 +220,7 @@ def pre_permute_rows(
     places_N, places = place_pairs(slots_N, config.num_experts, placer, config.rounding)
     source_Y = torch.zeros(places.total, dtype=torch.int64).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(rows.x, source_Y, context)
-    pairs = Pairs(rows_N, places_N, valid_RK)
+    pairs = ValidPairs(rows_N, places_N, valid_RK)
     return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
@@ -258,7 +261,10 @@ def weighted_sum(
 
 
 def pre_permute_blocks(
-    cls: type[GroupedInput], placer: Placer, rows: LowLatencyDispatchOutput, context: RunContext
+    cls: type[GroupedInput],
+    placer: LayoutPlanner,
+    rows: LowLatencyDispatchOutput,
+    context: RunContext,
 ) -> GroupedInput:
     """Filled rows of each slot's block into a layout of another kind."""
     config = context.config
@@ -275,7 +281,7 @@ def pre_permute_blocks(
     first = slots[0] * block if slots else 0
     source_Y = torch.full((places.total,), first).index_copy_(0, places_N, rows_N)
     x_YH = _take_rows(_flat(rows.x), source_Y, context)
-    pairs = Pairs(rows_N, places_N, None)
+    pairs = ValidPairs(rows_N, places_N, None)
     return cls(x_YH, places.groups, pairs, _is_quantized(rows.x, context))
 
 
@@ -300,7 +306,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
     if rows.x.scales is None and rows.x.values.dtype == config.dtype:
         x_eMH = rows.x.values
     else:
-        x_eMH = context.workspace.take("x", shape, config.dtype)
+        x_eMH = context.workspace.borrow("x", shape, config.dtype)
         for slot, count in enumerate(rows.masked_m):
             if count:
                 x_eMH[slot, :count] = _slot_rows(rows.x, slot, count).dense(config.dtype)
@@ -327,7 +333,7 @@ def _take_rows(x: Payload, source_Y: Tensor, context: RunContext) -> Tensor:
         return torch.empty(0, x.hidden_size, dtype=dtype)
     if x.scales is not None and len(source_Y) < len(x.values):
         return x.select(source_Y).dense(dtype)
-    x_YH = context.workspace.take("x", (len(source_Y), x.hidden_size), dtype)
+    x_YH = context.workspace.borrow("x", (len(source_Y), x.hidden_size), dtype)
     return torch.index_select(x.dense(dtype), 0, source_Y, out=x_YH)
 
 
@@ -355,9 +361,9 @@ class GroupedCore(MoeRunnerCore):
         assert isinstance(inputs, GroupedInput)
         x_YH, y_YH = inputs.x_YH, inputs.y_YH
         if y_YH is None:
-            y_YH = workspace.take("y", tuple(x_YH.shape), self.config.dtype)
+            y_YH = workspace.borrow("y", tuple(x_YH.shape), self.config.dtype)
         if self.config.kernel:
-            h_YI = workspace.take("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
+            h_YI = workspace.borrow("h", (len(x_YH), self.config.intermediate_size), x_YH.dtype)
             jobs = [
                 ExpertRows(group.slots.start, group.start, group.rows) for group in inputs.groups
             ]

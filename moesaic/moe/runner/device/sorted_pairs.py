@@ -46,6 +46,7 @@ from moesaic.kernels.tuning import (
 )
 from moesaic.moe.formats import (
     CombineInput,
+    DeferredCombineInput,
     LowLatencyCombineInput,
     LowLatencyDispatchOutput,
     RowsCombineInput,
@@ -68,32 +69,32 @@ FIXED_BLOCK = 16
 
 
 @dataclass(frozen=True)
-class PlacesInput(RunnerInput):
+class SortedPairsInput(RunnerInput):
     """`weights_RK`: of the pairs, where the last product applies them. `y_NH`: where results go."""
 
-    layout = "places"
+    layout = "sorted_pairs"
     x: Rows
     groups: Groups
     weights_RK: Tensor | None
     y_NH: Tensor
 
 
-def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> PlacesInput:
+def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> SortedPairsInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
-    if rows.far is None:
+    if rows.remote is None:
         x, groups = wanted_rows(rows.x, context), _grouped(rows, context)
     else:
         groups = _grouped(rows, context)
-        x = _gathered(rows, rows.far, groups, context)
+        x = _gathered(rows, rows.remote, groups, context)
     if rows.y_NH is not None:
-        return PlacesInput(x, groups, None, rows.y_NH)
+        return SortedPairsInput(x, groups, None, rows.y_NH)
     weights_RK = None if config.deterministic else rows.weights_RK
     if _sums_row(groups, context.weights) or _is_sum(rows, context):
-        return PlacesInput(x, groups, weights_RK, _results(rows, context))
+        return SortedPairsInput(x, groups, weights_RK, _results(rows, context))
     shape = (ids_RK.numel(), config.hidden_size)
     y_NH = torch.empty(shape, dtype=config.dtype, device=ids_RK.device)
-    return PlacesInput(x, groups, weights_RK, y_NH)
+    return SortedPairsInput(x, groups, weights_RK, y_NH)
 
 
 def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
@@ -104,9 +105,9 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
         groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
         return replace(groups, fixed=True)
     w2 = matrices(context.weights.w2_eHI, None)
-    if rows.y_NH is None and (rows.one_in == 1 or len(ids_RK) == 1):
+    if rows.y_NH is None and (rows.expected_pairs is None or len(ids_RK) == 1):
         return group_pairs(ids_RK, w2, context.load_e)
-    expected = -(-ids_RK.numel() // rows.one_in)
+    expected = ids_RK.numel() if rows.expected_pairs is None else rows.expected_pairs
     block = block_for(w2.format, *w2.shape, expected, ids_RK.device)
     groups = sort_pairs(ids_RK, config.num_experts, block, context.load_e)
     return replace(groups, expected=expected)
@@ -151,7 +152,10 @@ def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
 
 
 def post_permute_pairs(
-    outputs: RunnerOutput, inputs: PlacesInput, rows: StandardDispatchOutput, context: RunContext
+    outputs: RunnerOutput,
+    inputs: SortedPairsInput,
+    rows: StandardDispatchOutput,
+    context: RunContext,
 ) -> CombineInput:
     """One weighted sum for each row; all pairs as they are, where it was asked for and in
     deterministic mode."""
@@ -161,15 +165,15 @@ def post_permute_pairs(
     if _sums_row(inputs.groups, context.weights):
         return RowsCombineInput(rows.handle, outputs.y, count_e=count_e)
     is_sum = _is_sum(rows, context)
-    if rows.unsummed and not is_sum:
-        return RowsCombineInput(rows.handle, outputs.y, unsummed=True, count_e=count_e)
+    if context.defers_reduce and not is_sum:
+        return DeferredCombineInput(rows.handle, outputs.y, count_e=count_e)
     out_RH = outputs.y if is_sum else _results(rows, context)
     if len(rows.ids_RK):
         sum_pairs(outputs.y, rows.ids_RK, out_RH)
     return RowsCombineInput(rows.handle, out_RH, count_e=count_e)
 
 
-def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> PlacesInput:
+def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> SortedPairsInput:
     """Blocks as they came: their rows are places."""
     count_e = rows.count_e
     if count_e is None:
@@ -185,11 +189,14 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> P
     x = wanted_rows(flat, context)
     block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
-    return PlacesInput(x, replace(groups, fixed=fixed), None, y_NH)
+    return SortedPairsInput(x, replace(groups, fixed=fixed), None, y_NH)
 
 
 def post_permute_masked(
-    outputs: RunnerOutput, inputs: PlacesInput, rows: LowLatencyDispatchOutput, context: RunContext
+    outputs: RunnerOutput,
+    inputs: SortedPairsInput,
+    rows: LowLatencyDispatchOutput,
+    context: RunContext,
 ) -> CombineInput:
     """Results are where they are wanted; combine weights them."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH, count_e=inputs.groups.count_E)
@@ -240,7 +247,7 @@ def matrices(matrix: ExpertMatrix, bias: Tensor | None) -> Matrices:
     return Matrices(name, matrix.planes, matrix.shape, matrix.parts, bias, group)
 
 
-class PlacesCore(MoeRunnerCore):
+class SortedPairsCore(MoeRunnerCore):
     """Both products, with what stands between them, at the places of sorted pairs."""
 
     def __init__(self, config: MoeRunnerConfig) -> None:
@@ -256,7 +263,7 @@ class PlacesCore(MoeRunnerCore):
     def run(
         self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
     ) -> RunnerOutput:
-        assert isinstance(inputs, PlacesInput)
+        assert isinstance(inputs, SortedPairsInput)
         groups = inputs.groups
         if groups.num_places == 0:
             return RunnerOutput(inputs.y_NH)
@@ -271,7 +278,7 @@ class PlacesCore(MoeRunnerCore):
         h = on_grid(h.values, weights.w2_eHI.format.activation, weights.inner_scale)
         return RunnerOutput(down(h, experts.w2, groups, inputs.weights_RK, inputs.y_NH))
 
-    def _run_row(self, inputs: PlacesInput, experts: FeedForward) -> Tensor:
+    def _run_row(self, inputs: SortedPairsInput, experts: FeedForward) -> Tensor:
         groups, config = inputs.groups, self.config
         assert groups.ids_K is not None and inputs.weights_RK is not None
         shape = (groups.num_places, config.intermediate_size)

@@ -1,0 +1,95 @@
+"""The tensors of one layer's experts on this rank, by slot.
+
+e local slots · H hidden · I intermediate (of this rank) · J = 2 * I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from moesaic.layers.module import parameter
+from moesaic.moe.quant.payload import PAYLOAD_FORMATS
+from moesaic.moe.quant.weights import ExpertMatrix, WeightFormat
+from moesaic.moe.runner.base import ExpertWeights
+
+INWARD, OUTWARD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    slots: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    inward_bias: bool = False
+    outward_bias: bool = False
+
+
+class ExpertStore:
+    """Owns weights, scales, biases and input scales of the local slots. A slot reads and writes as
+    flat byte views, which is what moves when a placement changes."""
+
+    def __init__(self, format: WeightFormat, shape: ExpertShape) -> None:
+        slots, hidden, inner, dtype = shape.slots, shape.hidden, shape.inner, shape.dtype
+        b13 = parameter(slots, 2 * inner, dtype=dtype) if shape.inward_bias else None
+        b2 = parameter(slots, hidden, dtype=dtype) if shape.outward_bias else None
+        self.weights = ExpertWeights(
+            ExpertMatrix(format, slots, 2, inner, hidden, dtype),
+            ExpertMatrix(format, slots, 1, hidden, inner, dtype),
+            b13,
+            b2,
+        )
+        self.num_slots = slots
+        activation = format.activation
+        self.has_input_scales = (
+            activation is not None and PAYLOAD_FORMATS[activation].has_global_scale
+        )
+        self._input_scales_e2 = torch.zeros(slots, 2, dtype=torch.float64)
+
+    def tensors(self, slot: int) -> list[Tensor]:
+        """The slot's part of every tensor, in a fixed order."""
+        weights = self.weights
+        stacked = [*weights.w13_eJH.planes.values(), *weights.w2_eHI.planes.values()]
+        stacked += [bias for bias in (weights.b13_eJ, weights.b2_eH) if bias is not None]
+        if self.has_input_scales:
+            stacked.append(self._input_scales_e2)
+        return [tensor[slot] for tensor in stacked]
+
+    def read(self, slot: int) -> list[Tensor]:
+        """Flat byte views of the slot's tensors."""
+        return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in self.tensors(slot)]
+
+    def write(self, slot: int, parts: Sequence[Tensor]) -> None:
+        """Copies what `read` gives, of this store or of one with the same shape."""
+        views = self.read(slot)
+        sizes, given = [len(view) for view in views], [part.numel() for part in parts]
+        if sizes != given:
+            raise ValueError(f"slot {slot} holds tensors of {sizes} bytes, but {given} are given")
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+
+    def checksum(self, slot: int) -> int:
+        """CRC-32 of the slot's bytes; waits for the device."""
+        value = 0
+        for view in self.read(slot):
+            value = crc32(view.cpu().numpy().data, value)
+        return value
+
+    def note_input_scale(self, scale: float, slot: int, product: int) -> None:
+        """Keeps the largest scale that an expert's products were calibrated with."""
+        known = self._input_scales_e2[slot, product]
+        known.fill_(max(float(known), scale))
+
+    @property
+    def largest_input_scales(self) -> list[float]:
+        """Of the first and the last product; 0 where no expert has one."""
+        largest: list[float] = self._input_scales_e2.amax(0).tolist()
+        return largest
+
+    def set_input_scales(self, inward: float, outward: float) -> None:
+        self.weights = replace(self.weights, input_scale=inward, inner_scale=outward)
