@@ -26,6 +26,7 @@ from moesaic.comm.collectives.collective import (
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import LocalStore, StoreAddress
@@ -289,7 +290,7 @@ def long_run(group: RankGroup) -> list[float]:
     found = []
     for generation in (1, 2):
         found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
-        comm.restart(generation)
+        comm.restart(Membership(generation, tuple(range(comm.size))))
         group.barrier("all have restarted")
     found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
     comm.close()

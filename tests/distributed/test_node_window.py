@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.node_window import NodeGroups
 from moesaic.comm.windows.window import PlaneSpec, SharedWindow
 from moesaic.core.step import Step
@@ -121,7 +122,7 @@ def test_after_a_restart_tags_go_first():
     ferry.routes[0].outlet.send = lambda buffers, *_: sent.append(list(buffers[1:]))
     lanes = Lanes(window)
     lanes.signal(ExchangeSignal.OFFERED, 1, 5, "dispatch")
-    lanes.restart(3)
+    lanes.restart(Membership(3, (0, 1)))
     window.touch(window.plane("x"))
     lanes.signal(ExchangeSignal.OFFERED, 1, 6, "dispatch")
     assert [[len(piece) for piece in pieces] for pieces in sent] == [[8], [64, 100, 8]]
@@ -269,11 +270,11 @@ def restarted(group: RankGroup) -> list[bool]:
     same = []
     with on_nodes(group, TWO):
         layer = combination.layer(group, timeout=20.0)
-        for generation in (1, 2):
+        for _ in (1, 2):
             if group.rank != 0:
                 layer.dispatcher.dispatch_a(x_TH, topk, case.step)
             group.barrier("failed")
-            layer.dispatcher.restart(generation)
+            group.lifecycle.restart()
             same.append(torch.equal(layer(x_TH, topk, case.step), wanted))
         group.barrier("end")
     return same

@@ -14,6 +14,7 @@ from moesaic.comm.collectives.collective import WindowCollective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.collectives.pipeline import Pipe, PipeSpec
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.core.step import Step
 from tests.distributed.conformance import covering
@@ -119,10 +120,6 @@ class Work:
         else:
             pipe.send(told, received + 1)
 
-    def restart(self, generation: int) -> None:
-        self.comm.restart(generation)
-        self.pipe.restart(generation)
-
 
 def tensor_of(key: int, rows: int) -> torch.Tensor:
     """Of whole numbers: sums of them are exact."""
@@ -152,7 +149,7 @@ def broken_off(group: RankGroup, path: str, nodes: tuple[int, ...]) -> int:
                     assert recalled.generation == number + 1
                 seat.generation = number + 1
                 group.barrier("all have abandoned it")
-                work.restart(seat.generation)
+                group.lifecycle.restart(Membership(seat.generation, group.members))
             group.barrier("end")
         finally:
             group.seat = None

@@ -20,6 +20,7 @@ from moesaic.comm.errors import OutOfStep, PeerTimeout, RankFailed, WindowAborte
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.launch.mps import Mps, start_mps
 from moesaic.comm.launch.mps_owner import PIPES, mps_processes
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows import device_window
 from moesaic.comm.windows.device_window import DeviceWindow, window_bytes
 from moesaic.comm.windows.window import PlaneSpec
@@ -205,7 +206,7 @@ def absent(group: RankGroup, environment: dict[str, str]) -> tuple[tuple[int, ..
             exchange(window, everyone, 2)
         told = (caught.value.missing, str(caught.value), time.monotonic() - started)
     group.barrier("the victim comes back")
-    window.restart(1)
+    window.restart(Membership(1, tuple(range(window.size))))
     group.barrier("all have restarted")
     assert exchange(window, everyone, 3) == numbers(everyone, range(3, 4))[0]
     return told
@@ -326,7 +327,7 @@ def until_killed(group: RankGroup, environment: dict[str, str]) -> list[list[flo
     assert caught.value.missing == (VICTIM,)
     others = [rank for rank in everyone if rank != VICTIM]
     time.sleep(1.0)  # all of them have given up
-    window.restart(1, others)
+    window.restart(Membership(1, tuple(others)))
     time.sleep(1.0)  # and restarted
     return [exchange(window, others, step) for step in range(2, 6)]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import HostWindow, OutOfStep
 from moesaic.kernels import a2a as twins
 from moesaic.kernels.a2a import MAX_TAG, DeviceStateWord, Failure, FailureWords, LocalTokens
@@ -168,7 +169,7 @@ def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.Ch
     windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
     for window in windows:
         window.timeout = 0.05
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
         window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
     calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
     together(calls, signal, wait)
@@ -262,13 +263,13 @@ def test_a_peer_that_is_late_after_a_restart(count: int, signal: Do, wait: Do) -
     """What it has raised before, however often, is of a generation that is over."""
     windows, calls = after_days(count, signal, wait)
     for window in windows:
-        window.restart(2)
+        window.restart(Membership(2, tuple(range(window.size))))
     signal(calls[0])
     wait(calls[0])
     with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'combine'.*not seen before"):
         check(windows[0])
     for window in windows:
-        window.restart(3)
+        window.restart(Membership(3, tuple(range(window.size))))
     together(calls, signal, wait)
     for window in windows:
         check(window)
@@ -325,7 +326,7 @@ def test_a_new_generation_without_one_of_them() -> None:
     for windows, module in ((ours, kernels), (theirs, twins)):
         twin = module is twins
         for window in windows[1:]:
-            window.restart(5, active=(1, 2))
+            window.restart(Membership(5, (1, 2)))
         send = twins.send.twin if twin else kernels.send
         send_all(case, windows[1:], send)
         assert (windows[2].plane("ids")[: case.rows] == -1).all()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import HostWindow
 from moesaic.kernels import collectives as reference
 from moesaic.kernels.a2a import ChannelCall, DeviceStateWord, Failure, FailureWords
@@ -233,7 +234,7 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
     parts = [draw(5, torch.float32, rank) for rank in range(2)]
     for comm in ranks:
         comm.window.timeout = 0.001
-        comm.restart(1)
+        comm.restart(Membership(1, tuple(range(comm.size))))
         comm.window.mail.state[DeviceStateWord.CHANNELS :: 2] = count
 
     def rounds() -> None:
@@ -245,13 +246,13 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
 
     rounds()
     for comm in ranks:
-        comm.restart(2)
+        comm.restart(Membership(2, tuple(range(comm.size))))
     out = garbage(5, torch.float32)
     kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
     assert ranks[0].window.mail.desk[FailureWords.FAILURE] == Failure.TIMEOUT
     for comm in ranks:
-        comm.restart(3)
+        comm.restart(Membership(3, tuple(range(comm.size))))
     rounds()
 
 
@@ -284,7 +285,7 @@ def test_who_is_missing(kernels: Any) -> None:
     assert torch.equal(ranks[0].window.mail.state, state)
     assert all(map(torch.equal, before, ranks[0].window.mail.regions))
     for comm in ranks:
-        comm.restart(1)
+        comm.restart(Membership(1, tuple(range(comm.size))))
     outs = [garbage(5, torch.float32) for _ in ranks]
     push_all([kernels] * 3, ranks, parts, outs, ElementRange(0, 5), [Sum()] * 3)
     assert all(torch.equal(one, add(parts)) for one in outs)

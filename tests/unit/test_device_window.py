@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows import device_window
 from moesaic.comm.windows.device_window import (
     ALIGN,
@@ -76,7 +77,7 @@ def test_a_rank_alone():
     wait(call)
     window.check()
     with torch.device("meta"):
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     step([window])
     window.close()
     window.close()
@@ -187,7 +188,7 @@ def test_a_rank_that_has_gone_on():
 
 def test_a_rank_left_behind():
     a, b = windows(2)
-    b.restart(2)
+    b.restart(Membership(2, tuple(range(b.size))))
     signal(a.call(0, "dispatch"))
     signal(b.call(0, "dispatch"))
     wait(a.call(0, "dispatch"))
@@ -219,7 +220,7 @@ def test_restart_after_a_failure():
     wait(ranks[0].call(0, "lost"))
     ranks[1].abort("another failed")
     for window in ranks:
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     for layer in range(3):
         step(ranks, layer=layer)
 
@@ -233,7 +234,7 @@ def test_a_rank_that_is_late_after_a_restart(count: int):
     step(ranks, layer=3)
     step(ranks, layer=4)
     for window in ranks:
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     a, b = (window.call(0, "dispatch, layer 3", 3) for window in ranks)
     late = threading.Timer(0.1, signal, (b,))
     late.start()
@@ -252,12 +253,12 @@ def test_many_restarts():
     step(ranks, channel=1)
     for generation in range(1, 40_000):
         for window in ranks:
-            window.restart(generation)
+            window.restart(Membership(generation, tuple(range(window.size))))
         if generation % 1000 == 999:
             step(ranks)
     step(ranks, channel=1)
     for window in ranks:
-        window.restart(MAX_GENERATION)
+        window.restart(Membership(MAX_GENERATION, tuple(range(window.size))))
     step(ranks)
     step(ranks, channel=1)
 
@@ -267,23 +268,33 @@ def test_ranks_that_take_no_part():
     ranks = windows(3)
     others = [ranks[0], ranks[2]]
     for window in others:
-        window.restart(1, [0, 2])
+        window.restart(
+            Membership(
+                1,
+                (
+                    0,
+                    2,
+                ),
+            )
+        )
     step(others)
     assert ranks[1].mail.flag(1, 0).tolist() == [0, 0, 0]
     for window in ranks:
-        window.restart(2)
+        window.restart(Membership(2, tuple(range(window.size))))
     step(ranks)
 
 
 def test_bad_restarts():
     a, _ = windows(2)
-    a.restart(4)
-    with pytest.raises(ValueError, match=rf"generation 4: give one of 5\.\.{MAX_GENERATION}"):
-        a.restart(4)
-    with pytest.raises(ValueError, match="generation 2147483648: give one of"):
-        a.restart(1 << 31)
+    a.restart(Membership(4, tuple(range(a.size))))
+    with pytest.raises(
+        ValueError, match=f"generation 4: give one above 4 and below {MAX_GENERATION + 1}"
+    ):
+        a.restart(Membership(4, tuple(range(a.size))))
+    with pytest.raises(ValueError, match="generation 2147483648: give one above 4"):
+        a.restart(Membership(1 << 31, tuple(range(a.size))))
     with pytest.raises(ValueError, match=r"active ranks \[1\]: give some of 0..1, with 0 among"):
-        a.restart(5, [1])
-    a.restart(MAX_GENERATION)
+        a.restart(Membership(5, (1,)))
+    a.restart(Membership(MAX_GENERATION, tuple(range(a.size))))
     signal(a.call(0, "the last"))
     assert int(a.mail.flag(0, 0)[0]) > 0

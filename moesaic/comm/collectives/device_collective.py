@@ -30,6 +30,7 @@ from moesaic.comm.collectives.collective import (
 )
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow, create, window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
@@ -115,7 +116,9 @@ class DeviceCollective(Collective):
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
         specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
         window = create(group, specs, timeout, cls.channels(lanes), device)
-        return cls(window, nbytes, lanes, lane_bytes)
+        collective = cls(window, nbytes, lanes, lane_bytes)
+        group.register(collective)
+        return collective
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -170,12 +173,11 @@ class DeviceCollective(Collective):
         self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
         return out
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         self.window.abort(reason)
 
-    def restart(self, generation: int) -> None:
-        super().restart(generation)
-        self.window.restart(generation)
+    def restart(self, membership: Membership) -> None:
+        self.window.restart(membership)
 
     def check(self) -> None:
         """Raises what went wrong in a wait, as far as kernels have come."""
@@ -281,7 +283,7 @@ class NcclCollective(Collective):
 
     A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
     unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
-    lives as long as they do: they must be dropped between `abandon` and `restart`.
+    lives as long as they do: they must be dropped between `abort` and `restart`.
     """
 
     keeps_graphs = False
@@ -299,6 +301,7 @@ class NcclCollective(Collective):
         self._reason = ""
         self._end: Future[None] | None = None
         """That of the communicator, once it is abandoned for `_reason`."""
+        group.register(self)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
@@ -318,7 +321,7 @@ class NcclCollective(Collective):
         parts = self._gather(x_RV.detach().t(), widths)
         return torch.cat(parts).t()[rows].contiguous()
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
         waited for here, as who abandons a step has yet to drop its graphs."""
         with self._lock:
@@ -327,11 +330,10 @@ class NcclCollective(Collective):
                 ends = (self._nccl, self._end)
                 threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
 
-    def restart(self, generation: int) -> None:
+    def restart(self, membership: Membership) -> None:
         """Meets the others anew: after an operation that was abandoned ranks may have begun
         different numbers of them."""
-        super().restart(generation)
-        self.abandon("it begins anew")
+        self.abort("it begins anew")
         assert self._end is not None
         try:
             self._end.result(self._timeout)
@@ -340,7 +342,7 @@ class NcclCollective(Collective):
                 f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
                 "may still hold operations of it"
             ) from None
-        self._nccl = self._form(PrefixStore(str(generation), self._store))
+        self._nccl = self._form(PrefixStore(str(membership.generation), self._store))
         with self._lock:
             self._reason, self._end = "", None
 

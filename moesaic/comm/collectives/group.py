@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
 from moesaic.comm.supervise.control_page import RankStatus
@@ -41,6 +43,19 @@ class Peers(ABC):
     nodes: tuple[int, ...] = ()
     links: TcpLinks | None = None
     seat: RankStatus | None = None
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the service that form the group, in order."""
+        return tuple(range(self.size))
+
+    @cached_property
+    def lifecycle(self) -> Lifecycle:
+        """What restarts together: that of the process, or the group's own outside of a service."""
+        return Lifecycle(Membership(0, self.members))
+
+    def register(self, participant: Participant) -> None:
+        self.lifecycle.register(participant, self.members)
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:

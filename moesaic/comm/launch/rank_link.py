@@ -17,6 +17,7 @@ import zmq
 from tqdm import tqdm
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.mesh import RankPlace
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.rendezvous import StoreGroup
@@ -51,6 +52,8 @@ class RankLink:
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(boot.control, len(here), here.start)
         self.seat: RankStatus = self._page.seat(boot.rank)
+        self.lifecycle = Lifecycle(self._membership())
+        """What this rank restarts when a step is rolled back."""
         self._store: StoreClient | None = None
         self._links: TcpLinks | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,9 +107,14 @@ class RankLink:
             self.seat,
         )
         group.collective_timeout = self.timeout
+        group.members, group.lifecycle = tuple(ranks), self.lifecycle
         if across:
             group.links, group.host = self.links, self._boot.host
         return group
+
+    def restart(self, generation: int) -> None:
+        """Enters a generation that all ranks of the replica have agreed on."""
+        self.lifecycle.restart(self._membership(generation))
 
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
@@ -148,6 +156,10 @@ class RankLink:
     def is_stopping(self) -> bool:
         """Whether the supervisor has ended the membership of all ranks."""
         return self._page.live == 0
+
+    def _membership(self, generation: int = 0) -> Membership:
+        """A death ends the service, so that all ranks are active in every epoch."""
+        return Membership(generation, tuple(range(self.mesh.world)), self.seat.epoch)
 
     def _beat(self) -> None:
         while True:

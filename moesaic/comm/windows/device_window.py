@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
@@ -124,23 +125,13 @@ class DeviceWindow(ABC):
         if desk[FailureWords.FAILURE]:
             raise self._complaint(desk.tolist())
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        """Forgets what is in flight. All ranks that go on call it with one number, higher than any
-        before, when no kernel of the last generation is under way on any of them; `active`: who
-        goes on, all unless given."""
-        ranks = range(self.size) if active is None else active
-        if not self.generation < generation <= MAX_GENERATION:
-            raise ValueError(
-                f"generation {generation}: give one of {self.generation + 1}..{MAX_GENERATION}"
-            )
-        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
-            raise ValueError(
-                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
-                f"{self.rank} among them"
-            )
-        self.generation, self._reason = generation, ""
-        state = new_state(self._channels, ranks, self.timeout)
-        state[DeviceStateWord.GENERATION] = generation
+    def restart(self, membership: Membership) -> None:
+        """Drops what is in flight. All active ranks call it when no kernel of the last generation
+        runs on any of them."""
+        membership.check(self.rank, self.size, self.generation, MAX_GENERATION + 1)
+        self.generation, self._reason = membership.generation, ""
+        state = new_state(self._channels, membership.active, self.timeout)
+        state[DeviceStateWord.GENERATION] = self.generation
         self.mail.state.copy_(state)
         self.mail.desk.zero_()
 

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow, layout, new_state, round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
 from moesaic.kernels.a2a import DESK_WORDS, SignalPlanes
@@ -111,10 +112,10 @@ class SymmetricWindow(DeviceWindow):
             meeting.exchange(b"")
         return window
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        """As above; waits for this rank's kernels itself."""
+    def restart(self, membership: Membership) -> None:
+        """Also waits for this rank's own kernels."""
         torch.cuda.synchronize(self._device)
-        super().restart(generation, active)
+        super().restart(membership)
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:

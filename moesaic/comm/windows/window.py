@@ -139,6 +139,7 @@ class SharedWindow(Window):
         timeout: float,
         channels: int,
     ) -> None:
+        self.group = group
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         self._everyone = range(self.size)
         self._channels = channels

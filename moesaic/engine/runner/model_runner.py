@@ -220,7 +220,7 @@ class ModelRunner:
             return self.results(plan, turn, self.forward(plan, turn))
         except Exception:
             if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
-                self.moe.restart()
+                self.moe.comm.group.lifecycle.restart()
             raise
 
     def begin(self, plan: StepPlan, turn: StepAgreement | None = None) -> StepHandle:
@@ -234,15 +234,6 @@ class ModelRunner:
         """Ends what is under way on a device, also where it waits for other ranks. A rank does so
         before it tells that it is ready to begin again."""
         logger.debug("nothing is under way: %s", reason)
-
-    def restart(self, generation: int) -> None:
-        """After a step that was abandoned; all ranks call it with one number, higher than any
-        before."""
-        self.moe.restart(generation)
-        self.ranks.restart(generation)
-        for layer in self.moe_layers:
-            if not layer.dispatcher.keeps_lanes:
-                layer.dispatcher.restart(generation)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, turn: StepAgreement, x_TH: Tensor | None = None) -> Tensor:

@@ -102,13 +102,6 @@ class RankContext:
             deterministic=deterministic,
         )
 
-    def restart(self, generation: int) -> None:
-        """After a step that was abandoned; all ranks do so with one number, higher than any
-        before."""
-        for collective in (self.stage, self.attention, self.on_device):
-            if collective is not None:
-                collective.restart(generation)
-
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""
         told = self.replica.all_gather_bytes(json.dumps(value).encode(), operation)

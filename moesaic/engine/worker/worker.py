@@ -255,9 +255,7 @@ class Worker:
         self._under_way.clear()
         self._local.clear()
         self._sender, self._receiver = PlanSender(), PlanReceiver()
-        if self.pipe is not None:
-            self.pipe.restart(generation)
-        self.runner.restart(generation)
+        self.link.restart(generation)
 
     def _wait_for_word(self) -> messages.AnyMessage | None:
         return self.link.receive(None, f"abandon step {self.number}")

@@ -10,7 +10,7 @@ the front of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import create, window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import ChannelCall, RowPlanes
@@ -91,6 +92,7 @@ class DeviceExchange(InFlight):
         self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
+        comm.group.register(self)
 
     @classmethod
     def shared(cls, spec: DeviceExchangeSpec, comm: CommContext) -> DeviceExchange:
@@ -100,11 +102,14 @@ class DeviceExchange(InFlight):
         assert isinstance(found, DeviceExchange)
         return found
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        super().restart(generation, active)
+    def restart(self, membership: Membership) -> None:
+        super().restart(membership)
         self._last = [None] * self.spec.lanes
-        self.window.restart(generation, self.active)
+        self.window.restart(membership)
         self.active_P.copy_(torch.tensor([p in self.active for p in range(self.size)]))
+
+    def abort(self, reason: str) -> None:
+        self.window.abort(reason)
 
     def close(self) -> None:
         """Gives the memory back; no kernel of this rank may use it any more."""
