@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from moesaic.comm.arrange import mesh_of
+from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
 from moesaic.core.redact import shown

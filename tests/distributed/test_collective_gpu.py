@@ -77,7 +77,7 @@ def compile_in_turn(group: RankGroup, comm: DeviceCollective) -> None:
     find on disk, instead of each by itself while others wait."""
     for first in (True, False):
         if (group.rank == 0) == first:
-            comm.window.mail.state[DeviceStateWord.BROKEN] = 1
+            comm.window.signals.state[DeviceStateWord.BROKEN] = 1
             for tokens in TOKENS:
                 list(pairs(comm, tokens, 0))
             torch.cuda.synchronize()

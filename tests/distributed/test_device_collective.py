@@ -87,7 +87,7 @@ def random_operations(group: RankGroup, count: int) -> list[int]:
         if own.random() < 0.2:
             time.sleep(own.random() * 0.005)
         one_operation(comm, chance, seed)
-    return comm.window.mail.state.tolist()
+    return comm.window.signals.state.tolist()
 
 
 def test_random_operations_in_a_row(pools: Pools) -> None:
@@ -273,11 +273,11 @@ def test_nccl_is_abandoned_before_the_device_is_waited_for(pools: Pools) -> None
 def called_back(group: RankGroup) -> float:
     """The supervisor calls while the device waits for a rank that never comes."""
     comm, page = Queued(group, 60.0), ControlPage.create(1)[0]
-    seat = page.seat(0)
-    watch = PeerWatchdog(group.lifecycle, seat)
+    status = page.status(0)
+    watch = PeerWatchdog(group.lifecycle, status)
     comm.begin_alone()
     began = time.monotonic()
-    threading.Timer(0.1, lambda: page.recall(0, 1)).start()
+    threading.Timer(0.1, lambda: page.roll_back(0, 1)).start()
     comm.queue.synchronize()
     seconds = time.monotonic() - began
     until = time.monotonic() + 10.0
@@ -287,7 +287,7 @@ def called_back(group: RankGroup) -> float:
         watch.check()
     with pytest.raises(StepRolledBack):
         watch.explain(caught.value)
-    seat.generation = 1
+    status.generation = 1
     group.barrier("abandoned")
     group.lifecycle.restart()
     comm.check_sum()

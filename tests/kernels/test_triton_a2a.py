@@ -170,7 +170,7 @@ def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.Ch
     for window in windows:
         window.timeout = 0.05
         window.restart(Membership(1, tuple(range(window.size))))
-        window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
+        window.signals.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
     calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
     together(calls, signal, wait)
     return windows, calls
@@ -245,9 +245,9 @@ def test_which_of_two_flags_is_older(
     ):
         windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
         for window, (generation, count, tag) in zip(windows, order, strict=True):
-            window.mail.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
-            window.mail.state[DeviceStateWord.GENERATION] = generation
-            window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count - 1
+            window.signals.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
+            window.signals.state[DeviceStateWord.GENERATION] = generation
+            window.signals.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count - 1
             signal(window.call(RESULTS, "combine", tag))
         wait(windows[0].call(RESULTS, "combine", order[0][2]))
         if GPU:
@@ -292,7 +292,7 @@ def test_a_peer_that_is_not_there(
     made = both(case)
     for windows, signal in zip(made, (kernels.signal, twins.signal.twin), strict=True):
         for window in windows:
-            window.mail.state[DeviceStateWord.TIMEOUT_NS] = int(0.05e9)
+            window.signals.state[DeviceStateWord.TIMEOUT_NS] = int(0.05e9)
         for rank in (0, 1):
             signal(windows[rank].call(RESULTS, "combine", tag=1))
         if failure == Failure.OUT_OF_STEP:

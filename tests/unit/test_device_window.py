@@ -14,7 +14,6 @@ from torch import Tensor
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows import device_window
 from moesaic.comm.windows.device_window import (
     ALIGN,
     MAX_GENERATION,
@@ -22,8 +21,8 @@ from moesaic.comm.windows.device_window import (
     DeviceWindow,
     HostWindow,
     layout,
-    window_bytes,
 )
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import DeviceStateWord, SignalPlanes, signal, wait
 
@@ -45,14 +44,14 @@ def test_planes_do_not_overlap():
     assert nbytes >= ends[-1]
     # Flags are of the ranks there are.
     assert layout(SPECS, channels=3, size=2)[1] == 3 * ALIGN
-    assert window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
+    assert device_window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
 
 
 def test_what_a_window_takes_on_a_gpu():
     """It is known where there is none."""
-    assert window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
+    assert device_window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
     large = (PlaneSpec("x", (2 << 20,), torch.uint8),)
-    assert window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
+    assert device_window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
 
 
 def test_one_array_of_each_rank():
@@ -71,7 +70,7 @@ def test_one_array_of_each_rank():
 def test_a_rank_alone():
     """Made where models are: in inference mode, with another device for new tensors."""
     with torch.inference_mode(), torch.device("meta"):
-        window = device_window.create(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
+        window = create_device_window(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
     call = window.call(0, "alone")
     signal(call)
     wait(call)
@@ -87,14 +86,14 @@ def test_too_many_ranks():
     group = RankGroup.alone()
     group.size = 64
     with pytest.raises(ValueError, match=r"a window holds 1\.\.63 ranks, not 64"):
-        device_window.create(group, SPECS, SECONDS, 2, CPU)
+        create_device_window(group, SPECS, SECONDS, 2, CPU)
 
 
 def test_ranks_on_two_nodes():
     group = RankGroup.alone()
     group.size, group.nodes = 2, (0, 1)
     with pytest.raises(ValueError, match=r"ranks on nodes \[0, 1\]: kernels reach memory of one"):
-        device_window.create(group, SPECS, SECONDS, 2, CPU)
+        create_device_window(group, SPECS, SECONDS, 2, CPU)
 
 
 def step(ranks: Sequence[DeviceWindow], channel: int = 0, layer: int = 0) -> None:
@@ -230,7 +229,7 @@ def test_a_rank_that_is_late_after_a_restart(count: int):
     """However often it has raised its flag before."""
     ranks = windows(2, timeout=10.0)
     for window in ranks:
-        window.mail.state[DeviceStateWord.CHANNELS] = count
+        window.signals.state[DeviceStateWord.CHANNELS] = count
     step(ranks, layer=3)
     step(ranks, layer=4)
     for window in ranks:

@@ -54,40 +54,40 @@ def meet(owner: Owner) -> None:
     wait(call)
 
 
-def called_back(page: ControlPage, seat: RankStatus, owner: Owner) -> float:
+def called_back(page: ControlPage, status: RankStatus, owner: Owner) -> float:
     """Seconds for which it waited since then."""
     told: list[float] = []
 
-    def recall() -> None:
+    def roll_back() -> None:
         told.append(time.monotonic())
-        page.recall(0, seat.generation + 1)
+        page.roll_back(0, status.generation + 1)
 
-    threading.Timer(0.1, recall).start()
+    threading.Timer(0.1, roll_back).start()
     meet(owner)
     return time.monotonic() - told[0]
 
 
 def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     mine, other = owners(timeout=60.0)
-    seat = page.seat(0)
-    watch = watchdog(mine, seat)
-    assert called_back(page, seat, mine) < 5.0
+    status = page.status(0)
+    watch = watchdog(mine, status)
+    assert called_back(page, status, mine) < 5.0
     with pytest.raises(WindowAborted) as caught:
         watch.check()
     with pytest.raises(StepRolledBack) as recalled:
         watch.explain(caught.value)
-    assert recalled.value.generation == seat.generation + 1
+    assert recalled.value.generation == status.generation + 1
     # Both adopt it and go on.
-    seat.generation += 1
+    status.generation += 1
     for owner in (mine, other):
-        owner.lifecycle.restart(Membership(seat.generation, (0, 1)))
+        owner.lifecycle.restart(Membership(status.generation, (0, 1)))
     watch.check()
     peer = threading.Thread(target=meet, args=(other,))
     peer.start()
     meet(mine)
     peer.join()
     watch.check()
-    assert called_back(page, seat, mine) < 5.0, "it still watches"
+    assert called_back(page, status, mine) < 5.0, "it still watches"
 
 
 def test_memory_of_windows_is_counted():
@@ -101,7 +101,7 @@ def test_memory_of_windows_is_counted():
 
 def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     mine, _ = owners(timeout=0.05)
-    watch = watchdog(mine, page.seat(0))
+    watch = watchdog(mine, page.status(0))
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
         watch.check()
@@ -124,12 +124,12 @@ def test_waits_may_last_longer_for_a_while(page: ControlPage):
 def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
     mine, other = owners(timeout=0.2)
     watch = watchdog(mine, None)
-    before = [window.mail.state.tolist() for window in (mine.window, other.window)]
+    before = [window.signals.state.tolist() for window in (mine.window, other.window)]
     with watch.apart():
         meet(mine)  # does not wait
     watch.check()
-    assert [window.mail.state.tolist() for window in (mine.window, other.window)] == before
-    assert not other.window.mail.flag(1, 0).any() and not mine.window.mail.flag(0, 0).any()
+    assert [window.signals.state.tolist() for window in (mine.window, other.window)] == before
+    assert not other.window.signals.flag(1, 0).any() and not mine.window.signals.flag(0, 0).any()
     meet(mine)
     with pytest.raises(PeerTimeout):
         watch.check()

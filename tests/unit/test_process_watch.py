@@ -20,7 +20,7 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
     threads waits for a core for that share of the time."""
     page, descriptor = ControlPage.create(1)
     os.close(descriptor)
-    page.seat(0).enter(RankState.COMPUTING, "a long step")
+    page.status(0).enter(RankState.COMPUTING, "a long step")
     watch, clock = ProcessWatch(page, Timeouts(beat=5.0)), 100.0
     monkeypatch.setattr(watch_module, "process_state", lambda pid: "R")
     monkeypatch.setattr(

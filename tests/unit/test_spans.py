@@ -64,17 +64,17 @@ def test_a_recording_ends_after_its_steps(heard_after: int) -> None:
 
 def test_a_seat_records_its_waits() -> None:
     page, _ = ControlPage.create(2)
-    seat = page.seat(1)
-    seat.spans = Spans()
-    seat.enter(RankState.COMPUTING)
-    seat.spans.start()
-    seat.enter(RankState.WAITING, "dispatch")
-    seat.enter(RankState.COMPUTING)
-    seat.note_wait(1000)
-    waits = recorded(seat.spans)
+    status = page.status(1)
+    status.spans = Spans()
+    status.enter(RankState.COMPUTING)
+    status.spans.start()
+    status.enter(RankState.WAITING, "dispatch")
+    status.enter(RankState.COMPUTING)
+    status.note_wait(1000)
+    waits = recorded(status.spans)
     assert [span.kind for span in waits] == [SpanKind.WAIT, SpanKind.WAIT]
     assert waits[0].end <= waits[1].end and waits[1].end - waits[1].begin == 1000
-    computed, waited = seat.totals
+    computed, waited = status.totals
     assert waited == pytest.approx(sum(span.end - span.begin for span in waits) / 1e9)
     assert computed + 1e-6 > page.seen(1).computed
 

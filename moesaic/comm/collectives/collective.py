@@ -20,7 +20,8 @@ from torch import Tensor
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.mesh import share
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 HALVES: Final = 2
 # What stands before each part: how much of the sum its rank wants, and what the part is of.
@@ -119,7 +120,7 @@ class WindowCollective(Collective):
         self._round = 0
         if self.size == 1:
             return
-        self._window = SharedWindow.create(group, _planes(nbytes), timeout, channels=1)
+        self._window = create_window(group, _planes(nbytes), timeout, channels=1)
         # Tensors made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             halves = self._window.stacked("halves").unbind(1)

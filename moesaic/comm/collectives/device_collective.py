@@ -31,7 +31,8 @@ from moesaic.comm.collectives.collective import (
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import WindowAborted
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.windows.device_window import DeviceWindow
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, ChannelCall, FailureWords
@@ -103,7 +104,7 @@ class DeviceCollective(Collective):
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
         self._board = Board(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
-        self._device = window.mail.state.device.type
+        self._device = window.signals.state.device.type
         self._parts: dict[int, tuple[str, str]] = {}
 
     @classmethod
@@ -115,7 +116,7 @@ class DeviceCollective(Collective):
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
         specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
-        window = create(group, specs, timeout, cls.channels(lanes), device)
+        window = create_device_window(group, specs, timeout, cls.channels(lanes), device)
         collective = cls(window, nbytes, lanes, lane_bytes)
         group.register(collective)
         return collective
@@ -139,7 +140,7 @@ class DeviceCollective(Collective):
             return 0
         lanes, lane_bytes = lanes_of(max(size, neighbours))
         specs = cls.planes(size, nbytes, lanes, lane_bytes)
-        return window_bytes(specs, size, cls.channels(lanes), device)
+        return device_window_bytes(specs, size, cls.channels(lanes), device)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
@@ -148,7 +149,7 @@ class DeviceCollective(Collective):
         out_M = x_N.new_empty(len(chosen) * width)
         tag = self._tag(operation, "sum_rows", x_N.dtype, (len(x_N),))
         if len(x_N) and x_N.nbytes <= self._board.push_bytes:
-            call = ChannelCall(self.window.mail, 0, tag)
+            call = ChannelCall(self.window.signals, 0, tag)
             push(call, self._board, x_N, out_M, ElementRange(0, len(x_N)), Sum(first))
         else:
             self._sum_large(x_N, out_M, first, tag)
@@ -181,7 +182,7 @@ class DeviceCollective(Collective):
 
     def check(self) -> None:
         """Raises what went wrong in a wait, as far as kernels have come."""
-        desk = self.window.mail.desk
+        desk = self.window.signals.desk
         if not desk[FailureWords.FAILURE]:
             return
         wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
@@ -204,7 +205,7 @@ class DeviceCollective(Collective):
         self.window.close()
 
     def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
-        call, board = ChannelCall(self.window.mail, self._board.post_channel, tag), self._board
+        call, board = ChannelCall(self.window.signals, self._board.post_channel, tag), self._board
         itemsize = x_N.element_size()
         for piece in cut_into(len(x_N), board.post_bytes // itemsize):
             cut = ElementRange(piece.start, piece.stop)
@@ -232,7 +233,7 @@ class DeviceCollective(Collective):
         count, board = rows.stop * max(words), self._board
         if count and count * word <= board.push_bytes:
             push(
-                ChannelCall(self.window.mail, 0, tag),
+                ChannelCall(self.window.signals, 0, tag),
                 board,
                 x_N,
                 out_M,
@@ -240,7 +241,7 @@ class DeviceCollective(Collective):
                 target,
             )
         else:
-            call = ChannelCall(self.window.mail, board.post_channel, tag)
+            call = ChannelCall(self.window.signals, board.post_channel, tag)
             for piece in cut_into(count, board.post_bytes // word):
                 cut = ElementRange(piece.start, piece.stop)
                 post(call, board, x_N, cut, target)

@@ -32,7 +32,7 @@ class Peers(ABC):
     """Ranks that meet to make something together, such as a window.
 
     `nodes`: the node of each of them, empty where all are on one. `links`: this rank's connections
-    to other nodes, needed where there are several. `seat`: this rank's line in its node's control
+    to other nodes, needed where there are several. `status`: this rank's line in its node's control
     page, where waits look for a new epoch and say what they are in.
     """
 
@@ -42,7 +42,7 @@ class Peers(ABC):
     timeout: float
     nodes: tuple[int, ...] = ()
     links: TcpLinks | None = None
-    seat: RankStatus | None = None
+    status: RankStatus | None = None
 
     @cached_property
     def members(self) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import PeerLost, PeerTimeout
 from moesaic.comm.lifecycle import Membership, Participant
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 # What stands before a message in its slot: words of the enumeration below.
 HEAD_BYTES: Final = 64
@@ -85,7 +86,7 @@ class Pipe(Participant):
             raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
         self.spec, self.rank, self.size = spec, group.rank, group.size
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self._window = SharedWindow.create(group, spec.planes(), timeout, len(PipeSignal))
+        self._window = create_window(group, spec.planes(), timeout, len(PipeSignal))
         self._texts = self._window.plane("texts")
         self._tensors = self._window.plane("tensors")
         self._outbox = self._texts.numpy()

@@ -24,7 +24,7 @@ from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankState, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, unpack_boot
+from moesaic.comm.supervise.service_spec import RankSpec, unpack_rank_spec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
@@ -51,7 +51,7 @@ class RankLink:
         self._boot = boot
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(boot.control, len(here), here.start)
-        self.seat: RankStatus = self._page.seat(boot.rank)
+        self.status: RankStatus = self._page.status(boot.rank)
         self.lifecycle = Lifecycle(self._membership())
         """What this rank restarts when a step is rolled back."""
         self._store: StoreClient | None = None
@@ -62,8 +62,8 @@ class RankLink:
         self._socket.linger = LINGER_MS
         self._socket.identity = boot.route
         self._socket.connect(boot.endpoint)
-        self.seat.beat()
-        self.seat.enter(RankState.STARTING, "start")
+        self.status.beat()
+        self.status.enter(RankState.STARTING, "start")
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     @property
@@ -104,7 +104,7 @@ class RankLink:
             len(ranks),
             self._boot.start_timeout,
             nodes if across else (),
-            self.seat,
+            self.status,
         )
         group.collective_timeout = self.timeout
         group.members, group.lifecycle = tuple(ranks), self.lifecycle
@@ -119,7 +119,7 @@ class RankLink:
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
         # Before it is told: whoever hears of it may look at once.
-        self.seat.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
+        self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
         self.send(Ready(self.rank, facts))
 
     def send(self, message: Message) -> None:
@@ -135,11 +135,11 @@ class RankLink:
             if timeout == 0:
                 return None
             if waits_for is None:
-                self.seat.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
+                self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
             else:
-                self.seat.enter(RankState.WAITING, waits_for)
+                self.status.enter(RankState.WAITING, waits_for)
             arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
-            self.seat.enter(RankState.COMPUTING)
+            self.status.enter(RankState.COMPUTING)
             if not arrived:
                 return None
         message = decode(self._socket.recv())
@@ -159,11 +159,11 @@ class RankLink:
 
     def _membership(self, generation: int = 0) -> Membership:
         """A death ends the service, so that all ranks are active in every epoch."""
-        return Membership(generation, tuple(range(self.mesh.world)), self.seat.epoch)
+        return Membership(generation, tuple(range(self.mesh.world)), self.status.epoch)
 
     def _beat(self) -> None:
         while True:
-            self.seat.beat()
+            self.status.beat()
             time.sleep(BEAT_SECONDS)
 
 
@@ -171,7 +171,7 @@ def main(data: bytes) -> None:
     """The life of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
-    boot = unpack_boot(data)
+    boot = unpack_rank_spec(data)
     name_process(process_name(boot.rank))
     _set_up(boot)
     link = RankLink(boot)

@@ -19,7 +19,7 @@ from moesaic.comm.supervise.service_spec import split_address
 SIOCGIFADDR: Final = 0x8915
 
 
-def check_meeting(
+def check_init_address(
     node_rank: int, address: str, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Before anything is started: ValueError, with what to change, where nodes cannot meet there

@@ -1,8 +1,8 @@
 """The control page of a node: who belongs to the service, and what each rank is doing.
 
 The supervisor of the node makes it; ranks map it. The supervisor alone writes the head: the epoch,
-the mask of live ranks, and why the last change was made. Each rank writes its own seat, but for one
-word by which the supervisor calls it back from a step. Words are aligned int64, which a
+the mask of live ranks, and why the last change was made. Each rank writes its own status, but for
+one word by which the supervisor calls it back from a step. Words are aligned int64, which a
 memoryview loads and stores in one piece. No torch here.
 """
 
@@ -22,12 +22,12 @@ WORD: Final = 8
 TEXT_BYTES: Final = 248
 LINE_BYTES: Final = 64
 HEAD_BYTES: Final = LINE_BYTES + 256
-SEAT_BYTES: Final = LINE_BYTES + 256
+STATUS_BYTES: Final = LINE_BYTES + 256
 MAGIC: Final = 0x4D4F455341494331
 
 # Words of the head.
-MAGIC_WORD, EPOCH, LIVE, SEATS = range(4)
-# Words of a seat.
+MAGIC_WORD, EPOCH, LIVE, NUM_RANKS = range(4)
+# Words of a status.
 BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
 
 
@@ -95,7 +95,7 @@ class StepRolledBack(RuntimeError):
 
 
 class ControlPage:
-    """Seats are numbered from 0 in every node; `first_rank` is the rank in seat 0."""
+    """Seats are numbered from 0 in every node; `first_rank` is the rank in status 0."""
 
     def __init__(self, memory: mmap.mmap, first_rank: int) -> None:
         self._memory = memory
@@ -104,20 +104,20 @@ class ControlPage:
         self.first_rank = first_rank
 
     @classmethod
-    def create(cls, seats: int, first_rank: int = 0) -> tuple[ControlPage, int]:
+    def create(cls, num_ranks: int, first_rank: int = 0) -> tuple[ControlPage, int]:
         """The page, and the descriptor by which others find it: /proc/PID/fd/N."""
-        length = HEAD_BYTES + seats * SEAT_BYTES
+        length = HEAD_BYTES + num_ranks * STATUS_BYTES
         descriptor = create_memory(MEMORY, length)
         page = cls(mmap.mmap(descriptor, length), first_rank)
         page._words[EPOCH] = 1
-        page._words[LIVE] = (1 << seats) - 1
-        page._words[SEATS] = seats
+        page._words[LIVE] = (1 << num_ranks) - 1
+        page._words[NUM_RANKS] = num_ranks
         page._words[MAGIC_WORD] = MAGIC
         return page, descriptor
 
     @classmethod
-    def open(cls, path: str, seats: int, first_rank: int = 0) -> ControlPage:
-        page = cls(map_memory(path, MEMORY, HEAD_BYTES + seats * SEAT_BYTES), first_rank)
+    def open(cls, path: str, num_ranks: int, first_rank: int = 0) -> ControlPage:
+        page = cls(map_memory(path, MEMORY, HEAD_BYTES + num_ranks * STATUS_BYTES), first_rank)
         if page._words[MAGIC_WORD] != MAGIC:
             raise ValueError(f"{path} is not a control page")
         return page
@@ -128,7 +128,7 @@ class ControlPage:
 
     @property
     def live(self) -> int:
-        """The mask of seats that belong to the service."""
+        """The mask of num_ranks that belong to the service."""
         return self._words[LIVE]
 
     @property
@@ -136,8 +136,8 @@ class ControlPage:
         return self._text(LINE_BYTES)
 
     @property
-    def num_seats(self) -> int:
-        return self._words[SEATS]
+    def num_ranks(self) -> int:
+        return self._words[NUM_RANKS]
 
     def change(self, live: int, reason: str) -> int:
         """By the supervisor: a new epoch. Every wait of every rank then raises EpochChanged."""
@@ -146,12 +146,12 @@ class ControlPage:
         self._words[EPOCH] += 1
         return self._words[EPOCH]
 
-    def recall(self, rank: int, generation: int) -> None:
+    def roll_back(self, rank: int, generation: int) -> None:
         """By the supervisor: waits of this rank that are not over yet raise Recalled until it has
         adopted this."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
 
-    def seat(self, rank: int) -> RankStatus:
+    def status(self, rank: int) -> RankStatus:
         return RankStatus(self, rank - self.first_rank)
 
     def seen(self, rank: int) -> Seen:
@@ -169,9 +169,9 @@ class ControlPage:
             waited=words[WAITED] / 1e9,
         )
 
-    def _base(self, seat: int) -> int:
-        assert 0 <= seat < self.num_seats, f"seat {seat} of {self.num_seats}"
-        return HEAD_BYTES + seat * SEAT_BYTES
+    def _base(self, status: int) -> int:
+        assert 0 <= status < self.num_ranks, f"status {status} of {self.num_ranks}"
+        return HEAD_BYTES + status * STATUS_BYTES
 
     def _write(self, start: int, text: str) -> None:
         """A length and that many bytes of UTF-8, cut to fit."""

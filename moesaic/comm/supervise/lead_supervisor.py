@@ -65,7 +65,7 @@ class Replica:
 
     ranks: range
     groups: range
-    recalls: StepRollbacks
+    rollbacks: StepRollbacks
     awake: bool = False
     round: int = 0
 
@@ -139,7 +139,7 @@ class LeadSupervisor(NodeSupervisor):
         self.log_end(logging.ERROR, f"the service ends: {message}")
         self._tell_others(Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.tell_client(Fault(message, list(ranks)))
+        self.send_client(Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
         if self.exit_code is not None:
@@ -147,10 +147,10 @@ class LeadSupervisor(NodeSupervisor):
         self.exit_code = 0
         self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}"):
-            self.tell_client(answer)
+            self.send_client(answer)
         self._tell_others(Stop())
         self.stop_ranks()
-        self.tell_client(Stop())
+        self.send_client(Stop())
 
     def on_client(self, message: AnyMessage) -> None:
         match message:
@@ -170,10 +170,10 @@ class LeadSupervisor(NodeSupervisor):
         match message:
             case StepOutput():
                 self.journal.take(message)
-                self.tell_client(data)
-                self._replica_of(rank).recalls.note_progress()
+                self.send_client(data)
+                self._replica_of(rank).rollbacks.note_progress()
             case QueryReply():
-                self.tell_client(data)
+                self.send_client(data)
             case Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
             case SlowStep():
@@ -194,7 +194,7 @@ class LeadSupervisor(NodeSupervisor):
         """To a rank of any node."""
         node = self.mesh.node_of(rank)
         if node == 0:
-            self.tell_rank(rank, data)
+            self.send_local(rank, data)
         elif self._others is not None:
             self._others.send(node, Relay(rank, data))
 
@@ -205,7 +205,7 @@ class LeadSupervisor(NodeSupervisor):
 
     def _tell_others(self, message: Message) -> None:
         if self._others is not None:
-            self._others.tell_all(message)
+            self._others.broadcast(message)
 
     def _on_others(self) -> None:
         assert self._others is not None
@@ -256,7 +256,7 @@ class LeadSupervisor(NodeSupervisor):
             self._others.forgive(now)
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
-            self._others.tell_all(Beat(0))
+            self._others.broadcast(Beat(0))
         self._await_nodes(now)
         lost = self._others.lost(now)
         if lost is not None:
@@ -282,13 +282,13 @@ class LeadSupervisor(NodeSupervisor):
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
-        self.tell_client(
+        self.send_client(
             StepOutput([RequestDelta(rid, [], finish=Finish("abort", message=why, failed=True))])
         )
 
     def _ask(self, question: Query) -> None:
         if question.what in ("info", "stats"):
-            self.tell_client(QueryReply(question.number, -1, self._overview()))
+            self.send_client(QueryReply(question.number, -1, self._overview()))
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # They answer in their sleep, too.
         for rank in range(self.mesh.world) if question.every else leaders:
@@ -309,29 +309,29 @@ class LeadSupervisor(NodeSupervisor):
 
     def _on_asleep(self, replica: Replica, round_: int) -> None:
         """While ranks are called back they are as good as awake: all will step once more."""
-        if not replica.recalls.under_way:
+        if not replica.rollbacks.under_way:
             replica.awake, replica.round = False, round_
             self._wake_if_due(replica)
 
     def _on_step_failed(self, failed: StepFailed) -> None:
         replica = self._replica_of(failed.rank)
-        recall = replica.recalls.begin(failed)
-        if recall is None:
+        rollback = replica.rollbacks.begin(failed)
+        if rollback is None:
             return
-        if replica.recalls.is_hopeless:
-            steps = f"the last {replica.recalls.in_vain} steps have failed, with nothing done"
+        if replica.rollbacks.is_hopeless:
+            steps = f"the last {replica.rollbacks.failures} steps have failed, with nothing done"
             message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}; {steps}"
             self.fail(message, [failed.rank])
             return
-        recall.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
-        logger.warning("a step is abandoned: %s", recall.error)
+        rollback.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
+        logger.warning("a step is abandoned: %s", rollback.error)
         replica.awake = True
-        self._tell_others(recall)
-        self.call_back(recall)
+        self._tell_others(rollback)
+        self.roll_back(rollback)
 
     def _on_abandoned(self, abandoned: StepAbandoned) -> None:
         replica = self._replica_of(abandoned.rank)
-        resume = replica.recalls.take(abandoned)
+        resume = replica.rollbacks.take(abandoned)
         if resume is not None:
             for rank in replica.ranks:
                 self.send_rank(rank, encode(resume))
@@ -349,7 +349,7 @@ class LeadSupervisor(NodeSupervisor):
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             ready = Ready(0, {**ranks[0], "ranks": ranks})
             self._tell_others(ready)
-            self.tell_client(ready)
+            self.send_client(ready)
 
     def _check_start(self, now: float) -> None:
         if now - self._begun < self.spec.timeouts.start:

@@ -19,7 +19,7 @@ from moesaic.comm.network.quiet_log import QuietLog
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
-from moesaic.comm.supervise.process_watch import ProcessWatch, obituary
+from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
 from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, pack
 from moesaic.comm.supervise.spawner import Spawner, SpawnJob, kill_children
 from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
@@ -52,8 +52,8 @@ class NodeSupervisor(ABC):
         self._strangers = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
-        self._nursery = Spawner(_preloads(spec))
-        self.loop.add(self._nursery.bell, self._on_born)
+        self._spawner = Spawner(_preloads(spec))
+        self.loop.add(self._spawner.bell, self._on_born)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
         self._ranks = self.socket(zmq.ROUTER)
@@ -123,18 +123,18 @@ class NodeSupervisor(ABC):
         made.linger = LINGER_MS
         return made
 
-    def tell_rank(self, rank: int, data: bytes) -> None:
+    def send_local(self, rank: int, data: bytes) -> None:
         self._ranks.send_multipart([self._routes[rank], data])
 
-    def call_back(self, recall: RollbackStep) -> None:
+    def roll_back(self, rollback: RollbackStep) -> None:
         """Those ranks of the replica that are in this node: those in a wait see the word, those
         that sleep get the message."""
-        for rank in self.mesh.ranks_of_replica(recall.replica):
+        for rank in self.mesh.ranks_of_replica(rollback.replica):
             if rank in self.spec.ranks:
-                self.page.recall(rank, recall.generation)
-                self.tell_rank(rank, encode(recall))
+                self.page.roll_back(rank, rollback.generation)
+                self.send_local(rank, encode(rollback))
 
-    def tell_client(self, message: Message | bytes) -> None:
+    def send_client(self, message: Message | bytes) -> None:
         data = message if isinstance(message, bytes) else encode(message)
         # When it has gone: that is seen by other means.
         with suppress(zmq.Again):
@@ -170,7 +170,7 @@ class NodeSupervisor(ABC):
             jobs.append(
                 SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (pack(boot),))
             )
-        self._nursery.start(jobs)
+        self._spawner.start(jobs)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
         """A new epoch without these ranks, whose processes are killed before anybody goes on
@@ -188,7 +188,7 @@ class NodeSupervisor(ABC):
     def stop_ranks(self) -> None:
         """Ask all ranks to end, and end those that do not."""
         for rank in self._processes:
-            self.tell_rank(rank, encode(Stop()))
+            self.send_local(rank, encode(Stop()))
         # A rank that waits for one that has already ended must not wait for ever.
         self.page.change(0, "the service is stopped")
         # Those that still load do not listen, and have nothing to bring to an end.
@@ -212,13 +212,13 @@ class NodeSupervisor(ABC):
             process.join(LAST_WORDS)
 
     def _on_born(self) -> None:
-        born, trouble = self._nursery.take()
+        born, trouble = self._spawner.take()
         for process in born:
             rank = int(process.name.removeprefix("rank"))
             self._processes[rank] = process
             self.loop.add(process.sentinel, self._on_rank_end)
         if trouble:
-            self.loop.remove(self._nursery.bell)
+            self.loop.remove(self._spawner.bell)
             self.fail(f"{trouble}; the fork server may have failed to load", [])
 
     def _on_rank_end(self) -> None:
@@ -230,7 +230,9 @@ class NodeSupervisor(ABC):
             self.loop.remove(self._processes[rank].sentinel)
             dead.remove(rank)
         if dead and self.exit_code is None:
-            told = [self.blame(rank, obituary(self._processes[rank].exitcode)) for rank in dead]
+            told = [
+                self.blame(rank, describe_exit(self._processes[rank].exitcode)) for rank in dead
+            ]
             self.fail("; ".join(told), dead)
 
     def _await_last_words(self) -> None:

@@ -145,7 +145,7 @@ def _stat(pid: int, field: int) -> str:
     return stat.rpartition(b")")[2].split()[field].decode()
 
 
-def obituary(exit_code: int | None) -> str:
+def describe_exit(exit_code: int | None) -> str:
     """How a process ended, from its exit code as multiprocessing gives it."""
     if exit_code is None:
         return "is gone"

@@ -10,7 +10,7 @@ from moesaic.core.messages import ResumeSteps, RollbackStep, StepAbandoned, Step
 
 # Steps that may fail in a row without anything given out in between. Finding one request among n
 # takes about log2 n of them.
-MOST_IN_VAIN: Final = 64
+MAX_FAILURES: Final = 64
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class StepRollbacks:
     leaders: Sequence[int]
     generation: int = 0
     missing: set[int] = field(default_factory=set)
-    in_vain: int = 0
+    failures: int = 0
     _round: int = 0
     _suspects: dict[int, int] = field(default_factory=dict)
 
@@ -34,7 +34,7 @@ class StepRollbacks:
     @property
     def is_hopeless(self) -> bool:
         """Whether steps fail whoever takes part in them."""
-        return self.in_vain > MOST_IN_VAIN
+        return self.failures > MAX_FAILURES
 
     def begin(self, failed: StepFailed) -> RollbackStep | None:
         """What to tell the ranks; nothing if they have been told already: several ranks may fail in
@@ -42,7 +42,7 @@ class StepRollbacks:
         if self.under_way or failed.generation != self.generation:
             return None
         self.generation += 1
-        self.in_vain += 1
+        self.failures += 1
         self.missing = set(self.ranks)
         self._suspects.clear()
         return RollbackStep(self.replica, self.generation, failed.step, failed.error)
@@ -61,4 +61,4 @@ class StepRollbacks:
 
     def note_progress(self) -> None:
         """A rank of the replica has given something out."""
-        self.in_vain = 0
+        self.failures = 0

@@ -188,7 +188,7 @@ class FollowerLinks:
         if channel is not None:
             channel.send(message)
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         for node in range(1, self._nnodes):
             self.send(node, message)
 

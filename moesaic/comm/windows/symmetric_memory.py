@@ -74,7 +74,7 @@ class SymmetricWindow(DeviceWindow):
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
-        self.mail = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
+        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
         self._device = device
         self._owners: tuple[Any, ...] = ()
 
@@ -120,9 +120,9 @@ class SymmetricWindow(DeviceWindow):
 
     def close(self) -> None:
         """Views of regions are no good after it: torch does not let them own the memory."""
-        if "mail" in vars(self):
+        if "signals" in vars(self):
             torch.cuda.synchronize(self._device)
-            del self.mail
+            del self.signals
         self._owners = ()
 
 

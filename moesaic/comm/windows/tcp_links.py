@@ -103,19 +103,19 @@ class Outlet:
         self.broken = ""
         self._connection = connection
         self._lock = threading.Lock()
-        self._farewells: deque[int] = deque()
+        self._closed_windows: deque[int] = deque()
 
-    def send(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None = None) -> None:
+    def send(self, buffers: list[Buffer], seconds: float, status: RankStatus | None = None) -> None:
         """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait. A
         new generation does not: those who go on need the connection, and a frame must be whole."""
         with self._lock:
             if self.broken:
                 return
             try:
-                while self._farewells:
-                    last = frame(FrameKind.CLOSE, self._farewells.popleft())
-                    self._send_all([last], seconds, seat)
-                self._send_all(buffers, seconds, seat)
+                while self._closed_windows:
+                    last = frame(FrameKind.CLOSE, self._closed_windows.popleft())
+                    self._send_all([last], seconds, status)
+                self._send_all(buffers, seconds, status)
             except OSError as error:
                 self._break(f"{self.peer} ({self.address}) cannot be reached: {error}")
             except EpochChanged:
@@ -126,13 +126,13 @@ class Outlet:
     def retire(self, window: int) -> None:
         """A window is gone here; the peer is told with the next frame. Any thread may call it, also
         one that is sending."""
-        self._farewells.append(window)
+        self._closed_windows.append(window)
 
     def close(self) -> None:
         with self._lock:
             self._break("closed")
 
-    def _send_all(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None) -> None:
+    def _send_all(self, buffers: list[Buffer], seconds: float, status: RankStatus | None) -> None:
         left = [memoryview(buffer) for buffer in buffers]
         left.reverse()
         deadline = time.monotonic() + seconds
@@ -140,8 +140,8 @@ class Outlet:
             try:
                 sent = self._connection.sendmsg(left[: -MOST_BUFFERS - 1 : -1])
             except TimeoutError:
-                if seat is not None:
-                    seat.check_epoch()
+                if status is not None:
+                    status.check_epoch()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
                 continue

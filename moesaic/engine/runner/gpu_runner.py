@@ -226,7 +226,7 @@ class GpuRunner(ModelRunner):
         if isinstance(error, TimeoutError):
             self._stuck = str(error)
         self.abandon(f"a step failed: {error}")
-        if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
+        if self.ranks.status is None:  # otherwise the supervisor calls for a restart
             self.moe.comm.group.lifecycle.restart()
 
     def _forget(self) -> None:

@@ -123,8 +123,8 @@ class ModelRunner:
         self._make_cache(args, weight_bytes)
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
-        if ranks.seat is not None:
-            self._announce_layers(ranks.seat)
+        if ranks.status is not None:
+            self._announce_layers(ranks.status)
         logger.info(
             "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB: %s), "
             "context of %d tokens, at most %d requests at once",
@@ -203,11 +203,11 @@ class ModelRunner:
         tokenizer = Tokenizer.from_folder(args.tokenizer_path)
         return Compiler(tokenizer, self.vocab_size, tokenizer.eos_ids or self.eos_ids)
 
-    def _announce_layers(self, seat: RankStatus) -> None:
+    def _announce_layers(self, status: RankStatus) -> None:
         """A rank that computes shows how far it is: a long step is not a hang."""
         assert self.parallel.layers is not None
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
-            begin = partial(seat.enter, RankState.COMPUTING, f"layer {number}")
+            begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
     @torch.inference_mode()
@@ -219,7 +219,7 @@ class ModelRunner:
         try:
             return self.results(plan, turn, self.forward(plan, turn))
         except Exception:
-            if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
+            if self.ranks.status is None:  # otherwise the supervisor calls for a restart
                 self.moe.comm.group.lifecycle.restart()
             raise
 

@@ -41,7 +41,7 @@ class PeerWatchdog:
         found = [getattr(owner, "window", None) for owner in owners]
         windows = [window for window in found if isinstance(window, DeviceWindow)]
         waits = windows or ranks.on_device is not None
-        return cls(moe.comm.group.lifecycle, ranks.seat if waits else None, windows)
+        return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows)
 
     @property
     def nbytes(self) -> int:
@@ -59,11 +59,11 @@ class PeerWatchdog:
 
     def patient(self, seconds: float) -> AbstractContextManager[object]:
         """Kernels that are launched inside wait so long for other ranks, if that is longer."""
-        return _all(window.patient(seconds) for window in self.windows)
+        return _all(window.longer_timeout(seconds) for window in self.windows)
 
     def apart(self) -> AbstractContextManager[object]:
         """Kernels that are launched inside are compiled, and that is all."""
-        return _all(window.apart() for window in self.windows)
+        return _all(window.isolated() for window in self.windows)
 
     def abort(self, reason: str) -> None:
         self.lifecycle.abort(reason)

@@ -39,7 +39,7 @@ class RankContext:
     stage: Collective = field(default_factory=SingleRank)
     attention: Collective = field(default_factory=SingleRank)
     attention_peers: Peers = field(default_factory=RankGroup.alone)
-    seat: RankStatus | None = None
+    status: RankStatus | None = None
     timeout: float = 60.0
     on_device: Collective | None = None
     """By which layers put their parts together, where these lie on a GPU; `attention` and `stage`

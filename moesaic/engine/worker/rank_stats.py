@@ -46,7 +46,7 @@ class RankStatsReporter:
         self._spans, self._layers = runner.spans, runner.moe_layers
         self.steps = 0
         self.busy = 0.0
-        """Seconds in steps, where no seat in a control page counts them."""
+        """Seconds in steps, where no status in a control page counts them."""
         self._answers: dict[str, Callable[[dict[str, Any]], Any]] = {
             "stats": lambda _: RankTold(self.stats(), self._group and self._group()),
             "record": self._record,
@@ -64,7 +64,7 @@ class RankStatsReporter:
 
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
-        computed, waited = (self.busy, 0.0) if ranks.seat is None else ranks.seat.totals
+        computed, waited = (self.busy, 0.0) if ranks.status is None else ranks.status.totals
         layers = [layer for layer in self._layers if layer.load.counts]
         return RankStats(
             rank=self._rank,

@@ -91,7 +91,7 @@ class Worker:
         self.ranks = join(link)
         self.runner = make_runner(self.args, self.ranks)
         self.leader = Leader(link, self.args, self.runner) if self.place.is_leader else None
-        self.spans = link.seat.spans = self.runner.spans
+        self.spans = link.status.spans = self.runner.spans
         group = None if self.leader is None else self.leader.core.tally.stats
         self.observer = RankStatsReporter(self.runner, link.rank, group)
         self._pace = SlowStepDetector()
@@ -144,7 +144,7 @@ class Worker:
     def _heed(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.RollbackStep):
             self._recall = message
-            if message.generation > self.link.seat.generation:
+            if message.generation > self.link.status.generation:
                 raise StepRolledBack(message.generation)
         elif isinstance(message, messages.Query) and message.every:
             value = self.observer.answer(message.what, message.options)
@@ -229,7 +229,7 @@ class Worker:
 
     def _report_failure(self, error: Exception) -> NoReturn:
         """Until the supervisor calls all ranks back from the step."""
-        generation, text = self.link.seat.generation, last_lines(error)
+        generation, text = self.link.status.generation, last_lines(error)
         # Once is enough: the steps that look for the request to blame fail in the same way.
         trace = None if text == self._failure else error
         logger.warning("step %d failed: %s", self.number, text, exc_info=trace)
@@ -241,7 +241,7 @@ class Worker:
     def _begin_again(self, generation: int) -> None:
         """In the next generation: abandon the step, wait until all ranks have, forget what was in
         flight. An error in here is final."""
-        self.link.seat.generation = generation
+        self.link.status.generation = generation
         while self._recall is None or self._recall.generation != generation:
             self._heed(self._wait_for_word())
         self.runner.abandon(f"step {self.number} is abandoned")
@@ -271,7 +271,7 @@ class Worker:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
         also as others are told it."""
         self.number += 1
-        self.link.seat.begin(self.number)
+        self.link.status.begin(self.number)
         if self.mesh.world == 1:
             return self._settle(plan), plan, wires.NOTHING
         wire = self._encode(plan)
@@ -352,12 +352,12 @@ class Worker:
     def _carry_out_next(self) -> bool:
         """One order; whether there may be another."""
         assert self.pipe is not None
-        self.link.seat.enter(RankState.COMPUTING)
+        self.link.status.enter(RankState.COMPUTING)
         self._look()
         data, x_TH = self.pipe.receive()
         order = decode_order(data)
         start, self.number = time.monotonic_ns(), order.turn.number
-        self.link.seat.begin(self.number)
+        self.link.status.begin(self.number)
         self.spans.begin_step(self.number)
         asleep = not order.turn.counts
         plan = self._receiver.decode(order.plan)
@@ -403,7 +403,7 @@ def join(link: RankLink) -> RankContext:
         stage=stage,
         attention=attention,
         attention_peers=attention_peers,
-        seat=link.seat,
+        status=link.status,
         timeout=timeout,
     )
 

@@ -189,7 +189,7 @@ class DeviceFusedRows(DeviceLowLatency):
     def _dispatch_b(self, route: DeviceRoute) -> StandardDispatchOutput:
         ids = super()._dispatch_b(route)
         assert isinstance(ids, StandardDispatchOutput)
-        inbox, mail = self._inboxes[route.lane], self.exchange.window.mail
+        inbox, mail = self._inboxes[route.lane], self.exchange.window.signals
         return replace(ids, far=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
 
 

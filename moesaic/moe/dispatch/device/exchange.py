@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import create, window_bytes
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import ChannelCall, RowPlanes
 from moesaic.moe.dispatch.base import CommContext
@@ -73,7 +73,7 @@ class DeviceExchangeSpec:
 
     def nbytes(self, size: int) -> int:
         """Of one rank of so many, on a GPU."""
-        return window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
+        return device_window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
 
 
 class DeviceExchange(InFlight):
@@ -84,7 +84,9 @@ class DeviceExchange(InFlight):
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         device = torch.get_default_device()
-        self.window = create(comm.group, spec.planes(), comm.timeout, spec.channels, device)
+        self.window = create_device_window(
+            comm.group, spec.planes(), comm.timeout, spec.channels, device
+        )
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)

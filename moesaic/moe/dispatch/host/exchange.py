@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moesaic.comm.errors import OutOfStep
 from moesaic.comm.lifecycle import Membership, Participant
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import (
     MOST_GENERATIONS,
     PlaneSpec,
@@ -195,7 +196,7 @@ class Exchange(Lanes):
 
     def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
         channels = LANES * len(ExchangeSignal)
-        super().__init__(SharedWindow.create(comm.group, spec.planes(), comm.timeout, channels))
+        super().__init__(create_window(comm.group, spec.planes(), comm.timeout, channels))
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[Payload | None] = [None] * LANES
@@ -301,7 +302,7 @@ class Exchange(Lanes):
     def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
         """Between nodes: each result goes to the node of its token. The results from a start on are
         those of the offered rows in its block, in order."""
-        if not self.window.bridged:
+        if not self.window.spans_nodes:
             return
         results = self.results(lane)
         for start, rows in zip(starts, blocks, strict=True):

@@ -131,7 +131,7 @@ class FollowerSupervisor(NodeSupervisor):
         if self._head is not None:
             self._head.send(Fault(f"node {self.spec.node_rank} has left: {reason}"))
         self.stop_ranks()
-        self.tell_client(Stop())
+        self.send_client(Stop())
 
     def close(self) -> None:
         if self._head is not None:
@@ -146,7 +146,7 @@ class FollowerSupervisor(NodeSupervisor):
         if tell and self._head is not None:
             self._head.send(Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.tell_client(Fault(message, list(ranks)))
+        self.send_client(Fault(message, list(ranks)))
 
     def _join(self, made_secret: bytes) -> None:
         """Ranks are started only now: those of a node that is not let in would be of no use."""
@@ -168,12 +168,12 @@ class FollowerSupervisor(NodeSupervisor):
                 case Hello(facts=facts):
                     self._join(facts.get(MADE_SECRET, b""))
                 case Relay(rank, data):
-                    self.tell_rank(rank, data)
+                    self.send_local(rank, data)
                 case RollbackStep():
-                    self.call_back(event)
+                    self.roll_back(event)
                 case Ready():
                     self.is_serving = True
-                    self.tell_client(event)
+                    self.send_client(event)
                 case Fault(text, ranks):
                     self._end(text, ranks, tell=False)
                 case Stop():
@@ -189,4 +189,4 @@ class FollowerSupervisor(NodeSupervisor):
             self.exit_code = 0
             self.log_end(logging.INFO, "node 0 has ended the service")
             self.stop_ranks()
-            self.tell_client(Stop())
+            self.send_client(Stop())
