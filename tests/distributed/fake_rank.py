@@ -8,7 +8,6 @@ import time
 import torch
 
 from moesaic.comm.launch.rank_link import RankLink
-from moesaic.comm.supervise.control_page import RankState
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.messages import (
@@ -23,6 +22,7 @@ from moesaic.core.messages import (
     Submit,
     Wake,
 )
+from moesaic.core.rank_state import RankState
 
 
 class FakeRank:

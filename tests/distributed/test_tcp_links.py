@@ -17,11 +17,12 @@ from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerLost, PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.network.handshake import GREETING, Role, introduce
-from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankState
+from moesaic.comm.supervise.control_page import ControlPage, EpochChanged
 from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.node_window import NodeWindow
 from moesaic.comm.windows.tcp_links import HEAD, MARK, FrameKind, TcpLinks, frame
 from moesaic.comm.windows.window import CHANNELS, PlaneSpec, control_bytes
+from moesaic.core.rank_state import RankState
 from tests.distributed.nodes import (
     LAYOUTS,
     SECRET,
@@ -66,7 +67,7 @@ def test_a_wrong_secret_is_refused(pools: Callable[[int], LocalRanks]):
     [
         ("0.0.0.0", SECRET, "address '0.0.0.0'"),
         ("", SECRET, "address ''"),
-        ("127.0.0.1", b"short", "a secret of 5 bytes: give 16 or more"),
+        ("127.0.0.1", b"short", "the secret has 5 bytes: give 16 or more"),
     ],
 )
 def test_what_links_do_not_take(address: str, secret: bytes, match: str):
@@ -344,7 +345,7 @@ def waited_out(group: RankGroup, page: ControlPage) -> tuple[str, int, float, li
     if group.rank == 0:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            states = [page.seen(rank) for rank in (1, 2, 3)]
+            states = [page.snapshot(rank) for rank in (1, 2, 3)]
             if all(status.state == RankState.WAITING for status in states):
                 break
             time.sleep(0.01)
@@ -356,7 +357,7 @@ def waited_out(group: RankGroup, page: ControlPage) -> tuple[str, int, float, li
     except EpochChanged as error:
         reason, epoch = str(error), error.epoch
     ended = time.monotonic()
-    seen += [page.seen(group.rank).state.name]
+    seen += [page.snapshot(group.rank).state.name]
     group.barrier("end")
     first = group.all_gather_bytes(str(started).encode(), "when")[0]
     return reason, epoch, ended - float(first), seen

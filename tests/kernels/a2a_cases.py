@@ -98,7 +98,7 @@ class Case:
 
 
 def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindow]:
-    regions = tuple(region.to(device) for region in windows[0].mail.regions)
+    regions = tuple(region.to(device) for region in windows[0].signals.regions)
     bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
     for window in windows:
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
@@ -118,8 +118,8 @@ def on_device(tokens: LocalTokens) -> LocalTokens:
 def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindow]) -> None:
     """Regions, flags among them, what ranks count, and what lies on the desks."""
     for one, other in zip(out, wanted, strict=True):
-        assert one.mail.state.tolist() == other.mail.state.tolist()
-        assert one.mail.desk.tolist() == other.mail.desk.tolist()
+        assert one.signals.state.tolist() == other.signals.state.tolist()
+        assert one.signals.desk.tolist() == other.signals.desk.tolist()
         region, wanted_region = _region(case, one), _region(case, other)
         differ = (region != wanted_region).nonzero().flatten().tolist()
         assert not differ, f"rank {one.rank}: bytes {differ[:4]} of {_planes(one)}"

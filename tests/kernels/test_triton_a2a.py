@@ -83,7 +83,7 @@ def test_rows_arrive_as_those_of_the_twins(case: Case) -> None:
             kernels.receive(window.call(ROWS, "dispatch", tag=seed), *place)
             window.check()
     assert_same_memory(case, ours, theirs)
-    assert ours[0].mail.state[DeviceStateWord.CHANNELS] == rounds
+    assert ours[0].signals.state[DeviceStateWord.CHANNELS] == rounds
 
 
 def test_the_example_of_send() -> None:
@@ -194,10 +194,12 @@ def check(window: HostWindow) -> None:
 def test_a_count_that_begins_anew(count: int, signal: Do, wait: Do) -> None:
     """The next word is above the last one all the same: a peer is late, and not in another step."""
     windows, calls = after_days(count, signal, wait)
-    generations = [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)]
+    generations = [int(flag) >> 32 for flag in windows[0].signals.flag(0, RESULTS)]
     together(calls, signal, wait)
     together(calls, signal, wait)
-    assert [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)] == generations == [1, 1]
+    assert (
+        [int(flag) >> 32 for flag in windows[0].signals.flag(0, RESULTS)] == generations == [1, 1]
+    )
     windows, calls = after_days(count, signal, wait)
     signal(calls[0])
     wait(calls[0])
@@ -252,9 +254,9 @@ def test_which_of_two_flags_is_older(
         wait(windows[0].call(RESULTS, "combine", order[0][2]))
         if GPU:
             torch.cuda.synchronize()
-        desk = windows[0].mail.desk
+        desk = windows[0].signals.desk
         assert (desk[FailureWords.FAILURE], desk[FailureWords.PEERS]) == (failure, 0b10), order
-        assert desk[FailureWords.SEEN] == windows[0].mail.flag(0, RESULTS)[1]
+        assert desk[FailureWords.SEEN] == windows[0].signals.flag(0, RESULTS)[1]
 
 
 @pytest.mark.parametrize("signal, wait", EITHER)

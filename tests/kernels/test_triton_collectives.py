@@ -39,7 +39,7 @@ def make_ranks(
     """Whose regions hold NaN wherever nobody has written."""
     specs = DeviceCollective.planes(size, nbytes, lanes, lane_bytes)
     windows = HostWindow.between(size, specs, 20.0, DeviceCollective.channels(lanes))
-    regions = torch.stack(windows[0].mail.regions).to(DEVICE)
+    regions = torch.stack(windows[0].signals.regions).to(DEVICE)
     regions[:, windows[0].offset("pushed") :] = 255
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
     for window in windows:

@@ -160,7 +160,7 @@ def test_nothing_moves_after_a_failure():
     signal(a.call(1, "second"))
     wait(a.call(1, "second"))
     assert time.monotonic() - started < 0.1
-    assert b.mail.flag(1, 1).tolist() == [0, 0]
+    assert b.signals.flag(1, 1).tolist() == [0, 0]
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="'first'"):
             a.check()
@@ -277,7 +277,7 @@ def test_ranks_that_take_no_part():
             )
         )
     step(others)
-    assert ranks[1].mail.flag(1, 0).tolist() == [0, 0, 0]
+    assert ranks[1].signals.flag(1, 0).tolist() == [0, 0, 0]
     for window in ranks:
         window.restart(Membership(2, tuple(range(window.size))))
     step(ranks)
@@ -296,4 +296,4 @@ def test_bad_restarts():
         a.restart(Membership(5, (1,)))
     a.restart(Membership(MAX_GENERATION, tuple(range(a.size))))
     signal(a.call(0, "the last"))
-    assert int(a.mail.flag(0, 0)[0]) > 0
+    assert int(a.signals.flag(0, 0)[0]) > 0

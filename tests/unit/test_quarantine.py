@@ -201,24 +201,24 @@ def test_one_of_several_groups_is_accused_only_when_it_was_alone():
 
 def test_ranks_resume_when_the_last_has_abandoned_its_step():
     rollbacks = StepRollbacks(1, range(4, 8), [4, 6])
-    assert rollbacks.begin(StepFailed(5, 0, 31, "why")) == RollbackStep(1, 1, 31, "why")
+    assert rollbacks.start(StepFailed(5, 0, 31, "why")) == RollbackStep(1, 1, 31, "why")
     # Another rank failed in the same step.
-    assert rollbacks.begin(StepFailed(4, 0, 31, "also")) is None and rollbacks.under_way
+    assert rollbacks.start(StepFailed(4, 0, 31, "also")) is None and rollbacks.in_progress
     told = [StepAbandoned(6, 1, 30, 2), StepAbandoned(4, 1, 31), StepAbandoned(7, 1, 29)]
-    assert [rollbacks.take(one) for one in told] == [None] * 3
-    assert rollbacks.take(StepAbandoned(5, 0, 99)) is None  # of another generation
-    assert rollbacks.take(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
-    assert not rollbacks.under_way
+    assert [rollbacks.note_abandoned(one) for one in told] == [None] * 3
+    assert rollbacks.note_abandoned(StepAbandoned(5, 0, 99)) is None  # of another generation
+    assert rollbacks.note_abandoned(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
+    assert not rollbacks.in_progress
     # A late word of the generation before calls nobody back.
-    assert rollbacks.begin(StepFailed(7, 0, 31, "late")) is None and rollbacks.generation == 1
+    assert rollbacks.start(StepFailed(7, 0, 31, "late")) is None and rollbacks.generation == 1
 
 
 def test_steps_that_fail_whoever_takes_part_are_given_up():
     rollbacks = StepRollbacks(0, range(1), [0])
     for generation in range(MAX_FAILURES):
-        rollbacks.begin(StepFailed(0, generation, 5, "why"))
-        rollbacks.take(StepAbandoned(0, generation + 1, 5))
+        rollbacks.start(StepFailed(0, generation, 5, "why"))
+        rollbacks.note_abandoned(StepAbandoned(0, generation + 1, 5))
         assert not rollbacks.is_hopeless
     rollbacks.note_progress()
-    rollbacks.begin(StepFailed(0, MAX_FAILURES, 5, "why"))
+    rollbacks.start(StepFailed(0, MAX_FAILURES, 5, "why"))
     assert rollbacks.failures == 1 and not rollbacks.is_hopeless

@@ -23,12 +23,13 @@ from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
-from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankState, RankStatus
+from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
 from moesaic.comm.supervise.service_spec import RankSpec, unpack_rank_spec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
 from moesaic.core.process import keep_freed_memory
+from moesaic.core.rank_state import RankState
 
 BEAT_SECONDS: Final = 0.05
 LINGER_MS: Final = 1000

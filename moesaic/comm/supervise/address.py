@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.supervise.secret import own_secret
+from moesaic.comm.network.handshake import own_secret
 from moesaic.comm.supervise.service_spec import split_address
 
 SIOCGIFADDR: Final = 0x8915

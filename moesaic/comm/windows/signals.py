@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Final
 
 from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
-from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
+from moesaic.core.rank_state import RankState
 
 WORD: Final = 8
 LINE: Final = 8  # words of a cache line

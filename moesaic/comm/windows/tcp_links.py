@@ -17,17 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Final
 
-from moesaic.comm.network.handshake import (
-    Identity,
-    Role,
-    Session,
-    check_secret,
-    introduce,
-    read_exactly,
-)
-from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.network.connect import Connector, Unreachable
+from moesaic.comm.network.handshake import Identity, Role, Session, check_secret, read_exactly
+from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
 from moesaic.comm.windows.signals import SLICE, Signals
 
@@ -202,33 +197,26 @@ class TcpLinks:
             if known is not None and not known.broken:
                 return known
             connection = self._call(host, port, peer)
-            tune(connection)
-            # So that a sender which is stuck looks around.
+            # A blocked sender checks its rank's status this often.
             connection.settimeout(SLICE)
             outlet = Outlet(connection, peer, f"{host}:{port}")
             self._outlets[host, port] = outlet
             return outlet
 
     def _call(self, host: str, port: int, peer: Identity) -> socket.socket:
-        """A connection whose ends have proved themselves. One that a busy listener closed before
-        that is tried again."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while True:
-            try:
-                connection = socket.create_connection(
-                    (host, port), CONNECT_SECONDS, source_address=(self.address, 0)
-                )
-            except OSError as error:
-                raise OSError(f"{peer} ({host}:{port}) cannot be reached: {error}") from error
-            try:
-                session = introduce(connection, Role.LINK, self.identity, self._secret)
-                if session.peer != peer:
-                    raise PermissionError(f"it is {session.peer}")
-                return connection
-            except OSError as error:
-                connection.close()
-                if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
-                    raise OSError(f"{peer} ({host}:{port}) refused: {error}") from error
+        name, source = f"{peer} ({host}:{port})", (self.address, 0)
+        dial = partial(socket.create_connection, (host, port), CONNECT_SECONDS, source)
+        connector = Connector(dial, Role.LINK, self.identity, self._secret)
+        try:
+            connection, session = connector.connect(CONNECT_SECONDS, waits=False)
+        except Unreachable as error:
+            raise OSError(f"{name} cannot be reached: {error}") from error
+        except OSError as error:
+            raise OSError(f"{name} refused: {error}") from error
+        if session.peer != peer:
+            connection.close()
+            raise OSError(f"{name} refused: it is {session.peer}")
+        return connection
 
     def close(self) -> None:
         """End all connections and the listener. May be repeated."""

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
+from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.matchers import Allowed, Matchers
 from moesaic.engine.sampling.sampler import NonFiniteLogits, sample, token_logprobs

@@ -29,9 +29,10 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.collectives.pipeline import Pipe
 from moesaic.comm.errors import PeerTimeout, WindowAborted
 from moesaic.comm.launch.rank_link import RankLink, last_lines
-from moesaic.comm.supervise.control_page import EpochChanged, RankState, StepRolledBack
+from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.config import ServerArgs
 from moesaic.core import messages
+from moesaic.core.rank_state import RankState
 from moesaic.engine.runner.gpu_runner import make_runner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule import plan_codec as wires
