@@ -41,6 +41,7 @@ from bench.common import (
 )
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import SharedWindow
 from moesaic.core.step import DECODE, PREFILL
 from moesaic.kernels.cpu.rows import Terms, sum_rows
@@ -286,7 +287,7 @@ def barriers(group: RankGroup, window: SharedWindow, blocks: int) -> dict[str, l
 
 
 def work(group: RankGroup, names: list[str], load: Load, rounds: int) -> dict[str, Any]:
-    window = SharedWindow.create(group, [], timeout=60.0)
+    window = create_window(group, [], timeout=60.0)
     runs: dict[str, Any] = {name: Backend(name, load, group) for name in names}
     runs |= {"gloo": Gloo(load, group), "copy": Copy(load, group)}
     samples: dict[str, list[Sample]] = {name: [] for name in runs}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
-from moesaic.comm.windows import device_window
+from moesaic.comm.windows.factory import create_device_window
 from moesaic.core.step import Step
 from moesaic.kernels.timing_ranks import MEETINGS, Length, Link, TimedRank, Together
 from moesaic.moe.backends import load_backends
@@ -67,7 +67,7 @@ def work(group: RankGroup, job: Job, place: TimedRank) -> list[Found]:
     with torch.inference_mode():
         with torch.device(device):  # not around what is measured: every call would cost more
             made = dispatcher_of(group, job)
-        window = device_window.create(group, [], TIMEOUT, MEETINGS, device)
+        window = create_device_window(group, [], TIMEOUT, MEETINGS, device)
         calls = tuple(window.call(n, "start together") for n in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("benchmark"))
         # As in an engine's rank: what is there by now is not looked through for garbage.

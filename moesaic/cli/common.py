@@ -41,9 +41,9 @@ def set_up_logging(level: str) -> None:
 def check_nodes(args: ServerArgs) -> None:
     """Of resolved arguments: ValueError if several nodes could not meet as they are told to."""
     if args.nnodes > 1:
-        from moesaic.comm.supervise.address import check_meeting
+        from moesaic.comm.supervise.address import check_init_address
 
-        check_meeting(args.node_rank, args.dist_init_addr or "")
+        check_init_address(args.node_rank, args.dist_init_addr or "")
 
 
 def join_node(args: ServerArgs) -> int:

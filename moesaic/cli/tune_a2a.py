@@ -20,7 +20,7 @@ from tqdm import tqdm
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.launch.mps import start_mps
-from moesaic.comm.windows import device_window
+from moesaic.comm.windows.factory import create_device_window
 from moesaic.config.devices import num_gpus
 from moesaic.config.gpus import most_on_one, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
@@ -157,7 +157,7 @@ def measure(
     with torch.inference_mode():
         with torch.device(device):
             dispatcher = dispatcher_of(group, case)
-        window = device_window.create(group, [], PEER_SECONDS, MEETINGS, device)
+        window = create_device_window(group, [], PEER_SECONDS, MEETINGS, device)
         calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("tune"))
         work = Work(dispatcher, together, *route(case, group.rank, device))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moesaic.config.args import ServerArgs
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
@@ -132,6 +134,22 @@ class Mesh:
         )
         told = [f"{name} {number}" for name, number, size in sizes if size > 1]
         return f"rank {rank}" + (f" ({', '.join(told)})" if told else "")
+
+
+def mesh_of(args: ServerArgs) -> Mesh:
+    """Of arguments that `resolve` has accepted and filled in."""
+    tp, split = args.tp_size, args.enable_dp_attention
+    dp = args.dp_size if split else 1
+    return Mesh(
+        tp=tp,
+        pp=args.pp_size,
+        dp=dp,
+        ep=args.ep_size,
+        replicas=1 if split else args.dp_size,
+        nnodes=args.nnodes,
+        dense_tp=tp if args.moe_dense_tp_size is None else args.moe_dense_tp_size,
+        vocab_tp=tp // dp if args.enable_dp_lm_head else tp,
+    )
 
 
 def share(count: int, part: int, parts: int) -> range:

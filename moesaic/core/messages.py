@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from moesaic.core.rank_state import RankSnapshot
+
 Logprobs = list[float]
 TopLogprobs = list[tuple[float, int]]
 
@@ -98,21 +100,21 @@ class Ready(Message):
 
 
 class Wake(Message):
-    """To all ranks of a replica: begin stepping, from this round on."""
+    """To all ranks of a replica: start stepping at this round."""
 
     round: int
 
 
 class Asleep(Message):
-    """From the first rank of a replica: all of its ranks have stopped stepping before this round,
-    for want of work. If there is work for any of them, they want a Wake."""
+    """From the first rank of a replica: without work, its ranks stop stepping before this round and
+    wait for a Wake."""
 
     replica: int
     round: int
 
 
 class StepFailed(Message):
-    """From a rank that raised in a step of this generation, and waits to be called back."""
+    """From a rank that raised in a step of this generation and waits for the rollback."""
 
     rank: int
     generation: int
@@ -121,8 +123,8 @@ class StepFailed(Message):
 
 
 class RollbackStep(Message):
-    """To all ranks of a replica: abandon what you are in, and say so. `error`: what made `step`
-    fail, and where."""
+    """To all ranks of a replica: abandon the step. `error`: why `step` failed, and on which
+    rank."""
 
     replica: int
     generation: int
@@ -131,8 +133,8 @@ class RollbackStep(Message):
 
 
 class StepAbandoned(Message):
-    """From a rank that was called back: it has abandoned its step, and waits for the others.
-    `suspects`: sets of requests that its group has to try one after the other."""
+    """From a rank that has abandoned its step and waits for the others. `suspects`: sets of
+    requests that its group has to try one after the other."""
 
     rank: int
     generation: int
@@ -141,9 +143,8 @@ class StepAbandoned(Message):
 
 
 class ResumeSteps(Message):
-    """To all ranks of a replica, once all have abandoned their step: begin again, from this round
-    on. `suspects`: those of each serving group; as long as there are any, one group steps at a
-    time."""
+    """To all ranks of a replica once all have abandoned their step: continue from this round.
+    `suspects`: those of each serving group; while there are any, one group steps at a time."""
 
     generation: int
     round: int
@@ -160,8 +161,8 @@ class SlowStep(Message):
 
 
 class Failed(Message):
-    """From a rank that cannot go on. `waited`: it waited in vain for others, one of which is more
-    likely at fault."""
+    """From a rank that cannot go on. `waited`: its wait for other ranks timed out, so that one of
+    them is more likely at fault."""
 
     rank: int
     error: str
@@ -183,8 +184,8 @@ class Stop(Message):
 
 
 class Hello(Message):
-    """The first word of a client or a node to the supervisor, and of node 0 to one that it lets in.
-    `node`: 0 for the client. `facts`: what nodes must have in common."""
+    """The first message of a client or a node to the supervisor, and of node 0 to a node that it
+    admits. `node`: 0 for the client. `facts`: what all nodes must have in common."""
 
     node: int = 0
     facts: dict[str, Any] = {}
@@ -197,25 +198,11 @@ class Relay(Message):
     data: bytes
 
 
-class RankSighting(Message):
-    """A rank's line of the control page, as its node saw it; as comm.control.Seen."""
-
-    rank: int
-    state: int
-    step: int
-    operation: str
-    beat_age: float
-    state_age: float
-    progress: int
-    computed: float
-    waited: float
-
-
 class Beat(Message):
-    """Between nodes, several times a second: the sender lives, and this is what its ranks do."""
+    """Sent between nodes several times a second; `ranks`: what the sender's ranks do."""
 
     node: int
-    sights: list[RankSighting] = []
+    ranks: dict[int, RankSnapshot] = {}
 
 
 AnyMessage = (

@@ -18,7 +18,7 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from moesaic.comm.arrange import mesh_of
+from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.config.flags import without_secrets
 from moesaic.core.redact import shown

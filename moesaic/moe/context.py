@@ -12,7 +12,7 @@ from moesaic.comm.collectives.group import Peers, RankGroup
 from moesaic.moe.backends import load_backends
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchange
-from moesaic.moe.dispatch.host.exchange import LANES, InFlight
+from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
@@ -142,14 +142,6 @@ class MoeContext:
         backend = A2A_REGISTRY[self.resolved.a2a]
         dispatcher: BaseDispatcher = backend.providers[self.resolved.device](config, self.comm)
         return dispatcher
-
-    def restart(self, generation: int | None = None) -> None:
-        """After a step that failed: forgets what is in flight in all layers. With several ranks all
-        of them call it with one number, higher than any before; alone the next one will do."""
-        assert generation is not None or self.comm.group.size == 1
-        for lanes in self.comm.buffers.values():
-            if isinstance(lanes, InFlight):
-                lanes.restart(lanes.generation + 1 if generation is None else generation)
 
     def check(self) -> None:
         """Raises what kernels that wait for other ranks have come upon: they themselves go on. For

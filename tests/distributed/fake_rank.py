@@ -8,8 +8,8 @@ import time
 import torch
 
 from moesaic.comm.launch.rank_link import RankLink
-from moesaic.comm.supervise.control_page import RankState
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.messages import (
     Abort,
     Asleep,
@@ -22,6 +22,7 @@ from moesaic.core.messages import (
     Submit,
     Wake,
 )
+from moesaic.core.rank_state import RankState
 
 
 class FakeRank:
@@ -37,7 +38,7 @@ class FakeRank:
         self.first = ranks[0]
         group = link.group(f"replica{link.place.replica}", ranks)
         plane = PlaneSpec("work", (1,), torch.int64)
-        self.window = SharedWindow.create(group, [plane], link.timeout)
+        self.window = create_window(group, [plane], link.timeout)
         self.peers = range(len(ranks))
         self.open: dict[str, tuple[NewRequest, int]] = {}
         self.step = 0
@@ -62,7 +63,7 @@ class FakeRank:
         """One step; whether any rank had work in it."""
         while (message := self.link.receive(0)) is not None:
             self.take(message)
-        self.link.seat.begin(self.step)
+        self.link.status.begin(self.step)
         misbehave(self.link, self.step)
         self.window.plane("work")[0] = len(self.open)
         self.window.touch(self.window.plane("work"))
@@ -111,7 +112,7 @@ def misbehave(link: RankLink, step: int) -> None:
         case "exit":
             os._exit(7)
         case "sleep":
-            link.seat.enter(RankState.COMPUTING, "sleep for ever")
+            link.status.enter(RankState.COMPUTING, "sleep for ever")
             time.sleep(3600)
 
 

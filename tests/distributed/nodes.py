@@ -15,9 +15,10 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.network.handshake import Identity
-from moesaic.comm.windows.node_window import Ferry, NodeRoute, NodeWindow
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.node_window import NodeRoute, NodeSender, NodeWindow
 from moesaic.comm.windows.tcp_links import Outlet, TcpLinks
-from moesaic.comm.windows.window import CHANNELS, PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.windows.window import CHANNELS, PlaneSpec, window_bytes
 
 SECRET = b"of all nodes of these tests"
 TWO, FOUR = (0, 0, 1, 1), (0, 1, 2, 3)
@@ -56,10 +57,10 @@ def lonely_window(
         for rank, node in enumerate(nodes)
         if node
     ]
-    ferry = Ferry(7, memory, routes)
+    sender = NodeSender(7, memory, routes)
     group = RankGroup.alone()
     group.size, group.nodes = len(nodes), nodes
-    return NodeWindow(memory, specs, group, 1.0, CHANNELS, ferry), ferry, pairs[1]
+    return NodeWindow(memory, specs, group, 1.0, CHANNELS, sender), sender, pairs[1]
 
 
 def rows_of(rank: int, peer: int, turn: int) -> Tensor:
@@ -79,7 +80,7 @@ def puts(group: RankGroup, nodes: tuple[int, ...], turns: int) -> list[str]:
             PlaneSpec("x", (2 * size * 700, 129), torch.float32),
             PlaneSpec("own", (2, 5), torch.int64),
         ]
-        window = SharedWindow.create(group, specs, timeout=20)
+        window = create_window(group, specs, timeout=20)
         assert isinstance(window, NodeWindow)
         for turn in range(1, turns + 1):
             half = turn % 2

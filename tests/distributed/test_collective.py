@@ -26,6 +26,7 @@ from moesaic.comm.collectives.collective import (
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import LocalStore, StoreAddress
@@ -289,7 +290,7 @@ def long_run(group: RankGroup) -> list[float]:
     found = []
     for generation in (1, 2):
         found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
-        comm.restart(generation)
+        comm.restart(Membership(generation, tuple(range(comm.size))))
         group.barrier("all have restarted")
     found.append(float(comm.all_reduce(torch.ones(1, 2), "sum")[0, 0]))
     comm.close()
@@ -415,9 +416,9 @@ def test_a_group_names_who_did_not_come(store: LocalStore):
 
 
 def test_a_new_epoch_ends_the_wait(store: LocalStore):
-    page, descriptor = ControlPage.create(seats=2)
-    seat = page.seat(0)
-    group = StoreGroup(store.address.connect(SECONDS, OBSERVER), "g", 0, 2, 60.0, seat=seat)
+    page, descriptor = ControlPage.create(num_ranks=2)
+    status = page.status(0)
+    group = StoreGroup(store.address.connect(SECONDS, OBSERVER), "g", 0, 2, 60.0, status=status)
     timer = threading.Timer(0.2, page.change, (1, "rank 1 died"))
     timer.start()
     started = time.monotonic()
@@ -429,11 +430,11 @@ def test_a_new_epoch_ends_the_wait(store: LocalStore):
     os.close(descriptor)
 
 
-def with_seat(group: RankGroup, path: str, address: StoreAddress) -> int | None:
+def with_status(group: RankGroup, path: str, address: StoreAddress) -> int | None:
     """Rank 0 waits in a collective for rank 1, which never comes; a new epoch ends it."""
-    seat = ControlPage.open(path, seats=2).seat(group.rank)
+    status = ControlPage.open(path, num_ranks=2).status(group.rank)
     store = address.connect(SECONDS, Identity(group.rank, 0))
-    peers = StoreGroup(store, "g", group.rank, 2, SECONDS, seat=seat)
+    peers = StoreGroup(store, "g", group.rank, 2, SECONDS, status=status)
     comm = WindowCollective(peers, SMALL, 60.0)
     if group.rank == 1:
         store.set("ready", b"")
@@ -446,7 +447,7 @@ def with_seat(group: RankGroup, path: str, address: StoreAddress) -> int | None:
 
 
 def test_a_new_epoch_ends_a_collective(pools: Pools, store: LocalStore):
-    page, descriptor = ControlPage.create(seats=2)
+    page, descriptor = ControlPage.create(num_ranks=2)
 
     def declare() -> None:
         store.address.connect(SECONDS, OBSERVER).wait(["ready"], SECONDS)
@@ -455,7 +456,7 @@ def test_a_new_epoch_ends_a_collective(pools: Pools, store: LocalStore):
     thread = threading.Thread(target=declare)
     thread.start()
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    assert pools(2).run(with_seat, path, store.address) == [2, None]
+    assert pools(2).run(with_status, path, store.address) == [2, None]
     thread.join()
     os.close(descriptor)
 

@@ -14,6 +14,7 @@ from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.launch.mps import Mps, start_mps
+from moesaic.comm.lifecycle import Membership
 from moesaic.config.devices import cuda_missing
 from moesaic.kernels.a2a import DeviceStateWord
 from tests.distributed.test_collective import total
@@ -76,12 +77,12 @@ def compile_in_turn(group: RankGroup, comm: DeviceCollective) -> None:
     find on disk, instead of each by itself while others wait."""
     for first in (True, False):
         if (group.rank == 0) == first:
-            comm.window.mail.state[DeviceStateWord.BROKEN] = 1
+            comm.window.signals.state[DeviceStateWord.BROKEN] = 1
             for tokens in TOKENS:
                 list(pairs(comm, tokens, 0))
             torch.cuda.synchronize()
         group.barrier(f"compiled, {first}")
-    comm.restart(1)
+    comm.restart(Membership(1, tuple(range(comm.size))))
     group.barrier("all begin")
 
 
@@ -144,7 +145,7 @@ def missing(group: RankGroup, environment: dict[str, str]) -> str:
     assert comm.all_reduce(ones, "first")[0, 0] == comm.size
     comm.window.timeout = 1.0
     group.barrier("all have come")
-    comm.restart(1)
+    comm.restart(Membership(1, tuple(range(comm.size))))
     group.barrier("with less patience")
     told = ""
     if comm.rank < comm.size - 1:
@@ -153,7 +154,7 @@ def missing(group: RankGroup, environment: dict[str, str]) -> str:
             comm.check()
         told = f"{error.value.missing} {error.value.operation}"
     group.barrier("abandoned")
-    comm.restart(2)
+    comm.restart(Membership(2, tuple(range(comm.size))))
     group.barrier("begin anew")
     assert comm.all_reduce(ones, "again")[0, 0] == comm.size
     torch.cuda.synchronize()

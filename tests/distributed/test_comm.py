@@ -19,7 +19,8 @@ from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.store import LocalStore
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec, window_bytes
 
 ROWS, WIDTH = 24, 32
 FLOAT8 = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ def roundtrip(group: RankGroup) -> int:
     me, size = group.rank, group.size
     shape = (size * ROWS, WIDTH)
     specs = [PlaneSpec(str(dtype), shape, dtype) for dtype in DTYPES]
-    window = SharedWindow.create(group, specs, timeout=10)
+    window = create_window(group, specs, timeout=10)
     for dtype in DTYPES:
         for peer in range(size):
             sent = values(me, peer, dtype)
@@ -105,7 +106,7 @@ def test_roundtrip(pool: LocalRanks):
 def ping(group: RankGroup, epochs: int) -> int:
     """Two lanes in turn and no barrier: who has seen all of epoch n may overwrite epoch n - 1."""
     size, me = group.size, group.rank
-    window = SharedWindow.create(group, [PlaneSpec("x", (2 * size, 512), torch.int64)], timeout=10)
+    window = create_window(group, [PlaneSpec("x", (2 * size, 512), torch.int64)], timeout=10)
     nap = random.Random(me)
     stale = 0
     for epoch in range(1, epochs + 1):
@@ -128,7 +129,7 @@ def test_no_stale_reads(pool: LocalRanks):
 
 def barriers(group: RankGroup, count: int) -> tuple[int, float]:
     """How often a rank left a barrier before another came; and seconds."""
-    window = SharedWindow.create(group, [PlaneSpec("n", (1,), torch.int64)], timeout=10)
+    window = create_window(group, [PlaneSpec("n", (1,), torch.int64)], timeout=10)
     mine, everyone = window.plane("n"), window.stacked("n")
     early = 0
     started = time.monotonic()
@@ -148,7 +149,7 @@ def test_barriers(pool: LocalRanks):
 
 def absent(group: RankGroup) -> tuple[PeerTimeout | None, float]:
     """Rank 2 does not come to the second step."""
-    window = SharedWindow.create(group, [], timeout=10)
+    window = create_window(group, [], timeout=10)
     window.signal(1, 1, "deepep combine, layer 2")
     window.wait(1, 1, "deepep combine, layer 2")
     error, started = None, time.monotonic()
@@ -180,7 +181,7 @@ def test_missing_rank_is_named(four: LocalRanks):
 def aborted(group: RankGroup) -> tuple[str, float]:
     """Rank 1 aborts while the others sleep; (reason, seconds from the abort to the error)."""
     plane = PlaneSpec("t", (1,), torch.float64)
-    window = SharedWindow.create(group, [plane], timeout=20)
+    window = create_window(group, [plane], timeout=20)
     if group.rank == 1:
         time.sleep(0.2)
         window.plane("t")[0] = time.monotonic()
@@ -211,15 +212,13 @@ def test_memory_is_taken_when_touched():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = resident()
-    window = SharedWindow.create(
-        RankGroup.alone(), [PlaneSpec("x", (1 << 28,), torch.int8)], timeout=1
-    )
+    window = create_window(RankGroup.alone(), [PlaneSpec("x", (1 << 28,), torch.int8)], timeout=1)
     assert resident() - before < 1 << 26
     assert window.plane("x")[12345] == 0
 
 
 def test_views_outlive_the_window():
-    window = SharedWindow.create(RankGroup.alone(), [PlaneSpec("x", (4,), torch.int32)], timeout=1)
+    window = create_window(RankGroup.alone(), [PlaneSpec("x", (4,), torch.int32)], timeout=1)
     view = window.plane("x")
     window.close()
     window.close()
@@ -231,9 +230,7 @@ def test_views_outlive_the_window():
 
 
 def test_rows_that_do_not_fit_are_refused():
-    window = SharedWindow.create(
-        RankGroup.alone(), [PlaneSpec("x", (4, 8), torch.float32)], timeout=1
-    )
+    window = create_window(RankGroup.alone(), [PlaneSpec("x", (4, 8), torch.float32)], timeout=1)
     window.plane("x").fill_(1)
     with pytest.raises(ValueError, match=r"rows of \(2, 9\)"):
         window.put("x", 0, 0, torch.zeros(2, 9))
@@ -246,7 +243,7 @@ def test_rows_that_do_not_fit_are_refused():
 
 def different_planes(group: RankGroup) -> str:
     try:
-        SharedWindow.create(group, [PlaneSpec("x", (1 + group.rank // 2,), torch.int8)], timeout=1)
+        create_window(group, [PlaneSpec("x", (1 + group.rank // 2,), torch.int8)], timeout=1)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -24,6 +24,7 @@ from moesaic.comm.collectives.device_collective import (
 from moesaic.comm.collectives.group import LOOPBACK, RankGroup, _gloo
 from moesaic.comm.errors import PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.mps import CROWD
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.comm.windows.device_window import HostWindow
@@ -86,7 +87,7 @@ def random_operations(group: RankGroup, count: int) -> list[int]:
         if own.random() < 0.2:
             time.sleep(own.random() * 0.005)
         one_operation(comm, chance, seed)
-    return comm.window.mail.state.tolist()
+    return comm.window.signals.state.tolist()
 
 
 def test_random_operations_in_a_row(pools: Pools) -> None:
@@ -109,7 +110,7 @@ def restarted(group: RankGroup) -> list[str]:
         found.append(str(error))
     for generation in (1, 2):
         group.barrier("abandoned")
-        comm.restart(generation)
+        comm.restart(Membership(generation, tuple(range(comm.size))))
         group.barrier("restarted")
         check_sum(comm, 1, (2, 8), torch.float32, slice(None))
         check_rows(comm, 2, [1, 0, 5], 7, torch.uint8)
@@ -164,7 +165,7 @@ def over_gloo(group: RankGroup) -> int:
         assert torch.allclose(found, total(parts), atol=1e-5)
         assert comm.sum_rows(torch.ones(0, 8), slice(0, 0), "nothing").shape == (0, 8)
         group.barrier("abandoned")
-        comm.restart(generation)
+        comm.restart(Membership(generation, tuple(range(comm.size))))
     return len(DTYPES)
 
 
@@ -212,9 +213,9 @@ class Queued(NcclCollective):
         self.queue = LikeNccl(_gloo(store, self.rank, self.size, SECONDS, LOOPBACK))
         return self.queue
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         self.calls.append("abandon")
-        super().abandon(reason)
+        super().abort(reason)
 
     def synchronize(self, *_: object) -> None:
         self.calls.append("synchronize")
@@ -241,7 +242,7 @@ def abandoned(group: RankGroup) -> list[str]:
     """A runner whose device waits for a rank that never comes, and that holds a graph."""
     comm = Queued(group, 5.0)
     runner = GpuRunner(arguments("qwen3_moe"))
-    runner._windows = PeerWatchdog([], None, comm)
+    runner._windows = PeerWatchdog(group.lifecycle, None)
     runner.device = torch.device("cuda", 0)
     for generation in (1, 2):
         comm.check_sum()
@@ -257,7 +258,7 @@ def abandoned(group: RankGroup) -> list[str]:
             with pytest.raises(WindowAborted, match=f"step {generation} is abandoned"):
                 use()
         group.barrier("abandoned")
-        comm.restart(generation)
+        comm.restart(Membership(generation, tuple(range(comm.size))))
     comm.check_sum()
     return comm.calls
 
@@ -272,11 +273,11 @@ def test_nccl_is_abandoned_before_the_device_is_waited_for(pools: Pools) -> None
 def called_back(group: RankGroup) -> float:
     """The supervisor calls while the device waits for a rank that never comes."""
     comm, page = Queued(group, 60.0), ControlPage.create(1)[0]
-    seat = page.seat(0)
-    watch = PeerWatchdog([], seat, comm)
+    status = page.status(0)
+    watch = PeerWatchdog(group.lifecycle, status)
     comm.begin_alone()
     began = time.monotonic()
-    threading.Timer(0.1, lambda: page.recall(0, 1)).start()
+    threading.Timer(0.1, lambda: page.roll_back(0, 1)).start()
     comm.queue.synchronize()
     seconds = time.monotonic() - began
     until = time.monotonic() + 10.0
@@ -286,10 +287,9 @@ def called_back(group: RankGroup) -> float:
         watch.check()
     with pytest.raises(StepRolledBack):
         watch.explain(caught.value)
-    seat.generation = 1
+    status.generation = 1
     group.barrier("abandoned")
-    with watch.quiet:
-        comm.restart(1)
+    group.lifecycle.restart()
     comm.check_sum()
     return seconds
 
@@ -302,9 +302,9 @@ def held(group: RankGroup) -> str:
     """By a graph that nobody drops."""
     comm = Queued(group, 0.3)
     comm.queue.graphs[1] = "a graph"
-    comm.abandon("a step failed")
+    comm.abort("a step failed")
     with pytest.raises(TimeoutError) as error:
-        comm.restart(1)
+        comm.restart(Membership(1, tuple(range(comm.size))))
     comm.queue.graphs.clear()
     return str(error.value)
 
@@ -312,9 +312,9 @@ def held(group: RankGroup) -> str:
 def failing(group: RankGroup) -> str:
     comm = Queued(group, 5.0)
     comm.queue.abort = lambda: 1 / 0  # type: ignore[assignment, method-assign]
-    comm.abandon("a step failed")
+    comm.abort("a step failed")
     with pytest.raises(ZeroDivisionError) as error:
-        comm.restart(1)
+        comm.restart(Membership(1, tuple(range(comm.size))))
     return str(error.value)
 
 

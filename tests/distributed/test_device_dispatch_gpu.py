@@ -11,6 +11,7 @@ import torch
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.launch.mps import start_mps
+from moesaic.comm.lifecycle import Membership
 from moesaic.config.devices import cuda_missing
 from tests.distributed.conformance import Verdict, check_all
 from tests.distributed.moe_ranks import Combination
@@ -151,7 +152,7 @@ def missing(group: RankGroup, a2a: str, mode: str) -> tuple[str, list[str]]:
         except RuntimeError as error:
             told = str(error)
     group.barrier("after one was missing")
-    seat.layer.context.restart(3)
+    group.lifecycle.restart(Membership(3, group.members))
     group.barrier("all have restarted")
     tally = Tally([seat])
     y_TH = seat.layer(*seat.tokens(case), seat.step(case, False))

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerTimeout, RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks
-from moesaic.comm.windows import device_window
+from moesaic.comm.windows.factory import create_device_window
 from moesaic.comm.windows.symmetric_memory import SymmetricRendezvous
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import signal, wait
@@ -24,7 +24,7 @@ STEPS = 50
 def steps(group: RankGroup) -> list[list[float]]:
     """In each step every rank writes a number into everybody's plane; what it then finds in its
     own. Two channels take turns, so that nobody overwrites what is not read yet."""
-    window = device_window.create(group, SPECS, 10.0, 2, torch.device("cpu"))
+    window = create_device_window(group, SPECS, 10.0, 2, torch.device("cpu"))
     seen = []
     for step in range(STEPS):
         for rank in range(group.size):
@@ -45,7 +45,7 @@ def test_numbers_between_processes(pools: Callable[[int], LocalRanks]):
 
 
 def without_one(group: RankGroup) -> tuple[tuple[int, ...], str]:
-    window = device_window.create(group, SPECS, 0.3, 1, torch.device("cpu"))
+    window = create_device_window(group, SPECS, 0.3, 1, torch.device("cpu"))
     if group.rank != 1:
         call = window.call(0, "dispatch, layer 7", 7)
         signal(call)
@@ -63,7 +63,7 @@ def test_a_process_that_does_not_come(pools: Callable[[int], LocalRanks]):
 
 def other_planes(group: RankGroup) -> None:
     specs = (PlaneSpec("x", (4 + group.rank,), torch.float32),)
-    device_window.create(group, specs, 1.0, 1, torch.device("cpu"))
+    create_device_window(group, specs, 1.0, 1, torch.device("cpu"))
 
 
 def test_other_planes_are_refused_on_all_ranks(pools: Callable[[int], LocalRanks]):

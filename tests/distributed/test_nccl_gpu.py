@@ -10,6 +10,7 @@ import torch
 from moesaic.comm.collectives.device_collective import NcclCollective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.config.devices import cuda_missing
 
 pytestmark = [
@@ -26,7 +27,7 @@ def collectives(group: RankGroup) -> tuple[list[float], list[float]]:
     x_TH = torch.full((3, 8), float(group.rank + 1), device="cuda")
     total = nccl.sum_rows(x_TH, slice(0, 3), "sum")
     torch.cuda.synchronize()
-    nccl.restart(1)
+    nccl.restart(Membership(1, tuple(range(nccl.size))))
     rows = nccl.gather_rows(x_TH[: 1 + group.rank], [1, 2], "gather")
     torch.cuda.synchronize()
     nccl.close()

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.node_window import NodeGroups
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow
+from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.step import Step
 from moesaic.moe.context import MoeContext
 from moesaic.moe.dispatch.host.exchange import (
@@ -49,7 +51,7 @@ def barriers(group: RankGroup, nodes: tuple[int, ...], count: int) -> int:
     """How often a rank left a barrier before another came."""
     early = 0
     with on_nodes(group, nodes):
-        window = SharedWindow.create(group, [PlaneSpec("n", (1,), torch.int64)], timeout=20)
+        window = create_window(group, [PlaneSpec("n", (1,), torch.int64)], timeout=20)
         for number in range(1, count + 1):
             window.plane("n")[0] = number
             window.touch(window.plane("n"))
@@ -67,7 +69,7 @@ def test_barriers(nodes: tuple[int, ...], pools: Callable[[int], LocalRanks]):
 def large(group: RankGroup, nbytes: int) -> bool:
     """Both nodes send more than any buffer holds, at the same time."""
     with on_nodes(group, TWO):
-        window = SharedWindow.create(group, [PlaneSpec("x", (nbytes,), torch.uint8)], timeout=30)
+        window = create_window(group, [PlaneSpec("x", (nbytes,), torch.uint8)], timeout=30)
         for turn in (1, 2):
             window.plane("x").fill_(10 * turn + group.rank)
             window.touch(window.plane("x"))
@@ -88,14 +90,14 @@ def test_pieces_go_where_they_are_wanted():
     """Neighbours become one piece; a node that has none of the ranks gets nothing."""
     sent: dict[int, list[Any]] = {1: [], 2: []}
 
-    def routes_of(ferry: Any) -> None:
-        for route, (node, kept) in zip(ferry.routes, sent.items(), strict=True):
+    def routes_of(sender: Any) -> None:
+        for route, (node, kept) in zip(sender.routes, sent.items(), strict=True):
             assert route.node == node
             route.outlet.send = lambda buffers, *_, kept=kept: kept.append(list(buffers))
 
     specs = [PlaneSpec("x", (6, 100), torch.uint8)]
-    window, ferry, _ = lonely_window(specs, nodes=(0, 1, 2))
-    routes_of(ferry)
+    window, sender, _ = lonely_window(specs, nodes=(0, 1, 2))
+    routes_of(sender)
     x = window.plane("x")
     x.copy_(torch.arange(6)[:, None].expand(6, 100))
     for row, ranks in enumerate([(1,), (1,), (2,), (0,), None, (1, 2)]):
@@ -116,12 +118,12 @@ def test_pieces_go_where_they_are_wanted():
 def test_after_a_restart_tags_go_first():
     """So that a rank that was left behind sees them before it can see new data."""
     specs = [TAGS, PlaneSpec("x", (100,), torch.uint8)]
-    window, ferry, _ = lonely_window(specs, nodes=(0, 1))
+    window, sender, _ = lonely_window(specs, nodes=(0, 1))
     sent: list[Any] = []
-    ferry.routes[0].outlet.send = lambda buffers, *_: sent.append(list(buffers[1:]))
+    sender.routes[0].outlet.send = lambda buffers, *_: sent.append(list(buffers[1:]))
     lanes = Lanes(window)
     lanes.signal(ExchangeSignal.TOKENS_READY, 1, 5, "dispatch")
-    lanes.restart(3)
+    lanes.restart(Membership(3, (0, 1)))
     window.touch(window.plane("x"))
     lanes.signal(ExchangeSignal.TOKENS_READY, 1, 6, "dispatch")
     assert [[len(piece) for piece in pieces] for pieces in sent] == [[8], [64, 100, 8]]
@@ -269,11 +271,11 @@ def restarted(group: RankGroup) -> list[bool]:
     same = []
     with on_nodes(group, TWO):
         layer = combination.layer(group, timeout=20.0)
-        for generation in (1, 2):
+        for _ in (1, 2):
             if group.rank != 0:
                 layer.dispatcher.dispatch_a(x_TH, topk, case.step)
             group.barrier("failed")
-            layer.dispatcher.restart(generation)
+            group.lifecycle.restart()
             same.append(torch.equal(layer(x_TH, topk, case.step), wanted))
         group.barrier("end")
     return same
@@ -296,9 +298,9 @@ def memory_of_windows(group: RankGroup) -> tuple[int, bool]:
     gc.collect()  # what other tests left
     before, few = mapped(), descriptors()
     with on_nodes(group, TWO):
-        kept = SharedWindow.create(group, [PlaneSpec("x", (5000,), torch.uint8)], timeout=20)
+        kept = create_window(group, [PlaneSpec("x", (5000,), torch.uint8)], timeout=20)
         for number in range(1, 6):
-            window = SharedWindow.create(group, [PlaneSpec("x", (5000,), torch.uint8)], timeout=20)
+            window = create_window(group, [PlaneSpec("x", (5000,), torch.uint8)], timeout=20)
             window.barrier("used")
             if number % 2:
                 window.close()  # else the collector does it

@@ -20,7 +20,7 @@ from moesaic.cli.main import main
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
 from moesaic.comm.launch.torchrun import Torchrun
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.address import check_meeting
+from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.config_check import differences, facts_of
 from moesaic.comm.supervise.run_folder import RunFolder, mark_of, user_folder
 from moesaic.core.messages import Fault, Stop, Submit
@@ -344,7 +344,7 @@ def test_unusable_meeting_places(node: int):
         ("nowhere", "give HOST:PORT of node 0"),
     ):
         with pytest.raises(ValueError, match=told):
-            check_meeting(node, address, SECRET)
+            check_init_address(node, address, SECRET)
     with pytest.raises(ValueError, match="MOESAIC_SECRET has 5 bytes: give 16 or more"):
         Service(spec(node, free_port()), {"MOESAIC_SECRET": "short"})
 
@@ -354,12 +354,12 @@ def test_address_of_another_machine_or_in_use():
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*in use.*another port"):
             Service(spec(0, port), SECRET)
-        check_meeting(1, f"127.0.0.1:{port}", SECRET)  # there it must be in use
+        check_init_address(1, f"127.0.0.1:{port}", SECRET)  # there it must be in use
     other = (
         r"203\.0\.113\.7:5000: node 0 cannot listen there .*this machine has .*127\.0\.0\.1:5000"
     )
     with pytest.raises(ValueError, match=other):
-        check_meeting(0, "203.0.113.7:5000", SECRET)
+        check_init_address(0, "203.0.113.7:5000", SECRET)
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moesaic.comm.collectives.group import RankGroup
+from moesaic.comm.lifecycle import Membership
 from moesaic.core.step import DECODE
 from moesaic.moe.context import MoeContext
 from moesaic.moe.formats import TopKOutput
@@ -142,7 +143,7 @@ def after_a_failed_step(group: RankGroup, a2a: str, mode: str) -> list[str]:
             told.append(str(error))
     handle.remove()
     group.barrier("all have failed")
-    layer.context.restart(generation=1)
+    group.lifecycle.restart()
     return [*told, str(error_of(layer, group.rank) < 1e-5)]
 
 
@@ -187,9 +188,10 @@ def test_a_rank_that_was_left_behind_is_told(pools: Any) -> None:
 
 
 def test_restart_checks_its_arguments() -> None:
-    (layer,) = make_layers(RankGroup.alone(), "mooncake", "auto")
-    layer.context.restart(3)
+    group = RankGroup.alone()
+    (layer,) = make_layers(group, "mooncake", "auto")
+    group.lifecycle.restart(Membership(3, (0,)))
     with pytest.raises(ValueError, match="generation 3: give one above 3"):
-        layer.context.restart(3)
+        group.lifecycle.restart(Membership(3, (0,)))
     with pytest.raises(ValueError, match=r"active ranks \[1\]"):
         layer.dispatcher.resume([1], generation=4)  # type: ignore[attr-defined]

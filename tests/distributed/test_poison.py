@@ -14,6 +14,7 @@ from moesaic.comm.collectives.collective import WindowCollective
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.collectives.pipeline import Pipe, PipeSpec
 from moesaic.comm.launch.local_ranks import LocalRanks
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.core.step import Step
 from tests.distributed.conformance import covering
@@ -119,10 +120,6 @@ class Work:
         else:
             pipe.send(told, received + 1)
 
-    def restart(self, generation: int) -> None:
-        self.comm.restart(generation)
-        self.pipe.restart(generation)
-
 
 def tensor_of(key: int, rows: int) -> torch.Tensor:
     """Of whole numbers: sums of them are exact."""
@@ -132,9 +129,9 @@ def tensor_of(key: int, rows: int) -> torch.Tensor:
 def broken_off(group: RankGroup, path: str, nodes: tuple[int, ...]) -> int:
     """Now and then a rank breaks off: all are called back, begin again in the next generation, and
     must get what is right. How many generations it took."""
-    page = ControlPage.open(path, seats=4)
+    page = ControlPage.open(path, num_ranks=4)
     with on_nodes(group, nodes) if nodes else nullcontext():
-        group.seat = seat = page.seat(group.rank)
+        group.status = status = page.status(group.rank)
         try:
             work = Work(group)
             for number in range(ROUNDS):
@@ -147,21 +144,21 @@ def broken_off(group: RankGroup, path: str, nodes: tuple[int, ...]) -> int:
                         work.do(100 * number + turn, place if turn == last else None)
                 except BreaksOffError:
                     for rank in range(group.size):
-                        page.recall(rank, number + 1)
+                        page.roll_back(rank, number + 1)
                 except StepRolledBack as recalled:
                     assert recalled.generation == number + 1
-                seat.generation = number + 1
+                status.generation = number + 1
                 group.barrier("all have abandoned it")
-                work.restart(seat.generation)
+                group.lifecycle.restart(Membership(status.generation, group.members))
             group.barrier("end")
         finally:
-            group.seat = None
-    return seat.generation
+            group.status = None
+    return status.generation
 
 
 @pytest.mark.parametrize("nodes", [(), TWO], ids=["one node", "two nodes"])
 def test_nothing_of_an_abandoned_step_is_taken_for_new(pools: Pools, nodes: tuple[int, ...]):
-    page, descriptor = ControlPage.create(seats=4)
+    page, descriptor = ControlPage.create(num_ranks=4)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     assert pools(4).run(broken_off, path, nodes) == [ROUNDS] * 4
     assert page.epoch == 1

@@ -29,8 +29,8 @@ from moesaic.comm.network.message_stream import HEAD, MAC_BYTES, MessageStream, 
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import LocalStore, StoreAddress, StoreClient, StoreReply, StoreTable
 from moesaic.comm.network.torch_store import TorchStore
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.shared_memory import create_memory, map_memory
-from moesaic.comm.windows.window import SharedWindow
 
 ME, SECRET = Identity(0, 0), b"a secret of some length"
 
@@ -338,6 +338,6 @@ def test_a_window_offered_as_a_file(store: LocalStore, tmp_path: Path):
     thread = threading.Thread(target=lie)
     thread.start()
     with pytest.raises(RuntimeError, match=r"no shared window: rank 1: .*not the path of a desc"):
-        SharedWindow.create(StoreGroup(client_of(store), "g", 1, 2, 10.0), [], timeout=5)
+        create_window(StoreGroup(client_of(store), "g", 1, 2, 10.0), [], timeout=5)
     thread.join()
     assert file.read_bytes() == before

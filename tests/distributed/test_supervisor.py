@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import pytest
 
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
+from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.journal import Journal
+from moesaic.comm.supervise.membership_policy import EndService
 from moesaic.comm.supervise.process_watch import ProcessWatch
 from moesaic.comm.supervise.run_folder import RunFolder, mark_of
 from moesaic.comm.supervise.step_watchdog import StepWatchdog
@@ -35,6 +36,7 @@ from moesaic.core.messages import (
     Stop,
     Submit,
 )
+from moesaic.core.rank_state import RankSnapshot, RankState
 
 TARGET = "tests.distributed.fake_rank:run"
 LONG = 10**9
@@ -396,42 +398,78 @@ def test_folders_of_the_dead_are_swept():
 
 def test_journal_spreads_requests():
     turns = Journal(3, "round_robin")
-    assert [turns.add(request(f"r{i}")) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert [turns.assign(request(f"r{i}")) for i in range(5)] == [0, 1, 2, 0, 1]
     fewest = Journal(2, "total_requests")
-    assert [fewest.add(request(rid, prompt=9 if rid == "a" else 1)) for rid in "abcd"] == [
+    assert [fewest.assign(request(rid, prompt=9 if rid == "a" else 1)) for rid in "abcd"] == [
         0,
         1,
         0,
         1,
     ]
-    fewest.take(StepOutput([RequestDelta(rid, [1], finish=Finish("length")) for rid in "bd"]))
-    assert [fewest.add(request(rid)) for rid in "ef"] == [1, 1]
+    fewest.record(StepOutput([RequestDelta(rid, [1], finish=Finish("length")) for rid in "bd"]))
+    assert [fewest.assign(request(rid)) for rid in "ef"] == [1, 1]
     assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
+
+
+def test_journal_replays_a_request_where_it_stands():
+    journal = Journal(1, "round_robin")
+    submitted = request("a", prompt=3)
+    journal.assign(submitted)
+    assert journal.replay("a") == submitted
+    journal.record(StepOutput([RequestDelta("a", [7, 8])]))
+    journal.record(StepOutput([RequestDelta("a", [9])]))
+    again = journal.replay("a")
+    assert again.emitted == [7, 8, 9] and again.prompt_ids == submitted.prompt_ids
+    assert (again.params, again.seed, again.arrival) == (
+        submitted.params,
+        submitted.seed,
+        submitted.arrival,
+    )
+    assert submitted.emitted == [], "the request as it was submitted stays"
+    # Another supervisor's journal counts what was emitted before.
+    other = Journal(1, "round_robin")
+    other.assign(again)
+    other.record(StepOutput([RequestDelta("a", [10])]))
+    assert other.tokens == [7] and other.replay("a").emitted == [7, 8, 9, 10]
+
+
+class ServiceDouble:
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, list[int]]] = []
+
+    def fail(self, message: str, ranks: Sequence[int]) -> None:
+        self.failures.append((message, list(ranks)))
+
+
+def test_any_loss_ends_the_service():
+    service = ServiceDouble()
+    EndService().on_ranks_lost(service, [3], "rank 3 was killed by signal 9")
+    assert service.failures == [("rank 3 was killed by signal 9", [3])]
 
 
 def test_journal_counts_tokens():
     journal = Journal(2, "total_tokens")
     prompts = {"a": 9, "b": 2, "c": 2}
-    assert [journal.add(request(rid, prompt=n)) for rid, n in prompts.items()] == [0, 1, 1]
-    journal.take(StepOutput([RequestDelta("b", [5] * 6)]))
+    assert [journal.assign(request(rid, prompt=n)) for rid, n in prompts.items()] == [0, 1, 1]
+    journal.record(StepOutput([RequestDelta("b", [5] * 6)]))
     assert journal.tokens == [9, 10]
-    assert journal.add(request("d")) == 0
+    assert journal.assign(request("d")) == 0
     (answer,) = journal.end_all("over")
     assert [(d.rid, d.finish.type, d.finish.message) for d in answer.deltas] == [
         (rid, "abort", "over") for rid in "abcd"
     ]
-    assert (journal.entries, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
+    assert (journal.open, journal.requests, journal.tokens) == ({}, [0, 0], [0, 0])
 
 
-def seen(state: RankState, step: int, operation: str, age: float) -> Seen:
-    return Seen(state, step, operation, 0.0, age, step)
+def seen(state: RankState, step: int, operation: str, age: float) -> RankSnapshot:
+    return RankSnapshot(state, step, operation, 0.0, age, step)
 
 
 def test_guard_compares_steps_and_operations(caplog: pytest.LogCaptureFixture):
     guard = StepWatchdog(Mesh(tp=3), 1.0, 5.0)
     wait = RankState.WAITING
 
-    def ranks(*sights: Seen) -> dict[int, Seen]:
+    def ranks(*sights: RankSnapshot) -> dict[int, RankSnapshot]:
         return dict(enumerate(sights))
 
     even = seen(wait, 7, "combine", 3.0)

@@ -20,8 +20,9 @@ from moesaic.comm.errors import OutOfStep, PeerTimeout, RankFailed, WindowAborte
 from moesaic.comm.launch.local_ranks import LocalRanks
 from moesaic.comm.launch.mps import Mps, start_mps
 from moesaic.comm.launch.mps_owner import PIPES, mps_processes
-from moesaic.comm.windows import device_window
-from moesaic.comm.windows.device_window import DeviceWindow, window_bytes
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.device_window import DeviceWindow
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.devices import cuda_missing
 from moesaic.config.gpus import processor_percent
@@ -68,7 +69,7 @@ def open_gpu(environment: dict[str, str]) -> torch.device:
 def make(
     group: RankGroup, environment: dict[str, str], timeout: float = 20.0, channels: int = 2
 ) -> DeviceWindow:
-    return device_window.create(group, NUMBERS, timeout, channels, open_gpu(environment))
+    return create_device_window(group, NUMBERS, timeout, channels, open_gpu(environment))
 
 
 def exchange(window: DeviceWindow, ranks: list[int], step: int) -> list[float]:
@@ -155,7 +156,7 @@ def round_trip(group: RankGroup, environment: dict[str, str]) -> tuple[float, fl
         PlaneSpec("ids", (rows, K), torch.int32),
         PlaneSpec("results", (rows, H), torch.bfloat16),
     )
-    window = device_window.create(group, planes, 20.0, 2, device)
+    window = create_device_window(group, planes, 20.0, 2, device)
     offsets = {plane.name: window.offset(plane.name) for plane in planes}
     inbox = RowPlanes("bf16", offsets["values"], -1, offsets["ids"], -1, 2 * H, 0)
     spread = SlotOwners(SLOTS)
@@ -205,7 +206,7 @@ def absent(group: RankGroup, environment: dict[str, str]) -> tuple[tuple[int, ..
             exchange(window, everyone, 2)
         told = (caught.value.missing, str(caught.value), time.monotonic() - started)
     group.barrier("the victim comes back")
-    window.restart(1)
+    window.restart(Membership(1, tuple(range(window.size))))
     group.barrier("all have restarted")
     assert exchange(window, everyone, 3) == numbers(everyone, range(3, 4))[0]
     return told
@@ -269,8 +270,8 @@ def too_large(group: RankGroup, environment: dict[str, str]) -> tuple[str, int]:
     planes = (PlaneSpec("x", (1 << 40,), torch.uint8),)
     device = open_gpu(environment)
     with pytest.raises(RuntimeError) as caught:
-        device_window.create(group, planes, 1.0, 1, device)
-    return str(caught.value), window_bytes(planes, group.size, 1, device)
+        create_device_window(group, planes, 1.0, 1, device)
+    return str(caught.value), device_window_bytes(planes, group.size, 1, device)
 
 
 def test_too_large_a_window_is_refused_on_all_ranks(ranks: LocalRanks, mps: Mps):
@@ -301,7 +302,7 @@ def memory(group: RankGroup, environment: dict[str, str]) -> int:
     planes = (PlaneSpec("x", (64 << 20,), torch.uint8),)
     left = []
     for _ in range(3):
-        window = device_window.create(group, planes, 5.0, 1, device)
+        window = create_device_window(group, planes, 5.0, 1, device)
         group.barrier("made")
         window.close()
         group.barrier("closed")
@@ -326,7 +327,7 @@ def until_killed(group: RankGroup, environment: dict[str, str]) -> list[list[flo
     assert caught.value.missing == (VICTIM,)
     others = [rank for rank in everyone if rank != VICTIM]
     time.sleep(1.0)  # all of them have given up
-    window.restart(1, others)
+    window.restart(Membership(1, tuple(others)))
     time.sleep(1.0)  # and restarted
     return [exchange(window, others, step) for step in range(2, 6)]
 

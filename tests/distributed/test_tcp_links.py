@@ -17,10 +17,12 @@ from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import PeerLost, PeerTimeout, RankFailed, WindowAborted
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.network.handshake import GREETING, Role, introduce
-from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankState
+from moesaic.comm.supervise.control_page import ControlPage, EpochChanged
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.node_window import NodeWindow
 from moesaic.comm.windows.tcp_links import HEAD, MARK, FrameKind, TcpLinks, frame
-from moesaic.comm.windows.window import CHANNELS, PlaneSpec, SharedWindow, control_bytes
+from moesaic.comm.windows.window import CHANNELS, PlaneSpec, control_bytes
+from moesaic.core.rank_state import RankState
 from tests.distributed.nodes import (
     LAYOUTS,
     SECRET,
@@ -41,7 +43,7 @@ def refused(group: RankGroup) -> tuple[str, str]:
     with on_nodes(group, TWO, secret) as links:
         port = f"127.0.0.{1 + group.rank // 2}:{links.port}"
         try:
-            SharedWindow.create(group, [], timeout=5)
+            create_window(group, [], timeout=5)
             text = ""
         except RuntimeError as error:
             text = str(error)
@@ -65,7 +67,7 @@ def test_a_wrong_secret_is_refused(pools: Callable[[int], LocalRanks]):
     [
         ("0.0.0.0", SECRET, "address '0.0.0.0'"),
         ("", SECRET, "address ''"),
-        ("127.0.0.1", b"short", "a secret of 5 bytes: give 16 or more"),
+        ("127.0.0.1", b"short", "the secret has 5 bytes: give 16 or more"),
     ],
 )
 def test_what_links_do_not_take(address: str, secret: bytes, match: str):
@@ -77,7 +79,7 @@ def test_no_links():
     group = RankGroup.alone()
     group.size, group.nodes = 2, (0, 5)
     with pytest.raises(ValueError, match=r"on nodes \[0, 5\]: give it links"):
-        SharedWindow.create(group, [], timeout=1)
+        create_window(group, [], timeout=1)
 
 
 def hear(port: int, said: bytes) -> bytes:
@@ -96,7 +98,7 @@ def strangers(group: RankGroup) -> list[str]:
     generator = random.Random(group.rank)
     with on_nodes(group, TWO) as links:
         ports = group.all_gather_bytes(str(links.port).encode(), "ports")
-        window = SharedWindow.create(group, [PlaneSpec("x", (64,), torch.uint8)], timeout=20)
+        window = create_window(group, [PlaneSpec("x", (64,), torch.uint8)], timeout=20)
         wrong = []
         for turn in range(1, 30):
             junk = generator.randbytes(generator.randrange(1, 3000))
@@ -173,18 +175,18 @@ def lied_to(group: RankGroup, lie: bytes) -> tuple[str, bool]:
     """Rank 3 sends this in place of its second signal; what a wait then says, and whether its
     window is as before."""
     with on_nodes(group, TWO):
-        window = SharedWindow.create(group, [PlaneSpec("x", (64,), torch.uint8)], timeout=20)
+        window = create_window(group, [PlaneSpec("x", (64,), torch.uint8)], timeout=20)
         assert isinstance(window, NodeWindow)
         window.signal(0, 1, "truth")
         window.wait(0, 1, "truth")
         if group.rank == 3:
-            number = window._ferry.window
+            number = window._sender.window
             told = bytearray(lie)
             if lie.startswith(MARK):
                 fields = list(HEAD.unpack(lie[: HEAD.size]))
                 fields[5] = fields[5] or number
                 told[: HEAD.size] = HEAD.pack(*fields)
-            outlet = window._ferry.routes[0].outlet
+            outlet = window._sender.routes[0].outlet
             outlet.send([bytes(told)], 5)
             outlet.close()
         text = ""
@@ -211,7 +213,7 @@ def killed(group: RankGroup, victim: int) -> tuple[str, float, tuple[int, ...]]:
     """All wait for a rank that then dies."""
     with on_nodes(group, TWO):
         plane = PlaneSpec("t", (1,), torch.float64)
-        window = SharedWindow.create(group, [plane], timeout=3)
+        window = create_window(group, [plane], timeout=3)
         window.barrier("start")
         if group.rank == victim:
             time.sleep(0.3)
@@ -250,7 +252,7 @@ def unreachable(group: RankGroup) -> str:
     """Node 1 listens no more: rank 0 cannot send to it, and says so when it waits for it. What
     concerns its own node only goes on."""
     with on_nodes(group, TWO) as links:
-        window = SharedWindow.create(group, [PlaneSpec("x", (1 << 20,), torch.uint8)], timeout=20)
+        window = create_window(group, [PlaneSpec("x", (1 << 20,), torch.uint8)], timeout=20)
         window.barrier("start")
         group.barrier("all have left it")
         if group.rank >= 2:
@@ -278,8 +280,8 @@ def test_a_node_that_cannot_be_reached(pools: Callable[[int], LocalRanks]):
 
 
 def test_sending_to_nobody_is_told():
-    window, ferry, _ = lonely_window([PlaneSpec("x", (64,), torch.uint8)], nodes=(0, 1, 1))
-    for route in ferry.routes:
+    window, sender, _ = lonely_window([PlaneSpec("x", (64,), torch.uint8)], nodes=(0, 1, 1))
+    for route in sender.routes:
         route.outlet._connection.close()
     window.signal(0, 1, "a step")
     with pytest.raises(
@@ -290,8 +292,8 @@ def test_sending_to_nobody_is_told():
 
 def test_who_takes_nothing_is_given_up():
     specs = [PlaneSpec("x", (1 << 24,), torch.uint8)]
-    window, ferry, silent = lonely_window(specs, nodes=(0, 1))
-    ferry.routes[0].outlet._connection.settimeout(0.05)
+    window, sender, silent = lonely_window(specs, nodes=(0, 1))
+    sender.routes[0].outlet._connection.settimeout(0.05)
     window.touch(window.plane("x"))
     window.signal(0, 1, "a step")
     with pytest.raises(PeerLost, match=r"it has taken nothing for 1\.0 s"):
@@ -301,7 +303,7 @@ def test_who_takes_nothing_is_given_up():
 
 def aborted(group: RankGroup, nodes: tuple[int, ...]) -> str:
     with on_nodes(group, nodes):
-        window = SharedWindow.create(group, [], timeout=20)
+        window = create_window(group, [], timeout=20)
         if group.rank == 1:
             time.sleep(0.2)
             window.abort("rank 3 left (épreuve)")
@@ -320,34 +322,34 @@ def test_abort(nodes: tuple[int, ...], pools: Callable[[int], LocalRanks]):
 
 def new_epoch(group: RankGroup, nodes: tuple[int, ...]) -> tuple[str, int, float, list[str]]:
     """Rank 0 declares a new epoch while all but it sleep in a wait; what they then say, and how
-    their seats looked before and after."""
+    their num_ranks looked before and after."""
     path = b""
     if group.rank == 0:
-        page, descriptor = ControlPage.create(seats=4)
+        page, descriptor = ControlPage.create(num_ranks=4)
         path = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
     path = group.all_gather_bytes(path, "page")[0]
     if group.rank:
-        page = ControlPage.open(path.decode(), seats=4)
-    group.seat = page.seat(group.rank)
+        page = ControlPage.open(path.decode(), num_ranks=4)
+    group.status = page.status(group.rank)
     try:
         with on_nodes(group, nodes):
             return waited_out(group, page)
     finally:
-        group.seat = None
+        group.status = None
 
 
 def waited_out(group: RankGroup, page: ControlPage) -> tuple[str, int, float, list[str]]:
-    window = SharedWindow.create(group, [PlaneSpec("t", (1,), torch.float64)], timeout=20)
+    window = create_window(group, [PlaneSpec("t", (1,), torch.float64)], timeout=20)
     group.barrier("start")
     seen, started, reason, epoch = [], 0.0, "", 0
     if group.rank == 0:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            states = [page.seen(rank) for rank in (1, 2, 3)]
-            if all(seat.state == RankState.WAITING for seat in states):
+            states = [page.snapshot(rank) for rank in (1, 2, 3)]
+            if all(status.state == RankState.WAITING for status in states):
                 break
             time.sleep(0.01)
-        seen = [f"{seat.state.name} {seat.operation}" for seat in states]
+        seen = [f"{status.state.name} {status.operation}" for status in states]
         page.change(live=0b0111, reason="rank 3 is gone")
         started = time.monotonic()
     try:
@@ -355,7 +357,7 @@ def waited_out(group: RankGroup, page: ControlPage) -> tuple[str, int, float, li
     except EpochChanged as error:
         reason, epoch = str(error), error.epoch
     ended = time.monotonic()
-    seen += [page.seen(group.rank).state.name]
+    seen += [page.snapshot(group.rank).state.name]
     group.barrier("end")
     first = group.all_gather_bytes(str(started).encode(), "when")[0]
     return reason, epoch, ended - float(first), seen
@@ -375,13 +377,11 @@ def test_a_new_epoch_ends_waits(nodes: tuple[int, ...], pools: Callable[[int], L
 
 def stuck(group: RankGroup, nodes: tuple[int, ...], pids: list[int]) -> str:
     """Rank 1 is stopped; rank 0 sends it more than buffers hold, and hears of a new epoch."""
-    page, _ = ControlPage.create(seats=2)
+    page, _ = ControlPage.create(num_ranks=2)
     with on_nodes(group, nodes):
-        group.seat = page.seat(group.rank)
+        group.status = page.status(group.rank)
         try:
-            window = SharedWindow.create(
-                group, [PlaneSpec("x", (1 << 28,), torch.uint8)], timeout=30
-            )
+            window = create_window(group, [PlaneSpec("x", (1 << 28,), torch.uint8)], timeout=30)
             window.barrier("start")
             if group.rank == 1:
                 time.sleep(1)
@@ -396,7 +396,7 @@ def stuck(group: RankGroup, nodes: tuple[int, ...], pids: list[int]) -> str:
             finally:
                 os.kill(pids[1], signal.SIGCONT)
         finally:
-            group.seat = None
+            group.status = None
     return "sent"
 
 

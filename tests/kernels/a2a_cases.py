@@ -78,7 +78,7 @@ class Case:
         made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)
         first = min(made[0].offset(spec.name) for spec in self.specs())
         for window in made:
-            window.mail.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
+            window.signals.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
             window.plane("ids").fill_(0x55)
         return made if device == "cpu" else _moved(made, device, self.near)
 
@@ -98,12 +98,14 @@ class Case:
 
 
 def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindow]:
-    regions = tuple(region.to(device) for region in windows[0].mail.regions)
+    regions = tuple(region.to(device) for region in windows[0].signals.regions)
     bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
     for window in windows:
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
-        state = window.mail.state.to(device)
-        window.mail = SignalPlanes(window.rank, window.size, regions, bases_P, 0, state, desk, near)
+        state = window.signals.state.to(device)
+        window.signals = SignalPlanes(
+            window.rank, window.size, regions, bases_P, 0, state, desk, near
+        )
     return windows
 
 
@@ -116,8 +118,8 @@ def on_device(tokens: LocalTokens) -> LocalTokens:
 def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindow]) -> None:
     """Regions, flags among them, what ranks count, and what lies on the desks."""
     for one, other in zip(out, wanted, strict=True):
-        assert one.mail.state.tolist() == other.mail.state.tolist()
-        assert one.mail.desk.tolist() == other.mail.desk.tolist()
+        assert one.signals.state.tolist() == other.signals.state.tolist()
+        assert one.signals.desk.tolist() == other.signals.desk.tolist()
         region, wanted_region = _region(case, one), _region(case, other)
         differ = (region != wanted_region).nonzero().flatten().tolist()
         assert not differ, f"rank {one.rank}: bytes {differ[:4]} of {_planes(one)}"
@@ -125,7 +127,7 @@ def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindo
 
 def _region(case: Case, window: HostWindow) -> Tensor:
     """Of e4m3 a zero may lose its sign."""
-    region = window.mail.regions[window.rank].cpu().clone()
+    region = window.signals.regions[window.rank].cpu().clone()
     if case.payload == "fp8":
         first, nbytes = window.offset("values"), window.plane("values").numel()
         values = region[first : first + nbytes]

@@ -148,7 +148,7 @@ def check_kernels_between_ranks(gpu: NoGpu) -> None:
     assert len(again) == len(first) == 7
     names = [launched[4][0] for launched in again]
     assert names[:3] == ["_send_kernel", "_wait_kernel", "_signal_kernel"], names
-    regions = [window.mail.bases_P.data_ptr() for window in (old, new)]
+    regions = [window.signals.bases_P.data_ptr() for window in (old, new)]
     for ours, theirs in zip(again, first, strict=True):
         assert ours[:6] == theirs[:6]
         differ = [(a, b) for a, b in zip(ours[6], theirs[6], strict=True) if a != b]
@@ -174,7 +174,7 @@ def check_cost(gpu: NoGpu) -> None:
     window, tokens = case.windows("cpu")[0], case.tokens(0)
     inbox, call = case.inbox(window), window.call(ROWS, "test")
     quick = microseconds(lambda: kernels.send(tokens, case.rows, inbox, case.spread, call))
-    (found,) = (one for one in window.mail.prepared.values())
+    (found,) = (one for one in window.signals.prepared.values())
     (launch,) = found.launches.values()
     tensors = (tokens.x_TH, tokens.ids_TK, tokens.weights_TK, None)
     numbers = (64, 2, 3, 0, 0, 1.0)

@@ -181,7 +181,7 @@ def test_nobody_hangs() -> None:
     """A peer that never comes: the wait ends, and says who it was."""
     case = replace(QWEN, counts=(4, 4), rows=4)
     window = case.windows(DEVICE)[0]
-    window.mail.state[1] = int(0.2e9)
+    window.signals.state[1] = int(0.2e9)
     kernels.signal(window.call(RESULTS, "combine"))
     kernels.wait(window.call(RESULTS, "combine"))
     torch.cuda.synchronize()

@@ -71,7 +71,7 @@ def run_all(
 
 def set_broken(ranks: Sequence[DeviceCollective], broken: int) -> None:
     for comm in ranks:
-        comm.window.mail.state[DeviceStateWord.BROKEN] = broken
+        comm.window.signals.state[DeviceStateWord.BROKEN] = broken
 
 
 def warm_up(

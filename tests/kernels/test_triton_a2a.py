@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import HostWindow, OutOfStep
 from moesaic.kernels import a2a as twins
 from moesaic.kernels.a2a import MAX_TAG, DeviceStateWord, Failure, FailureWords, LocalTokens
@@ -82,7 +83,7 @@ def test_rows_arrive_as_those_of_the_twins(case: Case) -> None:
             kernels.receive(window.call(ROWS, "dispatch", tag=seed), *place)
             window.check()
     assert_same_memory(case, ours, theirs)
-    assert ours[0].mail.state[DeviceStateWord.CHANNELS] == rounds
+    assert ours[0].signals.state[DeviceStateWord.CHANNELS] == rounds
 
 
 def test_the_example_of_send() -> None:
@@ -168,8 +169,8 @@ def after_days(count: int, signal: Do, wait: Do) -> tuple[Windows, list[twins.Ch
     windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
     for window in windows:
         window.timeout = 0.05
-        window.restart(1)
-        window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
+        window.restart(Membership(1, tuple(range(window.size))))
+        window.signals.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count
     calls = [window.call(RESULTS, "combine", tag=3) for window in windows]
     together(calls, signal, wait)
     return windows, calls
@@ -193,10 +194,12 @@ def check(window: HostWindow) -> None:
 def test_a_count_that_begins_anew(count: int, signal: Do, wait: Do) -> None:
     """The next word is above the last one all the same: a peer is late, and not in another step."""
     windows, calls = after_days(count, signal, wait)
-    generations = [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)]
+    generations = [int(flag) >> 32 for flag in windows[0].signals.flag(0, RESULTS)]
     together(calls, signal, wait)
     together(calls, signal, wait)
-    assert [int(flag) >> 32 for flag in windows[0].mail.flag(0, RESULTS)] == generations == [1, 1]
+    assert (
+        [int(flag) >> 32 for flag in windows[0].signals.flag(0, RESULTS)] == generations == [1, 1]
+    )
     windows, calls = after_days(count, signal, wait)
     signal(calls[0])
     wait(calls[0])
@@ -244,16 +247,16 @@ def test_which_of_two_flags_is_older(
     ):
         windows = case.windows("cpu" if signal is twins.signal.twin else DEVICE)
         for window, (generation, count, tag) in zip(windows, order, strict=True):
-            window.mail.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
-            window.mail.state[DeviceStateWord.GENERATION] = generation
-            window.mail.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count - 1
+            window.signals.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
+            window.signals.state[DeviceStateWord.GENERATION] = generation
+            window.signals.state[DeviceStateWord.CHANNELS + 2 * RESULTS] = count - 1
             signal(window.call(RESULTS, "combine", tag))
         wait(windows[0].call(RESULTS, "combine", order[0][2]))
         if GPU:
             torch.cuda.synchronize()
-        desk = windows[0].mail.desk
+        desk = windows[0].signals.desk
         assert (desk[FailureWords.FAILURE], desk[FailureWords.PEERS]) == (failure, 0b10), order
-        assert desk[FailureWords.SEEN] == windows[0].mail.flag(0, RESULTS)[1]
+        assert desk[FailureWords.SEEN] == windows[0].signals.flag(0, RESULTS)[1]
 
 
 @pytest.mark.parametrize("signal, wait", EITHER)
@@ -262,13 +265,13 @@ def test_a_peer_that_is_late_after_a_restart(count: int, signal: Do, wait: Do) -
     """What it has raised before, however often, is of a generation that is over."""
     windows, calls = after_days(count, signal, wait)
     for window in windows:
-        window.restart(2)
+        window.restart(Membership(2, tuple(range(window.size))))
     signal(calls[0])
     wait(calls[0])
     with pytest.raises(PeerTimeout, match=r"rank 1 did not reach 'combine'.*not seen before"):
         check(windows[0])
     for window in windows:
-        window.restart(3)
+        window.restart(Membership(3, tuple(range(window.size))))
     together(calls, signal, wait)
     for window in windows:
         check(window)
@@ -291,7 +294,7 @@ def test_a_peer_that_is_not_there(
     made = both(case)
     for windows, signal in zip(made, (kernels.signal, twins.signal.twin), strict=True):
         for window in windows:
-            window.mail.state[DeviceStateWord.TIMEOUT_NS] = int(0.05e9)
+            window.signals.state[DeviceStateWord.TIMEOUT_NS] = int(0.05e9)
         for rank in (0, 1):
             signal(windows[rank].call(RESULTS, "combine", tag=1))
         if failure == Failure.OUT_OF_STEP:
@@ -325,7 +328,7 @@ def test_a_new_generation_without_one_of_them() -> None:
     for windows, module in ((ours, kernels), (theirs, twins)):
         twin = module is twins
         for window in windows[1:]:
-            window.restart(5, active=(1, 2))
+            window.restart(Membership(5, (1, 2)))
         send = twins.send.twin if twin else kernels.send
         send_all(case, windows[1:], send)
         assert (windows[2].plane("ids")[: case.rows] == -1).all()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.device_collective import DeviceCollective
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import HostWindow
 from moesaic.kernels import collectives as reference
 from moesaic.kernels.a2a import ChannelCall, DeviceStateWord, Failure, FailureWords
@@ -38,21 +39,21 @@ def make_ranks(
     """Whose regions hold NaN wherever nobody has written."""
     specs = DeviceCollective.planes(size, nbytes, lanes, lane_bytes)
     windows = HostWindow.between(size, specs, 20.0, DeviceCollective.channels(lanes))
-    regions = torch.stack(windows[0].mail.regions).to(DEVICE)
+    regions = torch.stack(windows[0].signals.regions).to(DEVICE)
     regions[:, windows[0].offset("pushed") :] = 255
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
     for window in windows:
         desk = torch.zeros(8, dtype=torch.int64, pin_memory=GPU)
-        state = window.mail.state.to(DEVICE)
-        window.mail = replace(
-            window.mail, regions=regions.unbind(0), bases_P=bases, state=state, desk=desk
+        state = window.signals.state.to(DEVICE)
+        window.signals = replace(
+            window.signals, regions=regions.unbind(0), bases_P=bases, state=state, desk=desk
         )
     return [DeviceCollective(window, nbytes, lanes, lane_bytes) for window in windows]
 
 
 def on(comm: DeviceCollective, posts: bool) -> tuple[ChannelCall, reference.Board]:
     channel = comm._board.post_channel if posts else 0
-    return ChannelCall(comm.window.mail, channel, TAG), comm._board
+    return ChannelCall(comm.window.signals, channel, TAG), comm._board
 
 
 def push_all(
@@ -96,8 +97,8 @@ def garbage(count: int, dtype: torch.dtype) -> Tensor:
 
 def check_fine(ranks: Sequence[DeviceCollective]) -> None:
     for comm in ranks:
-        assert comm.window.mail.desk.tolist() == [0] * 8
-        assert comm.window.mail.state[DeviceStateWord.BROKEN] == 0
+        assert comm.window.signals.desk.tolist() == [0] * 8
+        assert comm.window.signals.state[DeviceStateWord.BROKEN] == 0
 
 
 @pytest.mark.parametrize("kernels", EITHER)
@@ -138,7 +139,7 @@ def test_small_sums(dtype: torch.dtype) -> None:
             assert out[-1:].view(torch.uint8).tolist() == edge.view(torch.uint8).tolist()
     check_fine(ranks)
     used = [max(1, -(-count * dtype.itemsize // LANE_BYTES)) for count in counts]
-    raised = ranks[0].window.mail.state[DeviceStateWord.CHANNELS :: 2].view(-1, 2).tolist()
+    raised = ranks[0].window.signals.state[DeviceStateWord.CHANNELS :: 2].view(-1, 2).tolist()
     rounds = [sum(lanes > lane for lanes in used) for lane in range(LANES)]
     assert raised == [[(count + 1) // 2, count // 2] for count in (*rounds, 0)]
 
@@ -233,8 +234,8 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
     parts = [draw(5, torch.float32, rank) for rank in range(2)]
     for comm in ranks:
         comm.window.timeout = 0.001
-        comm.restart(1)
-        comm.window.mail.state[DeviceStateWord.CHANNELS :: 2] = count
+        comm.restart(Membership(1, tuple(range(comm.size))))
+        comm.window.signals.state[DeviceStateWord.CHANNELS :: 2] = count
 
     def rounds() -> None:
         for _ in range(6):
@@ -245,13 +246,13 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
 
     rounds()
     for comm in ranks:
-        comm.restart(2)
+        comm.restart(Membership(2, tuple(range(comm.size))))
     out = garbage(5, torch.float32)
     kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    assert ranks[0].window.mail.desk[FailureWords.FAILURE] == Failure.TIMEOUT
+    assert ranks[0].window.signals.desk[FailureWords.FAILURE] == Failure.TIMEOUT
     for comm in ranks:
-        comm.restart(3)
+        comm.restart(Membership(3, tuple(range(comm.size))))
     rounds()
 
 
@@ -261,7 +262,7 @@ def test_who_is_missing(kernels: Any) -> None:
     anew."""
     ranks = make_ranks(3)
     for comm in ranks:
-        comm.window.mail.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
+        comm.window.signals.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
     parts = [draw(5, torch.float32, rank) for rank in range(3)]
     for comm, part in zip(ranks[:2], parts, strict=False):
         kernels.push(*on(comm, False), part, None, ElementRange(0, 5), Sum())
@@ -270,9 +271,9 @@ def test_who_is_missing(kernels: Any) -> None:
     assert out.tolist() == [0.0] * 5
     word = 1 << 16 | TAG
     expected = [0, Failure.TIMEOUT, 0, 0b100, 0, word, 0, 0]
-    assert ranks[0].window.mail.desk.tolist() == expected
-    before = [region.clone() for region in ranks[0].window.mail.regions]
-    state = ranks[0].window.mail.state.clone()
+    assert ranks[0].window.signals.desk.tolist() == expected
+    before = [region.clone() for region in ranks[0].window.signals.regions]
+    state = ranks[0].window.signals.state.clone()
     out.fill_(torch.nan)
     kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
@@ -281,10 +282,10 @@ def test_who_is_missing(kernels: Any) -> None:
     out.fill_(torch.nan)
     kernels.pull(*on(ranks[0], True), out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    assert torch.equal(ranks[0].window.mail.state, state)
-    assert all(map(torch.equal, before, ranks[0].window.mail.regions))
+    assert torch.equal(ranks[0].window.signals.state, state)
+    assert all(map(torch.equal, before, ranks[0].window.signals.regions))
     for comm in ranks:
-        comm.restart(1)
+        comm.restart(Membership(1, tuple(range(comm.size))))
     outs = [garbage(5, torch.float32) for _ in ranks]
     push_all([kernels] * 3, ranks, parts, outs, ElementRange(0, 5), [Sum()] * 3)
     assert all(torch.equal(one, add(parts)) for one in outs)
@@ -299,7 +300,7 @@ def test_who_is_elsewhere() -> None:
     out = garbage(5, torch.float32)
     KERNELS.push(*on(ranks[0], False), part, out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    desk = ranks[0].window.mail.desk
+    desk = ranks[0].window.signals.desk
     assert desk[FailureWords.FAILURE] == Failure.OUT_OF_STEP and desk[FailureWords.PEERS] == 0b10
     assert desk[FailureWords.SEEN] == desk[FailureWords.WANTED] + 1
 

@@ -27,7 +27,7 @@ from bench.ep_rank import FOLDER, TARGET, kernels_of
 from bench.ep_trace import Recorded, host_ms, joined, read_trace
 from bench.one_batch import timing
 from bench.stages import KERNELS, STAGE_OF, StepKernels, stage_of, stages_of
-from moesaic.comm.arrange import mesh_of
+from moesaic.comm.mesh import mesh_of
 from moesaic.config import ServerArgs, resolve
 from moesaic.engine.frontend import core_client as remote
 from moesaic.observe.spans import Span, SpanKind

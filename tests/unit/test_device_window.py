@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
-from moesaic.comm.windows import device_window
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import (
     ALIGN,
     MAX_GENERATION,
@@ -21,8 +21,8 @@ from moesaic.comm.windows.device_window import (
     DeviceWindow,
     HostWindow,
     layout,
-    window_bytes,
 )
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import DeviceStateWord, SignalPlanes, signal, wait
 
@@ -44,14 +44,14 @@ def test_planes_do_not_overlap():
     assert nbytes >= ends[-1]
     # Flags are of the ranks there are.
     assert layout(SPECS, channels=3, size=2)[1] == 3 * ALIGN
-    assert window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
+    assert device_window_bytes(SPECS, 2, 3, CPU) == 3 * ALIGN
 
 
 def test_what_a_window_takes_on_a_gpu():
     """It is known where there is none."""
-    assert window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
+    assert device_window_bytes(SPECS, 4, 2, torch.device("cuda", 0)) == 2 << 20
     large = (PlaneSpec("x", (2 << 20,), torch.uint8),)
-    assert window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
+    assert device_window_bytes(large, 4, 2, torch.device("cuda", 0)) == 4 << 20
 
 
 def test_one_array_of_each_rank():
@@ -70,13 +70,13 @@ def test_one_array_of_each_rank():
 def test_a_rank_alone():
     """Made where models are: in inference mode, with another device for new tensors."""
     with torch.inference_mode(), torch.device("meta"):
-        window = device_window.create(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
+        window = create_device_window(RankGroup.alone(), SPECS, SECONDS, 2, CPU)
     call = window.call(0, "alone")
     signal(call)
     wait(call)
     window.check()
     with torch.device("meta"):
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     step([window])
     window.close()
     window.close()
@@ -86,14 +86,14 @@ def test_too_many_ranks():
     group = RankGroup.alone()
     group.size = 64
     with pytest.raises(ValueError, match=r"a window holds 1\.\.63 ranks, not 64"):
-        device_window.create(group, SPECS, SECONDS, 2, CPU)
+        create_device_window(group, SPECS, SECONDS, 2, CPU)
 
 
 def test_ranks_on_two_nodes():
     group = RankGroup.alone()
     group.size, group.nodes = 2, (0, 1)
     with pytest.raises(ValueError, match=r"ranks on nodes \[0, 1\]: kernels reach memory of one"):
-        device_window.create(group, SPECS, SECONDS, 2, CPU)
+        create_device_window(group, SPECS, SECONDS, 2, CPU)
 
 
 def step(ranks: Sequence[DeviceWindow], channel: int = 0, layer: int = 0) -> None:
@@ -160,7 +160,7 @@ def test_nothing_moves_after_a_failure():
     signal(a.call(1, "second"))
     wait(a.call(1, "second"))
     assert time.monotonic() - started < 0.1
-    assert b.mail.flag(1, 1).tolist() == [0, 0]
+    assert b.signals.flag(1, 1).tolist() == [0, 0]
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="'first'"):
             a.check()
@@ -187,7 +187,7 @@ def test_a_rank_that_has_gone_on():
 
 def test_a_rank_left_behind():
     a, b = windows(2)
-    b.restart(2)
+    b.restart(Membership(2, tuple(range(b.size))))
     signal(a.call(0, "dispatch"))
     signal(b.call(0, "dispatch"))
     wait(a.call(0, "dispatch"))
@@ -219,7 +219,7 @@ def test_restart_after_a_failure():
     wait(ranks[0].call(0, "lost"))
     ranks[1].abort("another failed")
     for window in ranks:
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     for layer in range(3):
         step(ranks, layer=layer)
 
@@ -229,11 +229,11 @@ def test_a_rank_that_is_late_after_a_restart(count: int):
     """However often it has raised its flag before."""
     ranks = windows(2, timeout=10.0)
     for window in ranks:
-        window.mail.state[DeviceStateWord.CHANNELS] = count
+        window.signals.state[DeviceStateWord.CHANNELS] = count
     step(ranks, layer=3)
     step(ranks, layer=4)
     for window in ranks:
-        window.restart(1)
+        window.restart(Membership(1, tuple(range(window.size))))
     a, b = (window.call(0, "dispatch, layer 3", 3) for window in ranks)
     late = threading.Timer(0.1, signal, (b,))
     late.start()
@@ -252,12 +252,12 @@ def test_many_restarts():
     step(ranks, channel=1)
     for generation in range(1, 40_000):
         for window in ranks:
-            window.restart(generation)
+            window.restart(Membership(generation, tuple(range(window.size))))
         if generation % 1000 == 999:
             step(ranks)
     step(ranks, channel=1)
     for window in ranks:
-        window.restart(MAX_GENERATION)
+        window.restart(Membership(MAX_GENERATION, tuple(range(window.size))))
     step(ranks)
     step(ranks, channel=1)
 
@@ -267,23 +267,33 @@ def test_ranks_that_take_no_part():
     ranks = windows(3)
     others = [ranks[0], ranks[2]]
     for window in others:
-        window.restart(1, [0, 2])
+        window.restart(
+            Membership(
+                1,
+                (
+                    0,
+                    2,
+                ),
+            )
+        )
     step(others)
-    assert ranks[1].mail.flag(1, 0).tolist() == [0, 0, 0]
+    assert ranks[1].signals.flag(1, 0).tolist() == [0, 0, 0]
     for window in ranks:
-        window.restart(2)
+        window.restart(Membership(2, tuple(range(window.size))))
     step(ranks)
 
 
 def test_bad_restarts():
     a, _ = windows(2)
-    a.restart(4)
-    with pytest.raises(ValueError, match=rf"generation 4: give one of 5\.\.{MAX_GENERATION}"):
-        a.restart(4)
-    with pytest.raises(ValueError, match="generation 2147483648: give one of"):
-        a.restart(1 << 31)
+    a.restart(Membership(4, tuple(range(a.size))))
+    with pytest.raises(
+        ValueError, match=f"generation 4: give one above 4 and below {MAX_GENERATION + 1}"
+    ):
+        a.restart(Membership(4, tuple(range(a.size))))
+    with pytest.raises(ValueError, match="generation 2147483648: give one above 4"):
+        a.restart(Membership(1 << 31, tuple(range(a.size))))
     with pytest.raises(ValueError, match=r"active ranks \[1\]: give some of 0..1, with 0 among"):
-        a.restart(5, [1])
-    a.restart(MAX_GENERATION)
+        a.restart(Membership(5, (1,)))
+    a.restart(Membership(MAX_GENERATION, tuple(range(a.size))))
     signal(a.call(0, "the last"))
-    assert int(a.mail.flag(0, 0)[0]) > 0
+    assert int(a.signals.flag(0, 0)[0]) > 0

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from moesaic.comm.arrange import mesh_of
-from moesaic.comm.mesh import Mesh, share
+from moesaic.comm.mesh import Mesh, mesh_of, share
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge
 from moesaic.config.resolve import resolve
@@ -146,6 +145,6 @@ def test_mesh_of_flags(line: str, sizes: tuple[int, ...]):
 
 
 def test_a_mesh_needs_no_torch():
-    code = "import sys, moesaic.comm.arrange; print('torch' in sys.modules)"
+    code = "import sys, moesaic.comm.mesh; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.supervise.control_page import ControlPage, RankStatus, StepRolledBack
 from moesaic.comm.windows.device_window import DeviceWindow, HostWindow
 from moesaic.comm.windows.window import PlaneSpec
@@ -20,9 +20,16 @@ from moesaic.kernels.a2a import signal, wait
 OPERATION = "combine of layer 3"
 
 
-@dataclass
-class Owner:
-    window: DeviceWindow
+class Owner(Participant):
+    def __init__(self, window: DeviceWindow) -> None:
+        self.window, self.lifecycle = window, Lifecycle(Membership(0, (0, 1)))
+        self.lifecycle.register(self, (0, 1))
+
+    def restart(self, membership: Membership) -> None:
+        self.window.restart(membership)
+
+    def abort(self, reason: str) -> None:
+        self.window.abort(reason)
 
     def check(self) -> None:
         self.window.check()
@@ -30,6 +37,10 @@ class Owner:
 
 def owners(timeout: float) -> list[Owner]:
     return [Owner(window) for window in HostWindow.between(2, [], timeout, channels=1)]
+
+
+def watchdog(owner: Owner, status: RankStatus | None) -> PeerWatchdog:
+    return PeerWatchdog(owner.lifecycle, status, [owner.window])
 
 
 @pytest.fixture
@@ -43,54 +54,54 @@ def meet(owner: Owner) -> None:
     wait(call)
 
 
-def called_back(page: ControlPage, seat: RankStatus, owner: Owner) -> float:
+def called_back(page: ControlPage, status: RankStatus, owner: Owner) -> float:
     """Seconds for which it waited since then."""
     told: list[float] = []
 
-    def recall() -> None:
+    def roll_back() -> None:
         told.append(time.monotonic())
-        page.recall(0, seat.generation + 1)
+        page.roll_back(0, status.generation + 1)
 
-    threading.Timer(0.1, recall).start()
+    threading.Timer(0.1, roll_back).start()
     meet(owner)
     return time.monotonic() - told[0]
 
 
 def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     mine, other = owners(timeout=60.0)
-    seat = page.seat(0)
-    watch = PeerWatchdog([mine], seat)
-    assert called_back(page, seat, mine) < 5.0
+    status = page.status(0)
+    watch = watchdog(mine, status)
+    assert called_back(page, status, mine) < 5.0
     with pytest.raises(WindowAborted) as caught:
         watch.check()
     with pytest.raises(StepRolledBack) as recalled:
         watch.explain(caught.value)
-    assert recalled.value.generation == seat.generation + 1
+    assert recalled.value.generation == status.generation + 1
     # Both adopt it and go on.
-    seat.generation += 1
-    with watch.quiet:
-        mine.window.restart(seat.generation)
-    other.window.restart(seat.generation)
+    status.generation += 1
+    for owner in (mine, other):
+        owner.lifecycle.restart(Membership(status.generation, (0, 1)))
     watch.check()
     peer = threading.Thread(target=meet, args=(other,))
     peer.start()
     meet(mine)
     peer.join()
     watch.check()
-    assert called_back(page, seat, mine) < 5.0, "it still watches"
+    assert called_back(page, status, mine) < 5.0, "it still watches"
 
 
 def test_memory_of_windows_is_counted():
     plane = PlaneSpec("rows", (3, 512), torch.float16)
-    two = [Owner(HostWindow.between(2, [plane], 1.0, channels=1)[0]) for _ in range(2)]
+    two = [HostWindow.between(2, [plane], 1.0, channels=1)[0] for _ in range(2)]
+    lifecycle = Lifecycle(Membership(0, (0, 1)))
     # Flags take a piece of 512 bytes.
-    assert PeerWatchdog(two, None).nbytes == 2 * (3 * 1024 + 512)
-    assert PeerWatchdog([], None).nbytes == 0
+    assert PeerWatchdog(lifecycle, None, two).nbytes == 2 * (3 * 1024 + 512)
+    assert PeerWatchdog(lifecycle, None).nbytes == 0
 
 
 def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     mine, _ = owners(timeout=0.05)
-    watch = PeerWatchdog([mine], page.seat(0))
+    watch = watchdog(mine, page.status(0))
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
         watch.check()
@@ -100,7 +111,7 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
 
 def test_waits_may_last_longer_for_a_while(page: ControlPage):
     mine, other = owners(timeout=0.2)
-    watch = PeerWatchdog([mine], None)
+    watch = watchdog(mine, None)
     with watch.patient(30.0):
         threading.Timer(0.6, lambda: signal(other.window.call(0, OPERATION))).start()
         meet(mine)
@@ -112,13 +123,13 @@ def test_waits_may_last_longer_for_a_while(page: ControlPage):
 
 def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
     mine, other = owners(timeout=0.2)
-    watch = PeerWatchdog([mine], None)
-    before = [window.mail.state.tolist() for window in (mine.window, other.window)]
+    watch = watchdog(mine, None)
+    before = [window.signals.state.tolist() for window in (mine.window, other.window)]
     with watch.apart():
         meet(mine)  # does not wait
     watch.check()
-    assert [window.mail.state.tolist() for window in (mine.window, other.window)] == before
-    assert not other.window.mail.flag(1, 0).any() and not mine.window.mail.flag(0, 0).any()
+    assert [window.signals.state.tolist() for window in (mine.window, other.window)] == before
+    assert not other.window.signals.flag(1, 0).any() and not mine.window.signals.flag(0, 0).any()
     meet(mine)
     with pytest.raises(PeerTimeout):
         watch.check()

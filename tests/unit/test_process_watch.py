@@ -11,8 +11,9 @@ import pytest
 
 from moesaic.comm.launch.service import Timeouts
 from moesaic.comm.supervise import process_watch as watch_module
-from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
+from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.process_watch import ProcessWatch
+from moesaic.core.rank_state import RankSnapshot, RankState
 
 
 def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]:
@@ -20,7 +21,7 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
     threads waits for a core for that share of the time."""
     page, descriptor = ControlPage.create(1)
     os.close(descriptor)
-    page.seat(0).enter(RankState.COMPUTING, "a long step")
+    page.status(0).enter(RankState.COMPUTING, "a long step")
     watch, clock = ProcessWatch(page, Timeouts(beat=5.0)), 100.0
     monkeypatch.setattr(watch_module, "process_state", lambda pid: "R")
     monkeypatch.setattr(
@@ -37,8 +38,8 @@ def look_at_silence(monkeypatch: pytest.MonkeyPatch, waited: float) -> list[str]
     return told
 
 
-def seen_computing(beat_age: float) -> Seen:
-    return Seen(RankState.COMPUTING, 3, "layer 1", beat_age, beat_age, 9)
+def seen_computing(beat_age: float) -> RankSnapshot:
+    return RankSnapshot(RankState.COMPUTING, 3, "layer 1", beat_age, beat_age, 9)
 
 
 def test_silence_of_a_rank_that_gets_no_core_is_forgiven_for_longer(

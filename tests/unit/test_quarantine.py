@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.step_rollback import MOST_IN_VAIN, StepRollbacks
+from moesaic.comm.supervise.step_rollback import MAX_FAILURES, StepRollbacks
 from moesaic.core.messages import (
     NewRequest,
     RequestDelta,
@@ -211,25 +211,25 @@ def test_one_of_several_groups_is_accused_only_when_it_was_alone():
 
 
 def test_ranks_resume_when_the_last_has_abandoned_its_step():
-    recalls = StepRollbacks(1, range(4, 8), [4, 6])
-    assert recalls.begin(StepFailed(5, 0, 31, "why")) == RollbackStep(1, 1, 31, "why")
+    rollbacks = StepRollbacks(1, range(4, 8), [4, 6])
+    assert rollbacks.start(StepFailed(5, 0, 31, "why")) == RollbackStep(1, 1, 31, "why")
     # Another rank failed in the same step.
-    assert recalls.begin(StepFailed(4, 0, 31, "also")) is None and recalls.under_way
+    assert rollbacks.start(StepFailed(4, 0, 31, "also")) is None and rollbacks.in_progress
     told = [StepAbandoned(6, 1, 30, 2), StepAbandoned(4, 1, 31), StepAbandoned(7, 1, 29)]
-    assert [recalls.take(one) for one in told] == [None] * 3
-    assert recalls.take(StepAbandoned(5, 0, 99)) is None  # of another generation
-    assert recalls.take(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
-    assert not recalls.under_way
+    assert [rollbacks.note_abandoned(one) for one in told] == [None] * 3
+    assert rollbacks.note_abandoned(StepAbandoned(5, 0, 99)) is None  # of another generation
+    assert rollbacks.note_abandoned(StepAbandoned(5, 1, 31)) == ResumeSteps(1, 31, [0, 2])
+    assert not rollbacks.in_progress
     # A late word of the generation before calls nobody back.
-    assert recalls.begin(StepFailed(7, 0, 31, "late")) is None and recalls.generation == 1
+    assert rollbacks.start(StepFailed(7, 0, 31, "late")) is None and rollbacks.generation == 1
 
 
 def test_steps_that_fail_whoever_takes_part_are_given_up():
-    recalls = StepRollbacks(0, range(1), [0])
-    for generation in range(MOST_IN_VAIN):
-        recalls.begin(StepFailed(0, generation, 5, "why"))
-        recalls.take(StepAbandoned(0, generation + 1, 5))
-        assert not recalls.is_hopeless
-    recalls.note_progress()
-    recalls.begin(StepFailed(0, MOST_IN_VAIN, 5, "why"))
-    assert recalls.in_vain == 1 and not recalls.is_hopeless
+    rollbacks = StepRollbacks(0, range(1), [0])
+    for generation in range(MAX_FAILURES):
+        rollbacks.start(StepFailed(0, generation, 5, "why"))
+        rollbacks.note_abandoned(StepAbandoned(0, generation + 1, 5))
+        assert not rollbacks.is_hopeless
+    rollbacks.note_progress()
+    rollbacks.start(StepFailed(0, MAX_FAILURES, 5, "why"))
+    assert rollbacks.failures == 1 and not rollbacks.is_hopeless

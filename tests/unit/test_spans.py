@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
+from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.step_watchdog import StepWatchdog
 from moesaic.core.messages import SlowStep
+from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.core.stats import GroupStats, RankStats
 from moesaic.engine.frontend.queries import RankAnswers, RankReply, engine_stats
 from moesaic.engine.runner.step_time import SlowStepDetector
@@ -64,19 +65,19 @@ def test_a_recording_ends_after_its_steps(heard_after: int) -> None:
 
 def test_a_seat_records_its_waits() -> None:
     page, _ = ControlPage.create(2)
-    seat = page.seat(1)
-    seat.spans = Spans()
-    seat.enter(RankState.COMPUTING)
-    seat.spans.start()
-    seat.enter(RankState.WAITING, "dispatch")
-    seat.enter(RankState.COMPUTING)
-    seat.note_wait(1000)
-    waits = recorded(seat.spans)
+    status = page.status(1)
+    status.spans = Spans()
+    status.enter(RankState.COMPUTING)
+    status.spans.start()
+    status.enter(RankState.WAITING, "dispatch")
+    status.enter(RankState.COMPUTING)
+    status.note_wait(1000)
+    waits = recorded(status.spans)
     assert [span.kind for span in waits] == [SpanKind.WAIT, SpanKind.WAIT]
     assert waits[0].end <= waits[1].end and waits[1].end - waits[1].begin == 1000
-    computed, waited = seat.totals
+    computed, waited = status.totals
     assert waited == pytest.approx(sum(span.end - span.begin for span in waits) / 1e9)
-    assert computed + 1e-6 > page.seen(1).computed
+    assert computed + 1e-6 > page.snapshot(1).computed
 
 
 def test_a_trace_follows_the_format(tmp_path: Path) -> None:
@@ -128,9 +129,9 @@ def test_slow_steps() -> None:
 def test_the_rank_that_computed_longest_is_named() -> None:
     guard = StepWatchdog(Mesh(tp=3), 1.0, 5.0)
 
-    def look(step: int, *computed: float) -> dict[int, Seen]:
+    def look(step: int, *computed: float) -> dict[int, RankSnapshot]:
         return {
-            rank: Seen(RankState.COMPUTING, step, "mlp", 0.0, 0.0, step, seconds)
+            rank: RankSnapshot(RankState.COMPUTING, step, "mlp", 0.0, 0.0, step, seconds)
             for rank, seconds in enumerate(computed)
         }
 
@@ -148,7 +149,9 @@ def test_the_rank_that_computed_longest_is_named() -> None:
         assert guard.look(look(step, 1.5, 3.4, 1.2), 0.1 * step) is None
     assert guard.explain_slow(slow, look(15, 1.5, 3.4, 1.2)) == text
     # What a rank has computed since its state last changed counts, too.
-    still = look(9, 1.5, 1.2, 1.2) | {2: Seen(RankState.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)}
+    still = look(9, 1.5, 1.2, 1.2) | {
+        2: RankSnapshot(RankState.COMPUTING, 9, "mlp", 0.0, 2.4, 9, 1.2)
+    }
     assert "rank 2 (tp 2) computed longest, for 2.5 s" in guard.explain_slow(slow, still)
 
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.lifecycle import Membership, Participant
 from moesaic.comm.mesh import share
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 HALVES: Final = 2
 # What stands before each part: how much of the sum its rank wants, and what the part is of.
@@ -31,15 +33,13 @@ BLOCK: Final = 32768
 SIGNAL_WORTH: Final = 32768
 
 
-class Collective(ABC):
+class Collective(Participant, ABC):
     """Ranks that put their parts of one tensor together. All of them call the same operations in
     the same order; sums are in rank order, in float32, rounded once, so that no split of the rows
     changes a bit. `operation` is what an error names."""
 
     rank: int
     size: int
-    keeps_graphs: bool = True
-    """Whether a CUDA graph that holds its operations can be replayed after a restart."""
 
     @abstractmethod
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
@@ -55,21 +55,6 @@ class Collective(ABC):
     ) -> Tensor:
         """Rows `rows` with the columns of all ranks side by side; rank r brings widths[r] columns
         of all R rows."""
-
-    def abandon(self, reason: str) -> None:
-        """Ends what waits on a device for a rank that may not come, and makes `check` raise
-        WindowAborted until the restart. Comes back at once. Any thread may call it, and repeat it.
-        Waits of the host look themselves whether their rank is called back."""
-        assert reason
-
-    def check(self) -> None:
-        """Raises what went wrong on a device, as far as it has come; the host raises at once."""
-        return
-
-    def restart(self, generation: int) -> None:
-        """After an operation that was abandoned. All ranks call it with one number, higher than any
-        before, and none begins an operation before all have abandoned theirs."""
-        assert generation > 0
 
     def all_reduce(self, x_TH: Tensor, operation: str) -> Tensor:
         return self.sum_rows(x_TH, slice(0, len(x_TH)), operation)
@@ -135,13 +120,14 @@ class WindowCollective(Collective):
         self._round = 0
         if self.size == 1:
             return
-        self._window = SharedWindow.create(group, _planes(nbytes), timeout, channels=1)
+        self._window = create_window(group, _planes(nbytes), timeout, channels=1)
         # Tensors made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             halves = self._window.stacked("halves").unbind(1)
             self._own = [half[self.rank] for half in halves]
             self._bodies = [{torch.uint8: half[:, HEAD_BYTES:]} for half in halves]
         self._heads = [half[:, :HEAD_BYTES].numpy() for half in halves]
+        group.register(self)
 
     @classmethod
     def window_bytes(cls, size: int, nbytes: int) -> int:
@@ -198,10 +184,10 @@ class WindowCollective(Collective):
                 target[:, here.start : here.stop] = theirs[_within(lines, both)]
         return out
 
-    def restart(self, generation: int) -> None:
+    def restart(self, membership: Membership) -> None:
         if self.size > 1:
             self._window.forget()
-            self._round = first_epoch(generation)
+            self._round = first_epoch(membership.generation)
 
     def close(self) -> None:
         """Give the memory back. May be repeated."""

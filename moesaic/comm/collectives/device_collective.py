@@ -30,7 +30,9 @@ from moesaic.comm.collectives.collective import (
 )
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import WindowAborted
-from moesaic.comm.windows.device_window import DeviceWindow, create, window_bytes
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.device_window import DeviceWindow
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.config.gpus import processor_percent
 from moesaic.kernels.a2a import COUNT_SHIFT, MAX_TAG, ChannelCall, FailureWords
@@ -102,7 +104,7 @@ class DeviceCollective(Collective):
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
         self._board = Board(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
-        self._device = window.mail.state.device.type
+        self._device = window.signals.state.device.type
         self._parts: dict[int, tuple[str, str]] = {}
 
     @classmethod
@@ -114,8 +116,10 @@ class DeviceCollective(Collective):
             raise ValueError(f"{nbytes} bytes for a rank's part: give 1 or more")
         lanes, lane_bytes = lanes_of(max(group.size, neighbours))
         specs = cls.planes(group.size, nbytes, lanes, lane_bytes)
-        window = create(group, specs, timeout, cls.channels(lanes), device)
-        return cls(window, nbytes, lanes, lane_bytes)
+        window = create_device_window(group, specs, timeout, cls.channels(lanes), device)
+        collective = cls(window, nbytes, lanes, lane_bytes)
+        group.register(collective)
+        return collective
 
     @staticmethod
     def planes(size: int, nbytes: int, lanes: int, lane_bytes: int) -> list[PlaneSpec]:
@@ -136,7 +140,7 @@ class DeviceCollective(Collective):
             return 0
         lanes, lane_bytes = lanes_of(max(size, neighbours))
         specs = cls.planes(size, nbytes, lanes, lane_bytes)
-        return window_bytes(specs, size, cls.channels(lanes), device)
+        return device_window_bytes(specs, size, cls.channels(lanes), device)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
@@ -145,7 +149,7 @@ class DeviceCollective(Collective):
         out_M = x_N.new_empty(len(chosen) * width)
         tag = self._tag(operation, "sum_rows", x_N.dtype, (len(x_N),))
         if len(x_N) and x_N.nbytes <= self._board.push_bytes:
-            call = ChannelCall(self.window.mail, 0, tag)
+            call = ChannelCall(self.window.signals, 0, tag)
             push(call, self._board, x_N, out_M, ElementRange(0, len(x_N)), Sum(first))
         else:
             self._sum_large(x_N, out_M, first, tag)
@@ -170,16 +174,15 @@ class DeviceCollective(Collective):
         self._gather(x_RV, out, widths, range(chosen.start, len(x_RV)), tag)
         return out
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         self.window.abort(reason)
 
-    def restart(self, generation: int) -> None:
-        super().restart(generation)
-        self.window.restart(generation)
+    def restart(self, membership: Membership) -> None:
+        self.window.restart(membership)
 
     def check(self) -> None:
         """Raises what went wrong in a wait, as far as kernels have come."""
-        desk = self.window.mail.desk
+        desk = self.window.signals.desk
         if not desk[FailureWords.FAILURE]:
             return
         wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
@@ -202,7 +205,7 @@ class DeviceCollective(Collective):
         self.window.close()
 
     def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
-        call, board = ChannelCall(self.window.mail, self._board.post_channel, tag), self._board
+        call, board = ChannelCall(self.window.signals, self._board.post_channel, tag), self._board
         itemsize = x_N.element_size()
         for piece in cut_into(len(x_N), board.post_bytes // itemsize):
             cut = ElementRange(piece.start, piece.stop)
@@ -230,7 +233,7 @@ class DeviceCollective(Collective):
         count, board = rows.stop * max(words), self._board
         if count and count * word <= board.push_bytes:
             push(
-                ChannelCall(self.window.mail, 0, tag),
+                ChannelCall(self.window.signals, 0, tag),
                 board,
                 x_N,
                 out_M,
@@ -238,7 +241,7 @@ class DeviceCollective(Collective):
                 target,
             )
         else:
-            call = ChannelCall(self.window.mail, board.post_channel, tag)
+            call = ChannelCall(self.window.signals, board.post_channel, tag)
             for piece in cut_into(count, board.post_bytes // word):
                 cut = ElementRange(piece.start, piece.stop)
                 post(call, board, x_N, cut, target)
@@ -281,7 +284,7 @@ class NcclCollective(Collective):
 
     A rank that does not come shows as an error of NCCL's own, or ends the process, after `timeout`,
     unless the operation is abandoned before. Graphs hold addresses of the communicator, and it
-    lives as long as they do: they must be dropped between `abandon` and `restart`.
+    lives as long as they do: they must be dropped between `abort` and `restart`.
     """
 
     keeps_graphs = False
@@ -299,6 +302,7 @@ class NcclCollective(Collective):
         self._reason = ""
         self._end: Future[None] | None = None
         """That of the communicator, once it is abandoned for `_reason`."""
+        group.register(self)
 
     def sum_rows(self, x_NH: Tensor, rows: slice, operation: str) -> Tensor:
         chosen_rows(rows, len(x_NH))
@@ -318,7 +322,7 @@ class NcclCollective(Collective):
         parts = self._gather(x_RV.detach().t(), widths)
         return torch.cat(parts).t()[rows].contiguous()
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """NCCL first tells its kernels to end, and then waits until no graph holds any: that is not
         waited for here, as who abandons a step has yet to drop its graphs."""
         with self._lock:
@@ -327,11 +331,10 @@ class NcclCollective(Collective):
                 ends = (self._nccl, self._end)
                 threading.Thread(target=_abort, args=ends, daemon=True, name="nccl abort").start()
 
-    def restart(self, generation: int) -> None:
+    def restart(self, membership: Membership) -> None:
         """Meets the others anew: after an operation that was abandoned ranks may have begun
         different numbers of them."""
-        super().restart(generation)
-        self.abandon("it begins anew")
+        self.abort("it begins anew")
         assert self._end is not None
         try:
             self._end.result(self._timeout)
@@ -340,7 +343,7 @@ class NcclCollective(Collective):
                 f"NCCL has not given up its communicator within {self._timeout:g} s: CUDA graphs "
                 "may still hold operations of it"
             ) from None
-        self._nccl = self._form(PrefixStore(str(generation), self._store))
+        self._nccl = self._form(PrefixStore(str(membership.generation), self._store))
         with self._lock:
             self._reason, self._end = "", None
 

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moesaic.comm.errors import PeerTimeout
+from moesaic.comm.lifecycle import Lifecycle, Membership, Participant
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.network.torch_store import TorchStore
 from moesaic.comm.supervise.control_page import RankStatus
@@ -30,7 +32,7 @@ class Peers(ABC):
     """Ranks that meet to make something together, such as a window.
 
     `nodes`: the node of each of them, empty where all are on one. `links`: this rank's connections
-    to other nodes, needed where there are several. `seat`: this rank's line in its node's control
+    to other nodes, needed where there are several. `status`: this rank's line in its node's control
     page, where waits look for a new epoch and say what they are in.
     """
 
@@ -40,7 +42,20 @@ class Peers(ABC):
     timeout: float
     nodes: tuple[int, ...] = ()
     links: TcpLinks | None = None
-    seat: RankStatus | None = None
+    status: RankStatus | None = None
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the service that form the group, in order."""
+        return tuple(range(self.size))
+
+    @cached_property
+    def lifecycle(self) -> Lifecycle:
+        """What restarts together: that of the process, or the group's own outside of a service."""
+        return Lifecycle(Membership(0, self.members))
+
+    def register(self, participant: Participant) -> None:
+        self.lifecycle.register(participant, self.members)
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes, operation: str) -> list[bytes]:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import PeerLost, PeerTimeout
-from moesaic.comm.windows.window import PlaneSpec, SharedWindow, first_epoch, window_bytes
+from moesaic.comm.lifecycle import Membership, Participant
+from moesaic.comm.windows.factory import create_window
+from moesaic.comm.windows.window import PlaneSpec, first_epoch, window_bytes
 
 # What stands before a message in its slot: words of the enumeration below.
 HEAD_BYTES: Final = 64
@@ -70,7 +72,7 @@ class PipeSpec:
         return window_bytes(self.planes(), size, len(PipeSignal))
 
 
-class Pipe:
+class Pipe(Participant):
     """The ranks of a group are the stages in order. Each fills slots of its own in turn, which the
     next one empties; those of the last stage go to the first, and hold answers.
 
@@ -84,7 +86,7 @@ class Pipe:
             raise ValueError(f"a pipe of {group.size} stage: nothing travels, so make none")
         self.spec, self.rank, self.size = spec, group.rank, group.size
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self._window = SharedWindow.create(group, spec.planes(), timeout, len(PipeSignal))
+        self._window = create_window(group, spec.planes(), timeout, len(PipeSignal))
         self._texts = self._window.plane("texts")
         self._tensors = self._window.plane("tensors")
         self._outbox = self._texts.numpy()
@@ -94,6 +96,7 @@ class Pipe:
         self._start = self._sent = self._taken = 0
         self._pieces: list[bytes] = []
         self._arrived: deque[tuple[bytes, Tensor | None]] = deque()
+        group.register(self)
 
     @property
     def is_first(self) -> bool:
@@ -125,11 +128,9 @@ class Pipe:
         assert self.is_first, f"stage {self.rank} of {self.size}: replies go to the first"
         return self._take("reply", timeout)[0]
 
-    def restart(self, generation: int) -> None:
-        """Forgets what is under way. All stages call it with one number, higher than any before,
-        and none sends before all have stopped."""
+    def restart(self, membership: Membership) -> None:
         self._window.forget()
-        self._start = self._sent = self._taken = first_epoch(generation)
+        self._start = self._sent = self._taken = first_epoch(membership.generation)
         self._pieces = []
         self._arrived.clear()
 

@@ -18,6 +18,7 @@ import torch
 
 from moesaic.comm.collectives.group import RankGroup
 from moesaic.comm.errors import RankFailed
+from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.store import LocalStore, StoreAddress
 from moesaic.comm.supervise.child_process import die_with_fork_server
@@ -196,6 +197,8 @@ def _serve(pipe: Connection, place: _Place, threads: int) -> None:
             try:
                 if group is None or group.name != name:
                     group = _join(place, name)
+                # What an earlier task left behind is not restarted by this one.
+                group.lifecycle = Lifecycle(Membership(0, group.members))
                 function, args = pickle.loads(task)
                 answer = pickle.dumps((True, function(group, *args)))
             except Exception:

@@ -17,17 +17,19 @@ import zmq
 from tqdm import tqdm
 
 from moesaic.comm.errors import PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Lifecycle, Membership
 from moesaic.comm.mesh import RankPlace
 from moesaic.comm.network.handshake import Identity
 from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
-from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankState, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, unpack_boot
+from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
+from moesaic.comm.supervise.service_spec import RankSpec, unpack_rank_spec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
 from moesaic.core.process import keep_freed_memory
+from moesaic.core.rank_state import RankState
 
 BEAT_SECONDS: Final = 0.05
 LINGER_MS: Final = 1000
@@ -50,7 +52,9 @@ class RankLink:
         self._boot = boot
         here = self.mesh.ranks_of_node(self.node)
         self._page = ControlPage.open(boot.control, len(here), here.start)
-        self.seat: RankStatus = self._page.seat(boot.rank)
+        self.status: RankStatus = self._page.status(boot.rank)
+        self.lifecycle = Lifecycle(self._membership())
+        """What this rank restarts when a step is rolled back."""
         self._store: StoreClient | None = None
         self._links: TcpLinks | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,8 +63,8 @@ class RankLink:
         self._socket.linger = LINGER_MS
         self._socket.identity = boot.route
         self._socket.connect(boot.endpoint)
-        self.seat.beat()
-        self.seat.enter(RankState.STARTING, "start")
+        self.status.beat()
+        self.status.enter(RankState.STARTING, "start")
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     @property
@@ -101,17 +105,22 @@ class RankLink:
             len(ranks),
             self._boot.start_timeout,
             nodes if across else (),
-            self.seat,
+            self.status,
         )
         group.collective_timeout = self.timeout
+        group.members, group.lifecycle = tuple(ranks), self.lifecycle
         if across:
             group.links, group.host = self.links, self._boot.host
         return group
 
+    def restart(self, generation: int) -> None:
+        """Enters a generation that all ranks of the replica have agreed on."""
+        self.lifecycle.restart(self._membership(generation))
+
     def ready(self, facts: dict[str, Any]) -> None:
         self.is_ready = True
         # Before it is told: whoever hears of it may look at once.
-        self.seat.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
+        self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
         self.send(Ready(self.rank, facts))
 
     def send(self, message: Message) -> None:
@@ -127,11 +136,11 @@ class RankLink:
             if timeout == 0:
                 return None
             if waits_for is None:
-                self.seat.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
+                self.status.enter(RankState.IDLE, WAIT_FOR_REQUESTS)
             else:
-                self.seat.enter(RankState.WAITING, waits_for)
+                self.status.enter(RankState.WAITING, waits_for)
             arrived = self._socket.poll(None if timeout is None else int(timeout * 1000))
-            self.seat.enter(RankState.COMPUTING)
+            self.status.enter(RankState.COMPUTING)
             if not arrived:
                 return None
         message = decode(self._socket.recv())
@@ -149,9 +158,13 @@ class RankLink:
         """Whether the supervisor has ended the membership of all ranks."""
         return self._page.live == 0
 
+    def _membership(self, generation: int = 0) -> Membership:
+        """A death ends the service, so that all ranks are active in every epoch."""
+        return Membership(generation, tuple(range(self.mesh.world)), self.status.epoch)
+
     def _beat(self) -> None:
         while True:
-            self.seat.beat()
+            self.status.beat()
             time.sleep(BEAT_SECONDS)
 
 
@@ -159,7 +172,7 @@ def main(data: bytes) -> None:
     """The life of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_fork_server()
-    boot = unpack_boot(data)
+    boot = unpack_rank_spec(data)
     name_process(process_name(boot.rank))
     _set_up(boot)
     link = RankLink(boot)

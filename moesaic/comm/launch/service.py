@@ -21,7 +21,7 @@ from typing import Any, Final
 import zmq
 
 from moesaic.comm.launch.mps import start_mps
-from moesaic.comm.supervise.address import check_meeting
+from moesaic.comm.supervise.address import check_init_address
 from moesaic.comm.supervise.main import LENGTH_BYTES
 from moesaic.comm.supervise.process_watch import process_state
 from moesaic.comm.supervise.service_spec import ServiceSpec, Timeouts, pack
@@ -48,11 +48,11 @@ class Service:
     def __init__(self, spec: ServiceSpec, environment: Mapping[str, str] | None = None) -> None:
         if spec.mesh.nnodes > 1:
             known = {**os.environ, **(environment or {})}
-            check_meeting(spec.node_rank, spec.dist_init_addr or "", known)
+            check_init_address(spec.node_rank, spec.dist_init_addr or "", known)
         self._mps = start_mps() if spec.gpu_sharers > 1 else None
         """Before any rank opens CUDA; it ends after the last."""
         self.spec = spec
-        self.farewell = Stop()
+        self.stop_message = Stop()
         """What `close` tells the supervisor."""
         self.facts: dict[str, object] = {}
         """What rank 0 said when it was ready; under "ranks", what each of them said."""
@@ -139,7 +139,7 @@ class Service:
         if self._context.closed:
             return
         if self._process.poll() is None and self.folder is not None:
-            self.send(self.farewell)
+            self.send(self.stop_message)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._await_exit(deadline)
         self._process.stdin.close()
@@ -265,7 +265,7 @@ def _leaving_on_signals(service: Service) -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         logger.info("%s: node %d leaves", name, service.spec.node_rank)
-        service.farewell = Stop(f"it was stopped by {name}")
+        service.stop_message = Stop(f"it was stopped by {name}")
         sys.exit(0 if service.facts else 128 + number)
 
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+SECRET: Final = "MOESAIC_SECRET"
 PROOF_SECONDS: Final = 5.0
 SECRET_BYTES: Final = 16
 GREETING: Final = b"MOESAIC2"
@@ -76,10 +77,18 @@ class WrongSecret(PermissionError):
         self.keyed = keyed
 
 
-def check_secret(secret: bytes) -> bytes:
+def check_secret(secret: bytes, name: str = "the secret") -> bytes:
     if len(secret) < SECRET_BYTES:
-        raise ValueError(f"a secret of {len(secret)} bytes: give {SECRET_BYTES} or more")
+        raise ValueError(
+            f"{name} has {len(secret)} bytes: give {SECRET_BYTES} or more, the same on all nodes"
+        )
     return secret
+
+
+def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of the environment; empty if none is set."""
+    secret = environment.get(SECRET, "").encode()
+    return check_secret(secret, SECRET) if secret else b""
 
 
 def introduce(connection: socket.socket, role: Role, own: Identity, secret: bytes) -> Session:

@@ -28,7 +28,7 @@ class StoreGroup(Peers):
         size: int,
         timeout: float,
         nodes: Sequence[int] = (),
-        seat: RankStatus | None = None,
+        status: RankStatus | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of group {name}: give one of 0..{size - 1}")
@@ -37,7 +37,7 @@ class StoreGroup(Peers):
         if size > 1 and store is None:
             raise ValueError(f"group {name} of {size} ranks: give the store where they meet")
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
-        self.nodes, self.seat = tuple(nodes), seat
+        self.nodes, self.status = tuple(nodes), status
         self._store = store if size > 1 else None
         self._sequence = 0
         self._last_complete = ""
@@ -81,7 +81,7 @@ class StoreGroup(Peers):
         keys = [self._key(self._sequence, rank) for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], data)
-            check = None if self.seat is None else self.seat.check
+            check = None if self.status is None else self.status.check
             missing = self._store.wait(keys, self.timeout, check)
             parts = [] if missing else self._store.get_now(keys)
             # All have come here, so all have read what was given before.

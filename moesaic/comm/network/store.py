@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import msgspec
 
-from moesaic.comm.network.handshake import Identity, Role, Session, introduce
-from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.network.connect import Connector
+from moesaic.comm.network.handshake import Identity, Role, Session
+from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
 
 # All keys and values together. Ranks exchange a few kilobytes each.
 MOST_BYTES: Final = 1 << 28
 ANSWER_SECONDS: Final = 60.0
-CONNECT_PAUSE: Final = 0.1
 # How long a client sleeps between two looks for a key: short at first, as peers mostly come
 # together, then a twentieth of what it has waited, so that the store can serve many ranks.
 FIRST_PAUSE: Final = 0.001
@@ -67,34 +67,28 @@ class StoreAddress:
         return f"{self.host}:{self.port}" if self.port else self.host
 
     def connect(self, seconds: float, identity: Identity) -> StoreClient:
-        """OSError if the store is not there within that time, or of another service."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return self._connect(identity)
-            except PermissionError as error:
-                raise PermissionError(f"the store at {self}: {error}") from error
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise ConnectionError(f"no store at {self}: {error}") from error
-                time.sleep(CONNECT_PAUSE)
-
-    def _connect(self, identity: Identity) -> StoreClient:
-        if self.port:
-            connection = socket.create_connection((self.host, self.port), ANSWER_SECONDS)
-        else:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(ANSWER_SECONDS)
+        """Raises OSError if the store is not there within `seconds` or has another secret."""
+        connector = Connector(self._open_socket, Role.STORE, identity, self.secret)
         try:
-            if not self.port:
-                connection.connect(self.host)
-            session = introduce(connection, Role.STORE, identity, self.secret)
+            connection, session = connector.connect(seconds)
+        except PermissionError as error:
+            raise PermissionError(f"the store at {self}: {error}") from error
+        except OSError as error:
+            raise ConnectionError(f"no store at {self}: {error}") from error
+        connection.settimeout(ANSWER_SECONDS)
+        return StoreClient(connection, session)
+
+    def _open_socket(self) -> socket.socket:
+        if self.port:
+            return socket.create_connection((self.host, self.port), ANSWER_SECONDS)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
             connection.settimeout(ANSWER_SECONDS)
-            tune(connection)
+            connection.connect(self.host)
         except OSError:
             connection.close()
             raise
-        return StoreClient(connection, session)
+        return connection
 
 
 class StoreTable:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.supervise.secret import own_secret
+from moesaic.comm.network.handshake import own_secret
 from moesaic.comm.supervise.service_spec import split_address
 
 SIOCGIFADDR: Final = 0x8915
 
 
-def check_meeting(
+def check_init_address(
     node_rank: int, address: str, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Before anything is started: ValueError, with what to change, where nodes cannot meet there

@@ -1,20 +1,19 @@
-"""The control page of a node: who belongs to the service, and what each rank is doing.
+"""The control page of a node: membership, and the status of each rank.
 
-The supervisor of the node makes it; ranks map it. The supervisor alone writes the head: the epoch,
-the mask of live ranks, and why the last change was made. Each rank writes its own seat, but for one
-word by which the supervisor calls it back from a step. Words are aligned int64, which a
-memoryview loads and stores in one piece. No torch here.
+The node's supervisor creates it; ranks map it. Only the supervisor writes the header: the epoch,
+the mask of live ranks, and the reason of the last change. Each rank writes its own status, except
+for the generation, by which the supervisor rolls it back. Words are aligned int64, which a
+memoryview loads and stores atomically. No torch here.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final
 
 from moesaic.comm.windows.shared_memory import create_memory, map_memory
+from moesaic.core.rank_state import RankSnapshot, RankState
 from moesaic.observe.spans import SpanKind, Spans
 
 MEMORY: Final = "moesaic-control"
@@ -22,57 +21,21 @@ WORD: Final = 8
 TEXT_BYTES: Final = 248
 LINE_BYTES: Final = 64
 HEAD_BYTES: Final = LINE_BYTES + 256
-SEAT_BYTES: Final = LINE_BYTES + 256
+STATUS_BYTES: Final = LINE_BYTES + 256
 MAGIC: Final = 0x4D4F455341494331
 
-# Words of the head.
-MAGIC_WORD, EPOCH, LIVE, SEATS = range(4)
-# Words of a seat.
+# Words of the header.
+MAGIC_WORD, EPOCH, LIVE, NUM_RANKS = range(4)
+# Words of a status.
 BEAT, STEP, STATE, SINCE, PROGRESS, COMPUTED, WAITED, GENERATION = range(8)
 
 
-class RankState(IntEnum):
-    """What a rank's main thread does. IDLE: it waits for requests, which may take for ever."""
-
-    ABSENT = 0
-    STARTING = 1
-    IDLE = 2
-    COMPUTING = 3
-    WAITING = 4
-    """For another rank, in the operation that its text names."""
-
-
-# Where the time in a state is added up.
+# The words that sum up the time in a state.
 TOTALS: Final[dict[int, int]] = {RankState.COMPUTING: COMPUTED, RankState.WAITING: WAITED}
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A rank as the supervisor sees it; ages in seconds. `computed` and `waited`: the seconds that
-    it has spent so in all, up to its last change of state."""
-
-    state: RankState
-    step: int
-    operation: str
-    beat_age: float
-    state_age: float
-    progress: int
-    computed: float = 0.0
-    waited: float = 0.0
-
-    @property
-    def computed_so_far(self) -> float:
-        """With what it computes right now: it may go from one step to the next without a wait."""
-        return self.computed + (self.state_age if self.state == RankState.COMPUTING else 0.0)
-
-    def __str__(self) -> str:
-        doing = f"{self.state.name.lower()} for {self.state_age:.1f} s"
-        where = f", last in {self.operation!r}" if self.operation else ""
-        return f"step {self.step}, {doing}{where}"
-
-
 class EpochChanged(RuntimeError):
-    """The supervisor changed who belongs to the service: the step in progress is abandoned."""
+    """The supervisor changed the membership: the step in progress is abandoned."""
 
     def __init__(self, epoch: int, reason: str) -> None:
         super().__init__(epoch, reason)
@@ -83,19 +46,19 @@ class EpochChanged(RuntimeError):
 
 
 class StepRolledBack(RuntimeError):
-    """A rank of this replica could not finish a step: all of them abandon it and begin another, in
-    the next generation. Who belongs to the service has not changed."""
+    """A rank of this replica could not finish a step: all of them abandon it and enter the next
+    generation. The membership has not changed."""
 
     def __init__(self, generation: int) -> None:
         super().__init__(generation)
         self.generation = generation
 
     def __str__(self) -> str:
-        return f"called back to generation {self.generation}"
+        return f"rolled back to generation {self.generation}"
 
 
 class ControlPage:
-    """Seats are numbered from 0 in every node; `first_rank` is the rank in seat 0."""
+    """`first_rank` is the first rank of the node."""
 
     def __init__(self, memory: mmap.mmap, first_rank: int) -> None:
         self._memory = memory
@@ -104,20 +67,20 @@ class ControlPage:
         self.first_rank = first_rank
 
     @classmethod
-    def create(cls, seats: int, first_rank: int = 0) -> tuple[ControlPage, int]:
-        """The page, and the descriptor by which others find it: /proc/PID/fd/N."""
-        length = HEAD_BYTES + seats * SEAT_BYTES
+    def create(cls, num_ranks: int, first_rank: int = 0) -> tuple[ControlPage, int]:
+        """The page, and the descriptor by which other processes open it: /proc/PID/fd/N."""
+        length = HEAD_BYTES + num_ranks * STATUS_BYTES
         descriptor = create_memory(MEMORY, length)
         page = cls(mmap.mmap(descriptor, length), first_rank)
         page._words[EPOCH] = 1
-        page._words[LIVE] = (1 << seats) - 1
-        page._words[SEATS] = seats
+        page._words[LIVE] = (1 << num_ranks) - 1
+        page._words[NUM_RANKS] = num_ranks
         page._words[MAGIC_WORD] = MAGIC
         return page, descriptor
 
     @classmethod
-    def open(cls, path: str, seats: int, first_rank: int = 0) -> ControlPage:
-        page = cls(map_memory(path, MEMORY, HEAD_BYTES + seats * SEAT_BYTES), first_rank)
+    def open(cls, path: str, num_ranks: int, first_rank: int = 0) -> ControlPage:
+        page = cls(map_memory(path, MEMORY, HEAD_BYTES + num_ranks * STATUS_BYTES), first_rank)
         if page._words[MAGIC_WORD] != MAGIC:
             raise ValueError(f"{path} is not a control page")
         return page
@@ -128,7 +91,7 @@ class ControlPage:
 
     @property
     def live(self) -> int:
-        """The mask of seats that belong to the service."""
+        """The mask of this node's live ranks, the first one in bit 0."""
         return self._words[LIVE]
 
     @property
@@ -136,29 +99,29 @@ class ControlPage:
         return self._text(LINE_BYTES)
 
     @property
-    def num_seats(self) -> int:
-        return self._words[SEATS]
+    def num_ranks(self) -> int:
+        return self._words[NUM_RANKS]
 
     def change(self, live: int, reason: str) -> int:
-        """By the supervisor: a new epoch. Every wait of every rank then raises EpochChanged."""
+        """Declares a new epoch: every wait of every rank raises EpochChanged. Supervisor only."""
         self._write(LINE_BYTES, reason)
         self._words[LIVE] = live
         self._words[EPOCH] += 1
         return self._words[EPOCH]
 
-    def recall(self, rank: int, generation: int) -> None:
-        """By the supervisor: waits of this rank that are not over yet raise Recalled until it has
-        adopted this."""
+    def roll_back(self, rank: int, generation: int) -> None:
+        """Makes pending waits of this rank raise StepRolledBack until it adopts the generation.
+        Supervisor only."""
         self._words[self._base(rank - self.first_rank) // WORD + GENERATION] = generation
 
-    def seat(self, rank: int) -> RankStatus:
+    def status(self, rank: int) -> RankStatus:
         return RankStatus(self, rank - self.first_rank)
 
-    def seen(self, rank: int) -> Seen:
+    def snapshot(self, rank: int) -> RankSnapshot:
         base = self._base(rank - self.first_rank)
         words = self._words[base // WORD : base // WORD + 7].tolist()
         now = time.monotonic_ns()
-        return Seen(
+        return RankSnapshot(
             state=RankState(words[STATE]),
             step=words[STEP],
             operation=self._text(base + LINE_BYTES),
@@ -169,12 +132,12 @@ class ControlPage:
             waited=words[WAITED] / 1e9,
         )
 
-    def _base(self, seat: int) -> int:
-        assert 0 <= seat < self.num_seats, f"seat {seat} of {self.num_seats}"
-        return HEAD_BYTES + seat * SEAT_BYTES
+    def _base(self, number: int) -> int:
+        assert 0 <= number < self.num_ranks, f"rank {number} of {self.num_ranks} on this node"
+        return HEAD_BYTES + number * STATUS_BYTES
 
     def _write(self, start: int, text: str) -> None:
-        """A length and that many bytes of UTF-8, cut to fit."""
+        """Writes the length and the UTF-8 bytes, truncated to fit."""
         data = text.encode(errors="replace")[: TEXT_BYTES - WORD]
         self._bytes[start + WORD : start + WORD + len(data)] = data
         self._words[start // WORD] = len(data)
@@ -185,7 +148,7 @@ class ControlPage:
 
 
 class RankStatus:
-    """A rank's own line: `beat` from a thread of its own, all else from the main thread."""
+    """A rank's own line. A heartbeat thread calls `beat`, the main thread everything else."""
 
     def __init__(self, page: ControlPage, number: int) -> None:
         self._page, self._start = page, page._base(number)
@@ -194,7 +157,7 @@ class RankStatus:
         self.epoch = page.epoch
         """The epoch that this rank has adopted."""
         self.generation = self._words[self._first + GENERATION]
-        """The generation of steps that this rank is in."""
+        """The generation of steps that this rank has adopted."""
         self.spans = Spans()
         """Where waits are recorded."""
 
@@ -202,12 +165,11 @@ class RankStatus:
         self._words[self._first + BEAT] = time.monotonic_ns()
 
     def begin(self, step: int, operation: str = "begin a step") -> None:
-        """The main thread begins a step."""
         self._words[self._first + STEP] = step
         self.enter(RankState.COMPUTING, operation)
 
     def enter(self, state: RankState, operation: str | None = None) -> None:
-        """The main thread goes over to a state, and to an operation if one is named."""
+        """Enters a state, and an operation if one is named."""
         words, first = self._words, self._first
         if operation is not None:
             self._page._write(self._start + LINE_BYTES, operation)
@@ -222,7 +184,7 @@ class RankStatus:
         words[first + PROGRESS] += 1
 
     def note_wait(self, nanoseconds: int) -> None:
-        """A wait so short that the state did not change for it: not computing all the same."""
+        """Counts a wait that was too short to enter a state for it."""
         self._words[self._first + WAITED] += nanoseconds
         self._words[self._first + COMPUTED] -= nanoseconds
         if self.spans.on:
@@ -231,7 +193,7 @@ class RankStatus:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Seconds that this rank has computed and waited, up to now."""
+        """Seconds that this rank has computed and waited."""
         words, first = self._words, self._first
         seconds = {COMPUTED: words[first + COMPUTED], WAITED: words[first + WAITED]}
         doing = TOTALS.get(words[first + STATE])
@@ -241,8 +203,7 @@ class RankStatus:
 
     @property
     def changed(self) -> bool:
-        """Whether the supervisor has declared an epoch or a generation that this rank has not
-        adopted."""
+        """Whether this rank has yet to adopt an epoch or a generation."""
         words = self._words
         return words[EPOCH] != self.epoch or words[self._first + GENERATION] != self.generation
 
@@ -252,6 +213,6 @@ class RankStatus:
             raise StepRolledBack(self._words[self._first + GENERATION])
 
     def check_epoch(self) -> None:
-        """For what must be brought to an end in an abandoned step, too."""
+        """For operations that must complete in an abandoned step, too."""
         if self._words[EPOCH] != self.epoch:
             raise EpochChanged(self._page.epoch, self._page.reason)

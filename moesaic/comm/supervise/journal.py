@@ -1,53 +1,55 @@
-"""What is open: each request, who serves it, what it has got so far."""
+"""The open requests: which group serves each, and the tokens it has emitted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from moesaic.core.messages import Finish, NewRequest, RequestDelta, StepOutput
 
-# Requests of a fault are answered in messages of this many.
-ANSWERS: Final = 256
+# Requests that one message ends.
+ENDED_AT_ONCE: Final = 256
 
 
 @dataclass(slots=True)
-class Entry:
+class OpenRequest:
+    request: NewRequest
+    """As it was submitted."""
     group: int
-    prompt_len: int
-    emitted: list[int] = field(default_factory=list)
+    emitted: list[int]
 
     @property
     def tokens(self) -> int:
-        return self.prompt_len + len(self.emitted)
+        return len(self.request.prompt_ids) + len(self.emitted)
 
 
 class Journal:
-    """Also spreads new requests over the serving groups. A finished request is forgotten."""
+    """Also spreads new requests over the serving groups. Finished requests are dropped."""
 
     def __init__(self, num_groups: int, method: str) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.open: dict[str, OpenRequest] = {}
         self.requests = [0] * num_groups
-        """Open ones, of each group."""
+        """The open requests of each group."""
         self.tokens = [0] * num_groups
-        """Of the open requests of each group, prompts included."""
+        """The tokens of each group's open requests, prompts included."""
         self._method = method
-        self._turn = 0
+        self._next_group = 0
 
-    def add(self, request: NewRequest) -> int:
-        """The group that is to serve it."""
-        assert request.rid not in self.entries, request.rid
+    def assign(self, request: NewRequest) -> int:
+        """Returns the group that serves the request."""
+        assert request.rid not in self.open, request.rid
         group = self._choose() if request.group is None else request.group
-        entry = Entry(group, len(request.prompt_ids), list(request.emitted))
-        self.entries[request.rid] = entry
+        entry = OpenRequest(request, group, list(request.emitted))
+        self.open[request.rid] = entry
         self.requests[group] += 1
         self.tokens[group] += entry.tokens
         return group
 
-    def take(self, output: StepOutput) -> None:
-        """What a leader gave out."""
+    def record(self, output: StepOutput) -> None:
         for delta in output.deltas:
-            entry = self.entries.get(delta.rid)
+            entry = self.open.get(delta.rid)
             if entry is None:
                 continue
             entry.emitted += delta.token_ids
@@ -55,24 +57,30 @@ class Journal:
             if delta.finish is not None:
                 self._drop(delta.rid)
 
+    def replay(self, rid: str) -> NewRequest:
+        """The request that, submitted to any group, continues an open one where it stands."""
+        entry = self.open[rid]
+        return msgspec.structs.replace(entry.request, emitted=list(entry.emitted))
+
     def end_all(self, message: str) -> list[StepOutput]:
-        """The last answers to all open requests, which are forgotten."""
+        """Drops all open requests and returns their last outputs."""
         finish = Finish("abort", message=message)
-        deltas = [RequestDelta(rid, [], finish=finish) for rid in self.entries]
-        for rid in list(self.entries):
+        deltas = [RequestDelta(rid, [], finish=finish) for rid in self.open]
+        for rid in list(self.open):
             self._drop(rid)
-        return [StepOutput(deltas[i : i + ANSWERS]) for i in range(0, len(deltas), ANSWERS)]
+        starts = range(0, len(deltas), ENDED_AT_ONCE)
+        return [StepOutput(deltas[start : start + ENDED_AT_ONCE]) for start in starts]
 
     def _drop(self, rid: str) -> None:
-        entry = self.entries.pop(rid)
+        entry = self.open.pop(rid)
         self.requests[entry.group] -= 1
         self.tokens[entry.group] -= entry.tokens
 
     def _choose(self) -> int:
-        """Of equals, the next in turn: else the first group would get all single requests."""
+        """The least loaded group; equals take turns, or group 0 would get all single requests."""
         size = len(self.requests)
-        order = [(self._turn + offset) % size for offset in range(size)]
+        order = [(self._next_group + offset) % size for offset in range(size)]
         load = {"total_requests": self.requests, "total_tokens": self.tokens}.get(self._method)
         group = order[0] if load is None else min(order, key=load.__getitem__)
-        self._turn = (group + 1) % size
+        self._next_group = (group + 1) % size
         return group

@@ -1,4 +1,4 @@
-"""The supervisor of node 0: membership, the journal, and who gets which request."""
+"""The supervisor of node 0: it owns membership and the journal, and assigns requests to groups."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from moesaic.comm.network.store import LocalStore
 from moesaic.comm.supervise.address import family_of, numeric
 from moesaic.comm.supervise.config_check import differences, facts_of
-from moesaic.comm.supervise.control_page import RankState, Seen
 from moesaic.comm.supervise.journal import Journal
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
@@ -27,7 +27,7 @@ from moesaic.comm.supervise.supervisor_links import (
     WAIT_SECONDS,
     Disconnected,
     FollowerLinks,
-    SightingsReporter,
+    RemoteRanks,
 )
 from moesaic.core.messages import (
     Abort,
@@ -55,17 +55,18 @@ from moesaic.core.messages import (
     decode,
     encode,
 )
+from moesaic.core.rank_state import RankSnapshot, RankState
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Replica:
-    """Asleep, its ranks wait for a Wake; awake, they step together, and say when they stop."""
+    """While `awake`, its ranks step together until they send Asleep; else they wait for a Wake."""
 
     ranks: range
     groups: range
-    recalls: StepRollbacks
+    rollbacks: StepRollbacks
     awake: bool = False
     round: int = 0
 
@@ -77,27 +78,25 @@ class LeadSupervisor(NodeSupervisor):
         super().__init__(spec, folder, context)
         mesh, times = spec.mesh, spec.timeouts
         self.journal = Journal(mesh.num_groups, spec.load_balance)
-        self._guard = StepWatchdog(mesh, times.guard, times.hang)
+        self._watchdog = StepWatchdog(mesh, times.guard, times.hang)
         self._facts: dict[int, dict[str, Any]] = {}
         self._replicas = [self._replica(number) for number in range(mesh.replicas)]
-        self._begun = time.monotonic()
-        self._said = -math.inf
-        """When it was last said which nodes are missing."""
-        self._others: FollowerLinks | None = None
-        self._elsewhere = SightingsReporter({})
-        self._beaten = 0.0
+        self._started = time.monotonic()
+        self._last_logged = -math.inf
+        """When the missing nodes were last logged."""
+        self._followers: FollowerLinks | None = None
+        self._remote = RemoteRanks()
+        self._last_beat = 0.0
 
     def _replica(self, number: int) -> Replica:
         mesh = self.mesh
-        ranks, groups = (
-            mesh.ranks_of_replica(number),
-            range(number * mesh.dp, (number + 1) * mesh.dp),
-        )
+        ranks = mesh.ranks_of_replica(number)
+        groups = range(number * mesh.dp, (number + 1) * mesh.dp)
         leaders = [mesh.leader(group) for group in groups]
         return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
 
     def begin(self) -> None:
-        """Starts the ranks; those of other nodes are started there."""
+        """Starts the ranks of this node."""
         if self.mesh.nnodes == 1:
             self.start_ranks(LocalStore(self.folder).address)
             return
@@ -108,38 +107,38 @@ class LeadSupervisor(NodeSupervisor):
         except (OSError, ValueError) as error:
             self.fail(f"node 0 cannot listen at {self.spec.dist_init_addr}: {error}", [])
             return
-        self._others = FollowerLinks(self.spec, listening)
-        self.loop.add(self._others.inbox.bell, self._on_others)
-        self.start_ranks(self._others.store, self.spec.host or host)
+        self._followers = FollowerLinks(self.spec, listening)
+        self.loop.add(self._followers.inbox.wakeup_fd, self._on_followers)
+        self.start_ranks(self._followers.store, self.spec.host or host)
 
     def tick(self, now: float) -> None:
         super().tick(now)
-        self._look_after_others(now)
+        self._check_followers(now)
         if self.exit_code is not None:
             return
         if not self.is_serving:
             self._check_start(now)
             return
         if not self.is_fair:
-            self._guard.pause()
+            self._watchdog.pause()
             return
-        hung = self._guard.look(self.sights(now), now)
-        if hung is not None:
-            self.fail(hung.text, hung.ranks)
+        hang = self._watchdog.look(self.snapshots(now), now)
+        if hang is not None:
+            self.lose_ranks(hang.ranks, hang.text)
 
-    def sights(self, now: float) -> dict[int, Seen]:
-        """What each rank was last seen doing."""
-        here = {rank: self.page.seen(rank) for rank in self.spec.ranks}
-        return here | self._elsewhere.at(now)
+    def snapshots(self, now: float) -> dict[int, RankSnapshot]:
+        """What each rank of the service was last seen doing."""
+        here = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
+        return here | self._remote.at(now)
 
     def fail(self, message: str, ranks: Sequence[int]) -> None:
         if self.exit_code is not None:
             return
         self.exit_code = 1
         self.log_end(logging.ERROR, f"the service ends: {message}")
-        self._tell_others(Fault(message, list(ranks)))
+        self._tell_followers(Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.tell_client(Fault(message, list(ranks)))
+        self.send_client(Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
         if self.exit_code is not None:
@@ -147,17 +146,17 @@ class LeadSupervisor(NodeSupervisor):
         self.exit_code = 0
         self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}"):
-            self.tell_client(answer)
-        self._tell_others(Stop())
+            self.send_client(answer)
+        self._tell_followers(Stop())
         self.stop_ranks()
-        self.tell_client(Stop())
+        self.send_client(Stop())
 
     def on_client(self, message: AnyMessage) -> None:
         match message:
             case Submit(requests):
                 self._submit(requests)
             case Abort(rid):
-                entry = self.journal.entries.get(rid)
+                entry = self.journal.open.get(rid)
                 if entry is not None:
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
             case Query():
@@ -166,20 +165,19 @@ class LeadSupervisor(NodeSupervisor):
                 self.stop(reason)
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
-        """What a leader gives out goes on as it came: it is not encoded again."""
+        """Outputs and replies are passed on without being encoded again."""
         match message:
             case StepOutput():
-                self.journal.take(message)
-                self.tell_client(data)
-                self._replica_of(rank).recalls.note_progress()
+                self.journal.record(message)
+                self.send_client(data)
+                self._replica_of(rank).rollbacks.note_progress()
             case QueryReply():
-                self.tell_client(data)
+                self.send_client(data)
             case Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
             case SlowStep():
-                logger.warning(
-                    "%s", self._guard.explain_slow(message, self.sights(time.monotonic()))
-                )
+                seen = self.snapshots(time.monotonic())
+                logger.warning("%s", self._watchdog.explain_slow(message, seen))
             case Ready(facts=facts):
                 self._facts[rank] = facts
                 self._check_ready()
@@ -191,90 +189,89 @@ class LeadSupervisor(NodeSupervisor):
                 self._on_failed(message)
 
     def send_rank(self, rank: int, data: bytes) -> None:
-        """To a rank of any node."""
+        """Sends to a rank of any node."""
         node = self.mesh.node_of(rank)
         if node == 0:
-            self.tell_rank(rank, data)
-        elif self._others is not None:
-            self._others.send(node, Relay(rank, data))
+            self.send_local(rank, data)
+        elif self._followers is not None:
+            self._followers.send(node, Relay(rank, data))
 
     def close(self) -> None:
-        if self._others is not None:
-            self._others.close()
+        if self._followers is not None:
+            self._followers.close()
         super().close()
 
-    def _tell_others(self, message: Message) -> None:
-        if self._others is not None:
-            self._others.tell_all(message)
+    def _tell_followers(self, message: Message) -> None:
+        if self._followers is not None:
+            self._followers.broadcast(message)
 
-    def _on_others(self) -> None:
-        assert self._others is not None
+    def _on_followers(self) -> None:
+        assert self._followers is not None
         now = time.monotonic()
-        for node, message in self._others.receive(now):
+        for node, message in self._followers.receive(now):
             match message:
                 case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
                     self.on_rank(rank, decode(data), data)
                 case Beat():
-                    self._elsewhere.take(message, now)
+                    self._remote.update(message, now)
                 case Fault(text, ranks):
                     self.fail(text, ranks)
                 case Hello(facts=facts):
                     self._admit(node, facts)
                 case Disconnected(reason):
-                    self._lose(node, f"its connection ended ({reason})")
+                    self._lose_node(node, f"its connection ended ({reason})")
 
     def _admit(self, node: int, facts: Mapping[str, Any]) -> None:
-        assert self._others is not None
+        assert self._followers is not None
         unlike = differences(facts_of(self.spec), facts, node)
         if unlike:
             self.fail(f"nodes 0 and {node} were not started alike: {unlike}", [])
             return
-        self._others.welcome(node)
-        here = self.mesh.nnodes - len(self._others.missing)
+        self._followers.welcome(node)
+        here = self.mesh.nnodes - len(self._followers.missing)
         logger.info("node %d is here (%d of %d nodes)", node, here, self.mesh.nnodes)
 
     def _await_nodes(self, now: float) -> None:
-        """Ranks of this node load meanwhile."""
-        assert self._others is not None
-        missing, nnodes = self._others.missing, self.mesh.nnodes
+        assert self._followers is not None
+        missing, nnodes = self._followers.missing, self.mesh.nnodes
         if not missing:
             return
         names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         address, limit = self.spec.dist_init_addr, self.spec.timeouts.meet
-        if now - self._begun > limit:
+        if now - self._started > limit:
             flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
             self.fail(f"{names} did not come to {address} within {limit:.0f} s: start {flags}", [])
-        elif now - self._said > WAIT_SECONDS:
-            self._said = now
+        elif now - self._last_logged > WAIT_SECONDS:
+            self._last_logged = now
             here = nnodes - len(missing)
             logger.info("waiting for %s (%d of %d nodes are here)", names, here, nnodes)
 
-    def _look_after_others(self, now: float) -> None:
-        if self._others is None or self.exit_code is not None:
+    def _check_followers(self, now: float) -> None:
+        if self._followers is None or self.exit_code is not None:
             return
         if self.was_late:
-            self._others.forgive(now)
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            self._others.tell_all(Beat(0))
+            self._followers.reset_silence(now)
+        if now - self._last_beat >= BEAT_SECONDS:
+            self._last_beat = now
+            self._followers.broadcast(Beat(0))
         self._await_nodes(now)
-        lost = self._others.lost(now)
+        lost = self._followers.lost(now)
         if lost is not None:
             node, seconds = lost
-            self._lose(node, f"silent for {seconds:.1f} s")
+            self._lose_node(node, f"silent for {seconds:.1f} s")
 
-    def _lose(self, node: int, why: str) -> None:
+    def _lose_node(self, node: int, why: str) -> None:
         ranks = self.mesh.ranks_of_node(node)
-        told = f"ranks {ranks.start} to {ranks.stop - 1}"
-        self.fail(f"node {node} ({told}) is lost: {why}", ranks)
+        names = f"ranks {ranks.start} to {ranks.stop - 1}"
+        self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
 
     def _submit(self, requests: Sequence[NewRequest]) -> None:
         by_group: dict[int, list[NewRequest]] = {}
         for request in requests:
-            if request.rid in self.journal.entries:
+            if request.rid in self.journal.open:
                 self._refuse(request.rid)
             else:
-                by_group.setdefault(self.journal.add(request), []).append(request)
+                by_group.setdefault(self.journal.assign(request), []).append(request)
         for group, chosen in by_group.items():
             self.send_rank(self.mesh.leader(group), encode(Submit(chosen)))
         for replica in self._replicas:
@@ -282,24 +279,24 @@ class LeadSupervisor(NodeSupervisor):
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
-        self.tell_client(
+        self.send_client(
             StepOutput([RequestDelta(rid, [], finish=Finish("abort", message=why, failed=True))])
         )
 
     def _ask(self, question: Query) -> None:
         if question.what in ("info", "stats"):
-            self.tell_client(QueryReply(question.number, -1, self._overview()))
+            self.send_client(QueryReply(question.number, -1, self._overview()))
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
-        # They answer in their sleep, too.
+        # Ranks that are asleep answer, too.
         for rank in range(self.mesh.world) if question.every else leaders:
             self.send_rank(rank, encode(question))
 
     def _overview(self) -> list[dict[str, Any]]:
-        """Every rank: where it stands, what it holds, and what it does now."""
-        seen = self.sights(time.monotonic())
+        """Where each rank is in the mesh, what it holds, and what it does now."""
+        seen = self.snapshots(time.monotonic())
         return [
             {"rank": rank, "place": self.mesh.describe(rank), **self._facts[rank]}
-            | (asdict(seen[rank]) | {"state": seen[rank].state.name.lower()})
+            | (msgspec.structs.asdict(seen[rank]) | {"state": seen[rank].state.name.lower()})
             for rank in sorted(seen)
             if rank in self._facts
         ]
@@ -308,30 +305,30 @@ class LeadSupervisor(NodeSupervisor):
         return self._replicas[self.mesh.place(rank).replica]
 
     def _on_asleep(self, replica: Replica, round_: int) -> None:
-        """While ranks are called back they are as good as awake: all will step once more."""
-        if not replica.recalls.under_way:
+        """During a rollback it is ignored: all ranks step again afterwards."""
+        if not replica.rollbacks.in_progress:
             replica.awake, replica.round = False, round_
             self._wake_if_due(replica)
 
     def _on_step_failed(self, failed: StepFailed) -> None:
         replica = self._replica_of(failed.rank)
-        recall = replica.recalls.begin(failed)
-        if recall is None:
+        rollback = replica.rollbacks.start(failed)
+        if rollback is None:
             return
-        if replica.recalls.is_hopeless:
-            steps = f"the last {replica.recalls.in_vain} steps have failed, with nothing done"
+        if replica.rollbacks.is_hopeless:
+            steps = f"the last {replica.rollbacks.failures} steps have failed, with nothing done"
             message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}; {steps}"
             self.fail(message, [failed.rank])
             return
-        recall.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
-        logger.warning("a step is abandoned: %s", recall.error)
+        rollback.error = f"{self.mesh.describe(failed.rank)}: {failed.error}"
+        logger.warning("a step is abandoned: %s", rollback.error)
         replica.awake = True
-        self._tell_others(recall)
-        self.call_back(recall)
+        self._tell_followers(rollback)
+        self.roll_back(rollback)
 
     def _on_abandoned(self, abandoned: StepAbandoned) -> None:
         replica = self._replica_of(abandoned.rank)
-        resume = replica.recalls.take(abandoned)
+        resume = replica.rollbacks.note_abandoned(abandoned)
         if resume is not None:
             for rank in replica.ranks:
                 self.send_rank(rank, encode(resume))
@@ -348,31 +345,31 @@ class LeadSupervisor(NodeSupervisor):
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
             ready = Ready(0, {**ranks[0], "ranks": ranks})
-            self._tell_others(ready)
-            self.tell_client(ready)
+            self._tell_followers(ready)
+            self.send_client(ready)
 
     def _check_start(self, now: float) -> None:
-        if now - self._begun < self.spec.timeouts.start:
+        if now - self._started < self.spec.timeouts.start:
             return
         late = [rank for rank in range(self.mesh.world) if rank not in self._facts]
-        seen = self.sights(now)
-        told = "; ".join(
+        seen = self.snapshots(now)
+        states = "; ".join(
             f"{self.mesh.describe(rank)}: {seen.get(rank, 'not seen')}" for rank in late
         )
-        self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {told}", late)
+        self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {states}", late)
 
     def _on_failed(self, failed: Failed) -> None:
-        """Who waited in vain is not to blame, if one can be seen that kept it waiting."""
-        seen = self.sights(time.monotonic())
+        """A rank whose wait timed out is not at fault if another rank is seen not to take part."""
+        seen = self.snapshots(time.monotonic())
         where = f"; {seen[failed.rank]}" if failed.rank in seen else ""
         message = f"{self.mesh.describe(failed.rank)} failed: {failed.error}{where}"
-        ranks = self._idlers(failed.rank, seen) if failed.waited else []
+        ranks = self._stalled(failed.rank, seen) if failed.waited else []
         for rank in ranks:
             message = f"{self.mesh.describe(rank)} did not take part: {seen[rank]}. {message}"
-        self.fail(message, ranks or [failed.rank])
+        self.lose_ranks(ranks or [failed.rank], message)
 
-    def _idlers(self, waiter: int, seen: Mapping[int, Seen]) -> list[int]:
-        """The ranks of the same replica that neither wait nor have moved for a while."""
+    def _stalled(self, waiter: int, seen: Mapping[int, RankSnapshot]) -> list[int]:
+        """The ranks of the same replica that neither wait nor make progress."""
         replica = self._replica_of(waiter)
         return [
             rank

@@ -21,12 +21,12 @@ from typing import Final
 
 import zmq
 
-from moesaic.comm.supervise.agent import FollowerSupervisor
 from moesaic.comm.supervise.child_process import name_process
+from moesaic.comm.supervise.follower_supervisor import FollowerSupervisor
 from moesaic.comm.supervise.lead_supervisor import LeadSupervisor
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
 from moesaic.comm.supervise.run_folder import RunFolder
-from moesaic.comm.supervise.service_spec import ServiceSpec, unpack_spec
+from moesaic.comm.supervise.service_spec import ServiceSpec, unpack_service_spec
 
 LENGTH_BYTES: Final = 8
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _take_pipes() -> tuple[int, int]:
 
 def _read_spec(pipe: int) -> ServiceSpec:
     length = int.from_bytes(_read(pipe, LENGTH_BYTES), "little")
-    return unpack_spec(_read(pipe, length))
+    return unpack_service_spec(_read(pipe, length))
 
 
 def _read(pipe: int, length: int) -> bytes:

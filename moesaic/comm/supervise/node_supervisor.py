@@ -1,4 +1,4 @@
-"""The supervisor of one node: starts its ranks, watches them, ends them."""
+"""The supervisor of one node: it starts, watches and ends the ranks of the node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import zmq
 from moesaic.comm.network.quiet_log import QuietLog
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.control_page import ControlPage
+from moesaic.comm.supervise.membership_policy import EndService, MembershipPolicy
 from moesaic.comm.supervise.poll_loop import PollLoop, receive_some
-from moesaic.comm.supervise.process_watch import ProcessWatch, obituary
+from moesaic.comm.supervise.process_watch import ProcessWatch, describe_exit
 from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, pack
 from moesaic.comm.supervise.spawner import Spawner, SpawnJob, kill_children
 from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, Stop, decode, encode
@@ -27,16 +28,14 @@ from moesaic.core.messages import AnyMessage, Message, NoMessage, RollbackStep, 
 logger = logging.getLogger(__name__)
 
 TICK: Final = 0.1
-# How long the last words of a rank that ended with an error may be under way.
-LAST_WORDS: Final = 0.3
+# How long the last messages of a rank that ended with an error may take to arrive.
+DRAIN_SECONDS: Final = 0.3
 LINGER_MS: Final = 2000
 
 
 class NodeSupervisor(ABC):
-    """What the head and the agents of other nodes have in common.
-
-    `client`: the socket of the process that started this one.
-    """
+    """Common to the supervisor of node 0 and those of other nodes. Its client is the process that
+    started it."""
 
     def __init__(
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
@@ -49,11 +48,11 @@ class NodeSupervisor(ABC):
         self._control = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._watch = ProcessWatch(self.page, spec.timeouts)
         self._processes: dict[int, BaseProcess] = {}
-        self._strangers = QuietLog(logger)
+        self._dropped_log = QuietLog(logger)
         self._routes = {rank: new_route() for rank in spec.ranks}
         self._senders = {route: rank for rank, route in self._routes.items()}
-        self._nursery = Spawner(_preloads(spec))
-        self.loop.add(self._nursery.bell, self._on_born)
+        self._spawner = Spawner(_preloads(spec))
+        self.loop.add(self._spawner.wakeup_fd, self._on_spawned)
         self._endpoint = f"ipc://{folder}/ranks"
         self.sockets = context
         self._ranks = self.socket(zmq.ROUTER)
@@ -64,19 +63,20 @@ class NodeSupervisor(ABC):
         self.client.bind(f"ipc://{folder}/client")
         self.loop.add(self.client, self._on_client)
         self.has_client = False
-        """Whether somebody is there to be told how it ends, and to log it."""
-        self.excused: set[int] = set()
-        """Ranks whose end is known, and being judged."""
+        """Whether the client is connected; it then logs how the service ends."""
+        self.policy: MembershipPolicy = EndService()
+        self.reported: set[int] = set()
+        """Ranks that have reported their own failure, which node 0 handles."""
         self.was_late = False
-        """Whether this process was held up, so that the silence of others says nothing."""
+        """Whether this process was stalled, so that the silence of others proves nothing."""
         self.is_fair = False
-        """Whether that was long enough ago to judge who stands still."""
+        """Whether that was long enough ago to judge which rank makes no progress."""
         self.is_serving = False
-        """Whether all ranks have said that they are ready."""
+        """Whether all ranks are ready."""
 
     def run(self) -> int:
-        """The exit status of the supervisor."""
-        # Before anything can go wrong, so that the client hears of it.
+        """Returns the exit status of the supervisor."""
+        # The client connects before anything can fail, so that it learns of every failure.
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
         if self.exit_code is None:
@@ -89,70 +89,74 @@ class NodeSupervisor(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start what is to be started."""
+        """Starts the ranks, or what must precede them."""
 
     @abstractmethod
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
-        """A message from a rank of this node; `data`: the same, as it came."""
+        """Handles a message from a rank of this node; `data` is the same message, encoded."""
 
     @abstractmethod
     def on_client(self, message: AnyMessage) -> None:
-        """A message from the process that started this one."""
+        """Handles a message from the client."""
 
     @abstractmethod
     def fail(self, message: str, ranks: Sequence[int]) -> None:
-        """End the service everywhere, because of these ranks."""
+        """Ends the service on all nodes; `ranks` are at fault."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """End the service in order."""
+        """Ends the service in order."""
 
     def tick(self, now: float) -> None:
-        """Look around: at least ten times a second."""
+        """Checks the processes of this node, at least ten times a second."""
         pids = {rank: process.pid or 0 for rank, process in self._processes.items()}
         found = self._watch.look(pids, now, starting=not self.is_serving)
         self.was_late, self.is_fair = self._watch.was_late, self._watch.is_fair
         if found is not None:
             rank, why = found
-            self.fail(self.blame(rank, why), [rank])
+            self.lose_ranks([rank], self.describe_loss(rank, why))
+
+    def lose_ranks(self, ranks: Sequence[int], cause: str) -> None:
+        """Every death, hang and lost connection ends up here."""
+        self.policy.on_ranks_lost(self, ranks, cause)
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self.sockets.socket(kind)
-        # Nothing is ever dropped for want of room: what is under way is bounded by open requests.
+        # No message is dropped for lack of room: open requests bound what is in flight.
         made.set_hwm(0)
         made.linger = LINGER_MS
         return made
 
-    def tell_rank(self, rank: int, data: bytes) -> None:
+    def send_local(self, rank: int, data: bytes) -> None:
         self._ranks.send_multipart([self._routes[rank], data])
 
-    def call_back(self, recall: RollbackStep) -> None:
-        """Those ranks of the replica that are in this node: those in a wait see the word, those
+    def roll_back(self, rollback: RollbackStep) -> None:
+        """Rolls back the replica's ranks on this node: ranks in a wait see the control page, ranks
         that sleep get the message."""
-        for rank in self.mesh.ranks_of_replica(recall.replica):
+        for rank in self.mesh.ranks_of_replica(rollback.replica):
             if rank in self.spec.ranks:
-                self.page.recall(rank, recall.generation)
-                self.tell_rank(rank, encode(recall))
+                self.page.roll_back(rank, rollback.generation)
+                self.send_local(rank, encode(rollback))
 
-    def tell_client(self, message: Message | bytes) -> None:
+    def send_client(self, message: Message | bytes) -> None:
         data = message if isinstance(message, bytes) else encode(message)
-        # When it has gone: that is seen by other means.
+        # The end of the client is noticed by other means.
         with suppress(zmq.Again):
             self.client.send_multipart([self.client_route, data], zmq.NOBLOCK)
 
     def log_end(self, level: int, text: str) -> None:
-        """Once is enough: the client logs what it is told."""
+        """The client logs it if there is one."""
         logger.log(logging.DEBUG if self.has_client else level, "%s", text)
 
-    def blame(self, rank: int, what: str) -> str:
-        """What a rank of this node did, and where it was last."""
-        return f"{self.mesh.describe(rank)} {what}; {self.page.seen(rank)}"
+    def describe_loss(self, rank: int, what: str) -> str:
+        """Says what happened to a rank of this node, and what it did last."""
+        return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
         spec = self.spec
         jobs = []
         for rank in spec.ranks:
-            boot = RankSpec(
+            rank_spec = RankSpec(
                 rank=rank,
                 mesh=spec.mesh,
                 target=spec.target,
@@ -168,13 +172,12 @@ class NodeSupervisor(ABC):
                 host=host,
             )
             jobs.append(
-                SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (pack(boot),))
+                SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (pack(rank_spec),))
             )
-        self._nursery.start(jobs)
+        self._spawner.start(jobs)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:
-        """A new epoch without these ranks, whose processes are killed before anybody goes on
-        without them; then all others."""
+        """Declares an epoch without these ranks and kills them, then all others."""
         lost = [rank for rank in ranks if rank in self.spec.ranks]
         live = self.page.live
         for rank in lost:
@@ -186,19 +189,18 @@ class NodeSupervisor(ABC):
         self._kill_all()
 
     def stop_ranks(self) -> None:
-        """Ask all ranks to end, and end those that do not."""
+        """Asks all ranks to end, and kills those that do not."""
         for rank in self._processes:
-            self.tell_rank(rank, encode(Stop()))
-        # A rank that waits for one that has already ended must not wait for ever.
+            self.send_local(rank, encode(Stop()))
+        # Ends the waits of ranks whose peers have already ended.
         self.page.change(0, "the service is stopped")
-        # Those that still load do not listen, and have nothing to bring to an end.
+        # Ranks that still load do not listen, and have nothing to finish.
         deadline = time.monotonic() + (self.spec.timeouts.stop if self.is_serving else 0.0)
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill_all()
 
     def close(self) -> None:
-        """Leave nothing behind."""
         self._kill_all()
         self._ranks.close(0)
         self.client.close()
@@ -209,34 +211,34 @@ class NodeSupervisor(ABC):
             process.kill()
         for process in self._processes.values():
             self.loop.remove(process.sentinel)
-            process.join(LAST_WORDS)
+            process.join(DRAIN_SECONDS)
 
-    def _on_born(self) -> None:
-        born, trouble = self._nursery.take()
-        for process in born:
+    def _on_spawned(self) -> None:
+        started, error = self._spawner.collect()
+        for process in started:
             rank = int(process.name.removeprefix("rank"))
             self._processes[rank] = process
             self.loop.add(process.sentinel, self._on_rank_end)
-        if trouble:
-            self.loop.remove(self._nursery.bell)
-            self.fail(f"{trouble}; the fork server may have failed to load", [])
+        if error:
+            self.loop.remove(self._spawner.wakeup_fd)
+            self.fail(f"{error}; the fork server may have failed to load", [])
 
     def _on_rank_end(self) -> None:
-        """Some have ended; those that raised have said why, and that may still be under way."""
+        """A rank that raised has sent the reason, which may still be in flight."""
         dead = [rank for rank, process in self._processes.items() if not process.is_alive()]
         if any(self._processes[rank].exitcode == 1 for rank in dead):
-            self._await_last_words()
-        for rank in self.excused.intersection(dead):
+            self._drain_messages()
+        for rank in self.reported.intersection(dead):
             self.loop.remove(self._processes[rank].sentinel)
             dead.remove(rank)
         if dead and self.exit_code is None:
-            told = [self.blame(rank, obituary(self._processes[rank].exitcode)) for rank in dead]
-            self.fail("; ".join(told), dead)
+            exits = {rank: describe_exit(self._processes[rank].exitcode) for rank in dead}
+            self.lose_ranks(dead, "; ".join(self.describe_loss(*item) for item in exits.items()))
 
-    def _await_last_words(self) -> None:
-        deadline = time.monotonic() + LAST_WORDS
+    def _drain_messages(self) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
         while self.exit_code is None and time.monotonic() < deadline:
-            if self._ranks.poll(int(LAST_WORDS * 1000)):
+            if self._ranks.poll(int(DRAIN_SECONDS * 1000)):
                 self._on_ranks()
 
     def _on_ranks(self) -> None:
@@ -251,21 +253,23 @@ class NodeSupervisor(ABC):
     def _received(
         self, socket: zmq.Socket[bytes], senders: Mapping[bytes, int]
     ) -> Iterator[tuple[int, AnyMessage, bytes]]:
-        """(sender, message, the same as it came). libzmq passes on whatever a process of this user
-        writes to the socket; what is not from one of the senders is dropped."""
+        """Yields (sender, message, encoded message). libzmq passes on whatever a process of this
+        user writes to the socket; messages of unknown senders are dropped."""
         for frames in receive_some(socket):
             try:
                 sender, message = senders[frames[0]], decode(frames[1])
             except (KeyError, IndexError, NoMessage) as error:
-                self._strangers.warn(f"dropped a stranger's message ({type(error).__name__})")
+                self._dropped_log.warn(
+                    f"dropped a message of an unknown sender ({type(error).__name__})"
+                )
                 continue
             if self.exit_code is None:
                 yield sender, message, frames[1]
 
 
 def new_route() -> bytes:
-    """The identity of a socket at the supervisor's. It cannot be guessed: a stranger who finds the
-    socket can neither pass for a rank or the client nor be sent what is for them."""
+    """The identity of a peer's socket. It cannot be guessed: a process that finds the supervisor's
+    socket can neither impersonate a rank or the client nor receive their messages."""
     return secrets.token_hex(16).encode()
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moesaic.comm.supervise.control_page import ControlPage, RankState
+from moesaic.comm.supervise.control_page import ControlPage
 from moesaic.comm.supervise.service_spec import Timeouts
+from moesaic.core.rank_state import RankState
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class ProcessWatch:
         return f"hangs: its process {pid} has been stopped (state T) for {seconds:.1f} s"
 
     def _silent_for(self, rank: int, pid: int, now: float, starting: bool) -> str:
-        seen, limit = self._page.seen(rank), self._timeouts.beat
+        seen, limit = self._page.snapshot(rank), self._timeouts.beat
         if seen.state == RankState.ABSENT or seen.beat_age < SUSPECT_SHARE * limit:
             self._silent.pop(rank, None)
             return ""
@@ -145,7 +146,7 @@ def _stat(pid: int, field: int) -> str:
     return stat.rpartition(b")")[2].split()[field].decode()
 
 
-def obituary(exit_code: int | None) -> str:
+def describe_exit(exit_code: int | None) -> str:
     """How a process ended, from its exit code as multiprocessing gives it."""
     if exit_code is None:
         return "is gone"

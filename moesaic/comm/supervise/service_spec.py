@@ -113,9 +113,9 @@ def pack(value: ServiceSpec | RankSpec) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def unpack_spec(data: bytes) -> ServiceSpec:
+def unpack_service_spec(data: bytes) -> ServiceSpec:
     return msgspec.msgpack.decode(data, type=ServiceSpec)
 
 
-def unpack_boot(data: bytes) -> RankSpec:
+def unpack_rank_spec(data: bytes) -> RankSpec:
     return msgspec.msgpack.decode(data, type=RankSpec)

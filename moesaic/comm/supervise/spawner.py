@@ -1,4 +1,4 @@
-"""Starting processes from a fork server with torch loaded, while the supervisor hears all else."""
+"""Starts processes from a fork server that has torch loaded, without blocking the supervisor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moesaic.core.process import without_secrets_in_environment
 
 @dataclass(frozen=True, slots=True)
 class SpawnJob:
-    """A process to start: it calls "package.module:function" with the arguments."""
+    """A process that calls "package.module:function" with the arguments."""
 
     name: str
     target: str
@@ -31,7 +31,7 @@ class SpawnJob:
 
 
 class Spawner:
-    """Made in the main thread: the fork server lives as long as the thread that started it."""
+    """Created in the main thread: the fork server ends with the thread that started it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         os.environ[fork_server.SUPERVISOR] = str(os.getpid())
@@ -39,55 +39,55 @@ class Spawner:
         self._context.set_forkserver_preload([fork_server.__name__, *preload])
         with without_secrets_in_environment():  # ranks need none of them
             multiprocessing.forkserver.ensure_running()
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when a process was born, or none can be."""
-        self._born: deque[BaseProcess] = deque()
-        self._trouble = ""
-        self._wanted: SimpleQueue[BaseProcess] = SimpleQueue()
-        threading.Thread(target=self._start, daemon=True, name="nursery").start()
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when a process has started, or none can be."""
+        self._started: deque[BaseProcess] = deque()
+        self._error = ""
+        self._queue: SimpleQueue[BaseProcess] = SimpleQueue()
+        threading.Thread(target=self._start, daemon=True, name="spawner").start()
 
     def start(self, jobs: Sequence[SpawnJob]) -> None:
-        """Returns at once."""
+        """Queues the jobs."""
         for job in jobs:
             args = (job.target, *job.args)
-            self._wanted.put(self._context.Process(target=call, args=args, name=job.name))
+            self._queue.put(self._context.Process(target=call, args=args, name=job.name))
 
-    def take(self) -> tuple[list[BaseProcess], str]:
-        """The processes born since the last call, and why there will be no others, if so."""
+    def collect(self) -> tuple[list[BaseProcess], str]:
+        """The processes started since the last call, and the error if no more can be started."""
         with suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
-        born = []
+            os.eventfd_read(self.wakeup_fd)
+        started = []
         with suppress(IndexError):
             while True:
-                born.append(self._born.popleft())
-        return born, self._trouble
+                started.append(self._started.popleft())
+        return started, self._error
 
     def _start(self) -> None:
-        # The first start waits until the fork server has loaded torch: seconds.
+        # The first start waits, for seconds, until the fork server has loaded torch.
         try:
             while True:
-                process = self._wanted.get()
+                process = self._queue.get()
                 process.start()
-                self._born.append(process)
-                os.eventfd_write(self.bell, 1)
+                self._started.append(process)
+                os.eventfd_write(self.wakeup_fd, 1)
         except Exception as error:
-            self._trouble = f"no process can be started: {error!r}"
-            os.eventfd_write(self.bell, 1)
+            self._error = f"no process can be started: {error!r}"
+            os.eventfd_write(self.wakeup_fd, 1)
 
 
 def call(target: str, *args: Any) -> None:
-    """By name, since the supervisor does not load what it starts."""
+    """Imports the target in the child: the supervisor does not load it."""
     function_of(target)(*args)
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """Of "package.module:function"."""
+    """Imports "package.module:function"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def kill_children() -> None:
-    """End what this process has started itself: the fork server, and who cleans up after it."""
+    """Kills the direct children: the fork server and the resource tracker."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text().split()):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How the ranks of a replica get out of a step that one of them could not finish."""
+"""How the ranks of a replica roll back a step that one of them could not finish."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from typing import Final
 
 from moesaic.core.messages import ResumeSteps, RollbackStep, StepAbandoned, StepFailed
 
-# Steps that may fail in a row without anything given out in between. Finding one request among n
-# takes about log2 n of them.
-MOST_IN_VAIN: Final = 64
+# Steps that may fail in a row without any output in between. Finding one bad request among n takes
+# about log2 n steps.
+MAX_FAILURES: Final = 64
 
 
 @dataclass(slots=True)
 class StepRollbacks:
-    """Of one replica. All its ranks are in one generation, or on the way to the next: then those in
-    `missing` have not abandoned their step yet. `leaders`: of its serving groups, in order."""
+    """The rollbacks of one replica."""
 
     replica: int
     ranks: range
     leaders: Sequence[int]
+    """The leaders of its serving groups, in order."""
     generation: int = 0
     missing: set[int] = field(default_factory=set)
-    in_vain: int = 0
+    """During a rollback, the ranks that have not abandoned their step yet."""
+    failures: int = 0
     _round: int = 0
     _suspects: dict[int, int] = field(default_factory=dict)
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         return bool(self.missing)
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether steps fail whoever takes part in them."""
-        return self.in_vain > MOST_IN_VAIN
+        """Whether steps fail regardless of the requests in them."""
+        return self.failures > MAX_FAILURES
 
-    def begin(self, failed: StepFailed) -> RollbackStep | None:
-        """What to tell the ranks; nothing if they have been told already: several ranks may fail in
+    def start(self, failed: StepFailed) -> RollbackStep | None:
+        """The message for all ranks; None if the rollback has started: several ranks may fail in
         one step."""
-        if self.under_way or failed.generation != self.generation:
+        if self.in_progress or failed.generation != self.generation:
             return None
         self.generation += 1
-        self.in_vain += 1
+        self.failures += 1
         self.missing = set(self.ranks)
         self._suspects.clear()
         return RollbackStep(self.replica, self.generation, failed.step, failed.error)
 
-    def take(self, abandoned: StepAbandoned) -> ResumeSteps | None:
-        """What to tell the ranks once the last of them has come."""
+    def note_abandoned(self, abandoned: StepAbandoned) -> ResumeSteps | None:
+        """The message for all ranks once the last of them has abandoned its step."""
         if abandoned.generation != self.generation or abandoned.rank not in self.missing:
             return None
         self.missing.remove(abandoned.rank)
@@ -60,5 +61,5 @@ class StepRollbacks:
         return ResumeSteps(self.generation, self._round, suspects)
 
     def note_progress(self) -> None:
-        """A rank of the replica has given something out."""
-        self.in_vain = 0
+        """A rank of the replica has sent an output."""
+        self.failures = 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.supervise.control_page import RankState, Seen
 from moesaic.core.messages import SlowStep
+from moesaic.core.rank_state import RankSnapshot, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class StepWatchdog:
         """Of each replica, by the last steps that were seen, what its ranks had computed until
         then. More than one, as others may be seen before a step's end is told."""
 
-    def look(self, seen: Mapping[int, Seen], now: float) -> Suspicion | None:
+    def look(self, seen: Mapping[int, RankSnapshot], now: float) -> Suspicion | None:
         """Logs a new suspicion once, and returns the first that has lasted too long."""
         for replica in range(self._mesh.replicas):
             ranks = self._mesh.ranks_of_replica(replica)
@@ -84,7 +84,7 @@ class StepWatchdog:
         """Instead of a look that would not be fair."""
         self._times.forget()
 
-    def explain_slow(self, slow: SlowStep, seen: Mapping[int, Seen]) -> str:
+    def explain_slow(self, slow: SlowStep, seen: Mapping[int, RankSnapshot]) -> str:
         """Which rank computed longest in a step that has just ended."""
         text = f"step {slow.step} took {slow.seconds:.1f} s, usually {slow.usual:.2f} s"
         before = self._begins.get(slow.replica, {}).get(slow.step, {})
@@ -97,7 +97,7 @@ class StepWatchdog:
             f"the others for at most {_second(spent):.1f} s"
         )
 
-    def _note_begin(self, replica: int, step: int, seen: Mapping[int, Seen]) -> None:
+    def _note_begin(self, replica: int, step: int, seen: Mapping[int, RankSnapshot]) -> None:
         """What was computed so far, when a step is seen for the first time."""
         begins = self._begins.setdefault(replica, {})
         if step not in begins:
@@ -105,7 +105,7 @@ class StepWatchdog:
             while len(begins) > KEPT_BEGINS:
                 del begins[next(iter(begins))]
 
-    def suspect(self, seen: Mapping[int, Seen], patience: float) -> Suspicion | None:
+    def suspect(self, seen: Mapping[int, RankSnapshot], patience: float) -> Suspicion | None:
         """Who keeps the others waiting, among ranks of one replica."""
         waiting = {r: s for r, s in seen.items() if s.state == RankState.WAITING}
         busy = {r: s for r, s in seen.items() if s.state != RankState.WAITING}
@@ -115,7 +115,7 @@ class StepWatchdog:
         odd = busy or self._behind(waiting)
         return Suspicion(tuple(odd), seconds, self._describe(odd, waiting))
 
-    def _judge(self, replica: int, seen: Mapping[int, Seen]) -> Suspicion | None:
+    def _judge(self, replica: int, seen: Mapping[int, RankSnapshot]) -> Suspicion | None:
         usual = self._times.usual(replica)
         found = self.suspect(seen, max(self._patience, SLOW_STEPS * usual))
         if found is None:
@@ -127,10 +127,10 @@ class StepWatchdog:
             logger.warning("%s", found.text)
         return found if found.seconds >= max(self._hang, HANG_STEPS * usual) else None
 
-    def _behind(self, waiting: Mapping[int, Seen]) -> dict[int, Seen]:
+    def _behind(self, waiting: Mapping[int, RankSnapshot]) -> dict[int, RankSnapshot]:
         """All wait: those of a stage that are in an earlier step than others of it, else those in
         another operation than most; all of them, if there is no difference."""
-        stages: dict[int, dict[int, Seen]] = {}
+        stages: dict[int, dict[int, RankSnapshot]] = {}
         for rank, sight in waiting.items():
             stages.setdefault(self._mesh.place(rank).stage, {})[rank] = sight
         behind = {
@@ -147,7 +147,9 @@ class StepWatchdog:
             behind |= {r: s for r, s in stage.items() if s.operation != common}
         return behind or dict(waiting)
 
-    def _describe(self, odd: Mapping[int, Seen], waiting: Mapping[int, Seen]) -> str:
+    def _describe(
+        self, odd: Mapping[int, RankSnapshot], waiting: Mapping[int, RankSnapshot]
+    ) -> str:
         names = "; ".join(f"{self._mesh.describe(r)}: {s}" for r, s in _first(odd))
         others = {r: s for r, s in waiting.items() if r not in odd}
         if not others:
@@ -163,5 +165,5 @@ def _second(seconds: Mapping[int, float]) -> float:
     return sorted([0.0, *seconds.values()])[-2]
 
 
-def _first(seen: Mapping[int, Seen]) -> list[tuple[int, Seen]]:
+def _first(seen: Mapping[int, RankSnapshot]) -> list[tuple[int, RankSnapshot]]:
     return sorted(seen.items())[:TOLD_RANKS]

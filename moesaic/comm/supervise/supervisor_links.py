@@ -1,6 +1,6 @@
-"""The connections between the supervisors of several nodes: all others talk with the first.
+"""The connections between supervisors: those of all other nodes connect to node 0.
 
-Node 0 listens at --dist-init-addr, for other supervisors and for ranks that want the store. Each
+Node 0 listens at --dist-init-addr, for other supervisors and for ranks that use the store. Each
 connection has a thread that receives and one that sends, so that the loop of a supervisor never
 waits for another machine.
 """
@@ -10,26 +10,28 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from moesaic.comm.network.connect import Connector
 from moesaic.comm.network.handshake import (
     NO_SECRET,
+    SECRET,
     Identity,
     Role,
     Session,
     WrongSecret,
-    introduce,
+    own_secret,
 )
-from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.network.message_stream import MessageStream
 from moesaic.comm.network.store import StoreAddress, StoreTable
-from moesaic.comm.supervise.control_page import ControlPage, RankState, Seen
-from moesaic.comm.supervise.secret import SECRET, new_secret, own_secret
 from moesaic.comm.supervise.service_spec import ServiceSpec
 from moesaic.core.messages import (
     AnyMessage,
@@ -38,35 +40,34 @@ from moesaic.core.messages import (
     Hello,
     Message,
     NoMessage,
-    RankSighting,
     decode,
     encode,
 )
+from moesaic.core.rank_state import RankSnapshot
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 0.25
-# How often a node says that it waits for others.
+# How often a node logs that it waits for others.
 WAIT_SECONDS: Final = 10.0
 CONNECT_SECONDS: Final = 5.0
-CONNECT_PAUSE: Final = 0.2
-# How long the last messages may take to go out when a supervisor ends.
+# How long the last messages may take to leave when a supervisor ends.
 LINGER_SECONDS: Final = 2.0
-# Messages that have been received and not handled; beyond them a connection is not read.
+# Received messages that are not handled yet; beyond this, connections are not read.
 MOST_RECEIVED: Final = 1024
-# Messages that are handled before the loop looks at everything else.
+# Messages that are handled before the loop checks its other sources.
 MOST_AT_ONCE: Final = 64
 MADE_SECRET: Final = "secret"
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A connection to the first node is there."""
+    """The connection to node 0 is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection has ended, or cannot be had. `refused`: it never will."""
+    """A connection has ended or failed. `refused`: retrying cannot help."""
 
     reason: str
     refused: bool = False
@@ -76,26 +77,26 @@ Event = AnyMessage | Connected | Disconnected
 
 
 class ReceivedMessages:
-    """What the threads of connections have received, with the node it came from."""
+    """Messages received by the threads of connections, with the node that sent them."""
 
     def __init__(self) -> None:
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when there is something."""
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when there are messages."""
         self._events: queue.Queue[tuple[int, Event]] = queue.Queue(MOST_RECEIVED)
 
     def put(self, node: int, event: Event) -> None:
-        """Waits while too much has not been handled: the sender then waits, too."""
+        """Blocks while too many messages are queued, and thereby the sender."""
         self._events.put((node, event))
-        os.eventfd_write(self.bell, 1)
+        os.eventfd_write(self.wakeup_fd, 1)
 
-    def take(self) -> list[tuple[int, Event]]:
+    def drain(self) -> list[tuple[int, Event]]:
         with suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
+            os.eventfd_read(self.wakeup_fd)
         taken: list[tuple[int, Event]] = []
         with suppress(queue.Empty):
             while len(taken) < MOST_AT_ONCE:
                 taken.append(self._events.get_nowait())
-            os.eventfd_write(self.bell, 1)
+            os.eventfd_write(self.wakeup_fd, 1)
         return taken
 
 
@@ -110,21 +111,21 @@ class Channel:
         self._sender.start()
 
     def send(self, message: Message) -> None:
-        """Returns at once."""
+        """Queues the message."""
         self._outgoing.put(encode(message))
 
     def receive_all(self, node: int, inbox: ReceivedMessages) -> None:
-        """In the thread of the connection: until it ends."""
+        """Runs in the thread of the connection until that ends."""
         try:
             while True:
                 inbox.put(node, decode(self._stream.receive()))
         except OSError as error:
             inbox.put(node, Disconnected(str(error)))
         except NoMessage as error:
-            inbox.put(node, Disconnected(f"it sent what is no message: {error}"))
+            inbox.put(node, Disconnected(f"it sent an invalid message: {error}"))
 
     def close(self, seconds: float = LINGER_SECONDS) -> None:
-        """Closes it when what was sent is out, or after `seconds`."""
+        """Closes it once all queued messages have left, or after `seconds`."""
         self._outgoing.put(None)
         self._sender.join(seconds)
         with suppress(OSError):
@@ -136,7 +137,7 @@ class Channel:
             while (data := self._outgoing.get()) is not None:
                 self._stream.send(data)
         except OSError:
-            return  # that the other end is gone shows where this one receives
+            return  # the receiving thread reports it
         except ValueError as error:
             logger.error("the connection to another node is given up: %s", error)
             with suppress(OSError):
@@ -144,7 +145,7 @@ class Channel:
 
 
 class FollowerLinks:
-    """On the first node: all others, whose supervisors call here, and the store for all ranks."""
+    """On node 0: the connections of all other supervisors, and the store for all ranks."""
 
     def __init__(self, spec: ServiceSpec, listening: socket.socket) -> None:
         self._silence, self._nnodes = spec.timeouts.node, spec.mesh.nnodes
@@ -156,7 +157,7 @@ class FollowerLinks:
                 SECRET,
                 spec.dist_init_addr,
             )
-        secret = given or new_secret()
+        secret = given or secrets.token_bytes(32)
         self.store = StoreAddress(host, port, secret)
         self._welcome = Hello(facts={} if given else {MADE_SECRET: secret})
         self.inbox = ReceivedMessages()
@@ -188,24 +189,24 @@ class FollowerLinks:
         if channel is not None:
             channel.send(message)
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         for node in range(1, self._nnodes):
             self.send(node, message)
 
     def receive(self, now: float) -> list[tuple[int, Event]]:
-        """What has come, from which node."""
-        events = self.inbox.take()
+        """The received messages, with the node that sent each."""
+        events = self.inbox.drain()
         self._heard |= dict.fromkeys((node for node, _ in events), now)
         return events
 
     def lost(self, now: float) -> tuple[int, float] | None:
-        """A node that has been silent for too long, and for how long."""
+        """A node that has been silent for too long, and the seconds."""
         silent = {node: now - heard for node, heard in self._heard.items()}
         late = [(node, seconds) for node, seconds in silent.items() if seconds > self._silence]
         return late[0] if late else None
 
-    def forgive(self, now: float) -> None:
-        """After a time in which this node did not listen."""
+    def reset_silence(self, now: float) -> None:
+        """Called after this process was stalled: the silence of others proves nothing."""
         self._heard = dict.fromkeys(self._heard, now)
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class FollowerLinks:
         self._listener.close()
 
     def _serve(self, connection: socket.socket, session: Session, name: str) -> None:
-        """The life of a connection from another supervisor."""
+        """Serves the connection of another supervisor until it ends."""
         node = session.peer.node
         channel = Channel(connection, session, calls=False)
         refusal = self._claim(node, channel)
@@ -228,7 +229,7 @@ class FollowerLinks:
             channel.receive_all(node, self.inbox)
 
     def _claim(self, node: int, channel: Channel) -> str:
-        """Why a node is not let in; empty if it is."""
+        """The reason why a node is not admitted; empty if it is."""
         if not 0 < node < self._nnodes:
             return f"--node-rank {node}: this service has nodes 0 to {self._nnodes - 1}"
         with self._lock:
@@ -239,26 +240,23 @@ class FollowerLinks:
 
 
 class LeadLink:
-    """On every other node: the way to the first, which a thread connects to as soon as it is there.
-
-    Its first event is Connected or Disconnected.
-    """
+    """On every other node: the connection to node 0, which a thread opens as soon as node 0
+    listens. Its first event is Connected or Disconnected."""
 
     def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
         self._node, self._address = node, address
         self.inbox = ReceivedMessages()
         self.met = self.heard = 0.0
         self._channel: Channel | None = None
-        arguments = (time.monotonic() + seconds,)
-        threading.Thread(target=self._run, args=arguments, name="to node 0", daemon=True).start()
+        threading.Thread(target=self._run, args=(seconds,), name="to node 0", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Nothing where there is no connection."""
+        """Does nothing without a connection."""
         if self._channel is not None:
             self._channel.send(message)
 
     def receive(self, now: float) -> list[Event]:
-        events = [event for _, event in self.inbox.take()]
+        events = [event for _, event in self.inbox.drain()]
         self.heard = now if events else self.heard
         self.met = now if Connected() in events else self.met
         return events
@@ -267,11 +265,15 @@ class LeadLink:
         if self._channel is not None:
             self._channel.close()
 
-    def _run(self, deadline: float) -> None:
+    def _run(self, seconds: float) -> None:
+        """Nodes start in any order, so it retries until node 0 listens."""
+        dial = partial(socket.create_connection, self._address, CONNECT_SECONDS)
+        own, secret = Identity(-1, self._node), own_secret()
         try:
-            connection, session = self._connect(deadline)
+            connector = Connector(dial, Role.NODE, own, secret or NO_SECRET)
+            connection, session = connector.connect(seconds)
         except WrongSecret as error:
-            reason = _secret_trouble(bool(own_secret()), error.keyed)
+            reason = _secret_mismatch(bool(secret), error.keyed)
             self.inbox.put(0, Disconnected(reason, refused=True))
         except OSError as error:
             self.inbox.put(0, Disconnected(str(error)))
@@ -280,78 +282,23 @@ class LeadLink:
             self.inbox.put(0, Connected())
             self._channel.receive_all(0, self.inbox)
 
-    def _connect(self, deadline: float) -> tuple[socket.socket, Session]:
-        """Tries again until node 0 is there: nodes start in any order."""
-        while True:
-            try:
-                return self._call()
-            except PermissionError:
-                raise
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(CONNECT_PAUSE)
 
-    def _call(self) -> tuple[socket.socket, Session]:
-        connection = socket.create_connection(self._address, CONNECT_SECONDS)
-        try:
-            own = Identity(-1, self._node)
-            session = introduce(connection, Role.NODE, own, own_secret() or NO_SECRET)
-            connection.settimeout(None)
-            tune(connection)
-        except OSError:
-            connection.close()
-            raise
-        return connection, session
-
-
-def _secret_trouble(given: bool, keyed: bool) -> str:
-    """Why this node's secret is not that of node 0. `given`: here; `keyed`: there."""
+def _secret_mismatch(given: bool, keyed: bool) -> str:
+    """How the secrets differ. `given`: this node has one; `keyed`: node 0 has one."""
     if given and keyed:
         return f"{SECRET} here is not that of node 0: give all nodes the same"
     here, there = ("here", "on node 0") if given else ("on node 0", "here")
     return f"{SECRET} is set {here} but not {there}: set it on all nodes"
 
 
-@dataclass(slots=True)
-class SightingsReporter:
-    """What the ranks of other nodes were last seen doing, and when."""
+class RemoteRanks:
+    """The last snapshots of ranks on other nodes."""
 
-    seen: dict[int, tuple[float, RankSighting]]
+    def __init__(self) -> None:
+        self._received: dict[int, tuple[float, RankSnapshot]] = {}
 
-    def take(self, beat: Beat, now: float) -> None:
-        self.seen |= {sight.rank: (now, sight) for sight in beat.sights}
+    def update(self, beat: Beat, now: float) -> None:
+        self._received |= {rank: (now, snapshot) for rank, snapshot in beat.ranks.items()}
 
-    def at(self, now: float) -> dict[int, Seen]:
-        return {rank: _seen(sight, now - then) for rank, (then, sight) in self.seen.items()}
-
-
-def beat_of(node: int, ranks: range, page: ControlPage) -> Beat:
-    return Beat(node, [_sight(rank, page.seen(rank)) for rank in ranks])
-
-
-def _sight(rank: int, seen: Seen) -> RankSighting:
-    return RankSighting(
-        rank,
-        int(seen.state),
-        seen.step,
-        seen.operation,
-        seen.beat_age,
-        seen.state_age,
-        seen.progress,
-        seen.computed,
-        seen.waited,
-    )
-
-
-def _seen(sight: RankSighting, later: float) -> Seen:
-    return Seen(
-        RankState(sight.state),
-        sight.step,
-        sight.operation,
-        sight.beat_age + later,
-        sight.state_age + later,
-        sight.progress,
-        sight.computed,
-        sight.waited,
-    )
+    def at(self, now: float) -> dict[int, RankSnapshot]:
+        return {rank: seen.later(now - then) for rank, (then, seen) in self._received.items()}

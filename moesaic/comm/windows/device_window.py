@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
@@ -40,45 +41,13 @@ MAX_GENERATION: Final = (1 << 63 - GENERATION_SHIFT) - 1
 UNREADABLE: Final = "unknown: the GPU can no longer be read"
 
 
-def create(
-    group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int, device: torch.device
-) -> DeviceWindow:
-    """Called by all ranks of a group on one node with the same planes. `timeout`: seconds that a
-    wait of a kernel may take."""
-    if not 1 <= group.size <= MAX_RANKS:
-        raise ValueError(f"a window holds 1..{MAX_RANKS} ranks, not {group.size}")
-    if len(set(group.nodes)) > 1:
-        raise ValueError(
-            f"ranks on nodes {sorted(set(group.nodes))}: kernels reach memory of one node only; "
-            f"keep the ranks that share experts on one"
-        )
-    # Groups make tensors where the default is, and gloo wants them on the CPU; and what is made in
-    # inference mode could not be written outside it.
-    with torch.device("cpu"), torch.inference_mode(False):
-        if device.type == "cpu":
-            return HostWindow.create(group, specs, timeout, channels)
-        from moesaic.comm.windows.symmetric_memory import SymmetricWindow
-
-        return SymmetricWindow.create(group, specs, timeout, channels, device)
-
-
-def window_bytes(specs: Sequence[PlaneSpec], size: int, channels: int, device: torch.device) -> int:
-    """What a rank of a window of so many ranks takes on its device, at most."""
-    nbytes = layout(specs, channels, size)[1]
-    if device.type == "cpu" or size == 1:
-        return nbytes
-    from moesaic.comm.windows.symmetric_memory import symmetric_bytes
-
-    return symmetric_bytes(nbytes)
-
-
 class DeviceWindow(ABC):
     """`mail` is what kernels take of it. One thread of a rank uses it at a time.
 
     Kernels do not raise: what went wrong in a wait they leave on the desk, and `check` raises it.
     """
 
-    mail: SignalPlanes
+    signals: SignalPlanes
 
     def __init__(
         self, specs: Sequence[PlaneSpec], size: int, timeout: float, channels: int
@@ -93,11 +62,11 @@ class DeviceWindow(ABC):
 
     @property
     def rank(self) -> int:
-        return self.mail.rank
+        return self.signals.rank
 
     @property
     def size(self) -> int:
-        return self.mail.size
+        return self.signals.size
 
     def offset(self, name: str) -> int:
         """Bytes from where a region begins to a plane."""
@@ -109,43 +78,33 @@ class DeviceWindow(ABC):
         """The array of a rank (None: of this one) itself, not a copy."""
         offset, spec = self.offset(name), self._specs[name]
         rank = self.rank if rank is None else rank
-        return self.mail.plane(rank, offset, spec.shape, spec.dtype)
+        return self.signals.plane(rank, offset, spec.shape, spec.dtype)
 
     def call(self, channel: int, operation: str, tag: int = 0) -> ChannelCall:
         """For a kernel that signals or waits; `operation` is what an error will name."""
         assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
         assert 0 <= tag <= MAX_TAG, f"tag {tag}, which is at most {MAX_TAG}"
         self._operations[channel << COUNT_SHIFT | tag] = operation
-        return ChannelCall(self.mail, channel, tag)
+        return ChannelCall(self.signals, channel, tag)
 
     def check(self) -> None:
         """Raises what a wait of a kernel has left on the desk, as far as kernels have come."""
-        desk = self.mail.desk
+        desk = self.signals.desk
         if desk[FailureWords.FAILURE]:
             raise self._complaint(desk.tolist())
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        """Forgets what is in flight. All ranks that go on call it with one number, higher than any
-        before, when no kernel of the last generation is under way on any of them; `active`: who
-        goes on, all unless given."""
-        ranks = range(self.size) if active is None else active
-        if not self.generation < generation <= MAX_GENERATION:
-            raise ValueError(
-                f"generation {generation}: give one of {self.generation + 1}..{MAX_GENERATION}"
-            )
-        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
-            raise ValueError(
-                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
-                f"{self.rank} among them"
-            )
-        self.generation, self._reason = generation, ""
-        state = new_state(self._channels, ranks, self.timeout)
-        state[DeviceStateWord.GENERATION] = generation
-        self.mail.state.copy_(state)
-        self.mail.desk.zero_()
+    def restart(self, membership: Membership) -> None:
+        """Drops what is in flight. All active ranks call it when no kernel of the last generation
+        runs on any of them."""
+        membership.check(self.rank, self.size, self.generation, MAX_GENERATION + 1)
+        self.generation, self._reason = membership.generation, ""
+        state = new_state(self._channels, membership.active, self.timeout)
+        state[DeviceStateWord.GENERATION] = self.generation
+        self.signals.state.copy_(state)
+        self.signals.desk.zero_()
 
     @contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
+    def longer_timeout(self, seconds: float) -> Iterator[None]:
         """Waits of kernels that are launched inside last so long, if that is longer: a peer may
         have something to compile."""
         before = self.timeout
@@ -156,7 +115,7 @@ class DeviceWindow(ABC):
             self._set_timeout(before)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Kernels that are launched inside neither wait for other ranks nor tell them anything, and
         what they give is good for nothing: so they can be compiled. No other may be under way."""
         self._set_broken(True)
@@ -166,18 +125,18 @@ class DeviceWindow(ABC):
             self._set_broken(False)
 
     def _set_broken(self, broken: bool) -> None:
-        if self.mail.state.is_cuda:
-            torch.cuda.synchronize(self.mail.state.device)
-        self.mail.state[DeviceStateWord.BROKEN] = int(broken)
+        if self.signals.state.is_cuda:
+            torch.cuda.synchronize(self.signals.state.device)
+        self.signals.state[DeviceStateWord.BROKEN] = int(broken)
 
     def _set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
-        self.mail.state[DeviceStateWord.TIMEOUT_NS] = int(seconds * 1e9)
+        self.signals.state[DeviceStateWord.TIMEOUT_NS] = int(seconds * 1e9)
 
     def abort(self, reason: str) -> None:
         """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""
         self._reason = reason
-        self.mail.desk[FailureWords.ABORT] = 1
+        self.signals.desk[FailureWords.ABORT] = 1
 
     @abstractmethod
     def close(self) -> None:
@@ -205,7 +164,9 @@ class DeviceWindow(ABC):
         """By rank, on the channel of which the desk complains. After an error of CUDA's own only
         the desk can still be read, which has that of the first rank that was not there."""
         try:
-            return dict(enumerate(self.mail.flag(self.rank, desk[FailureWords.CHANNEL]).tolist()))
+            return dict(
+                enumerate(self.signals.flag(self.rank, desk[FailureWords.CHANNEL]).tolist())
+            )
         except RuntimeError:
             peers = desk[FailureWords.PEERS]
             return {(peers & -peers).bit_length() - 1: desk[FailureWords.SEEN]}
@@ -250,7 +211,7 @@ class HostWindow(DeviceWindow):
         state = new_state(channels, range(size), timeout)
         bases = torch.tensor([region.data_ptr() for region in regions])
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64)
-        self.mail = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
+        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
 
     @classmethod
     def create(
@@ -275,7 +236,7 @@ class HostWindow(DeviceWindow):
 
     def close(self) -> None:
         """It is gone with the last tensor that views it."""
-        vars(self).pop("mail", None)
+        vars(self).pop("signals", None)
 
 
 def new_state(channels: int, active: Sequence[int], timeout: float) -> Tensor:

@@ -66,7 +66,7 @@ class NodeGroups:
         return there[home.index(sender) % len(there)]
 
 
-class Ferry:
+class NodeSender:
     """What a rank has written and not yet sent: pieces of the mapping, and to which routes."""
 
     def __init__(self, window: int, memory: mmap.mmap, routes: Sequence[NodeRoute]) -> None:
@@ -94,7 +94,7 @@ class Ferry:
         self._pieces.append((start, stop, mask))
 
     def post(
-        self, channel: int, epoch: int, operation: str, seconds: float, seat: RankStatus | None
+        self, channel: int, epoch: int, operation: str, seconds: float, status: RankStatus | None
     ) -> None:
         """Send what was loaded, and the signal behind it."""
         loaded, self._pieces = self._pieces, []
@@ -104,7 +104,7 @@ class Ferry:
             table = [(start, stop - start) for start, stop in pieces]
             head = frame(FrameKind.POST, self.window, channel, epoch, operation, table)
             data = [self._bytes[start:stop] for start, stop in pieces]
-            route.outlet.send([head, *data], seconds, seat)
+            route.outlet.send([head, *data], seconds, status)
 
     def tell(self, kind: FrameKind, seconds: float, text: str = "") -> None:
         for route in self.routes:
@@ -136,27 +136,27 @@ class NodeSignals(Signals):
         address: int,
         group: Peers,
         channels: int,
-        ferry: Ferry,
+        sender: NodeSender,
         timeout: float,
     ) -> None:
-        super().__init__(page, address, group.rank, group.size, channels, group.seat)
-        self._ferry, self._timeout = ferry, timeout
+        super().__init__(page, address, group.rank, group.size, channels, group.status)
+        self._sender, self._timeout = sender, timeout
 
     def post(self, channel: int, epoch: int, operation: str) -> None:
         super().post(channel, epoch, operation)
-        self._ferry.post(channel, epoch, operation, self._timeout, self._seat)
-        if any(route.outlet.broken for route in self._ferry.routes):
-            self.unreachable.update(self._ferry.unreachable())
+        self._sender.post(channel, epoch, operation, self._timeout, self._status)
+        if any(route.outlet.broken for route in self._sender.routes):
+            self.unreachable.update(self._sender.unreachable())
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        self._ferry.tell(FrameKind.ABORT, self._timeout, reason)
+        self._sender.tell(FrameKind.ABORT, self._timeout, reason)
 
 
 class NodeWindow(SharedWindow):
     """`signal` sends: it returns when the kernel has taken what was touched."""
 
-    bridged = True
+    spans_nodes = True
 
     def __init__(
         self,
@@ -165,30 +165,30 @@ class NodeWindow(SharedWindow):
         group: Peers,
         timeout: float,
         channels: int,
-        ferry: Ferry,
+        sender: NodeSender,
     ) -> None:
-        self._ferry = ferry
+        self._sender = sender
         super().__init__(memory, specs, group, timeout, channels)
         self._retire = weakref.finalize(
-            self, _retire, [route.outlet for route in ferry.routes], ferry.window
+            self, _retire, [route.outlet for route in sender.routes], sender.window
         )
 
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
-        self._ferry.load(view, ranks)
+        self._sender.load(view, ranks)
 
     def forget(self) -> None:
-        self._ferry.unload()
+        self._sender.unload()
 
     def close(self) -> None:
         super().close()
         if self._retire.alive:
             self._retire()
-            for route in self._ferry.routes:
+            for route in self._sender.routes:
                 route.outlet.send([], self.timeout)
-            self._ferry.release()
+            self._sender.release()
 
     def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
-        return NodeSignals(page, address, group, self._channels + 1, self._ferry, self.timeout)
+        return NodeSignals(page, address, group, self._channels + 1, self._sender, self.timeout)
 
 
 def _retire(outlets: list[Outlet], window: int) -> None:
@@ -196,7 +196,9 @@ def _retire(outlets: list[Outlet], window: int) -> None:
         outlet.retire(window)
 
 
-def bridge(group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int) -> NodeWindow:
+def create_node_window(
+    group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int
+) -> NodeWindow:
     """Called by all ranks of the group with the same planes."""
     links = group.links
     if links is None:
@@ -205,13 +207,13 @@ def bridge(group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: i
         )
     name = links.next_window(group.name)
     window = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    found: list[Ferry] = []
+    found: list[NodeSender] = []
 
     def join(memory: mmap.mmap, notes: list[str]) -> str:
         peers = [_Peer(*json.loads(note)) for note in notes]
         _expect(links, group, memory, peers, channels, window)
         try:
-            found.append(Ferry(window, memory, _routes(links, group, peers)))
+            found.append(NodeSender(window, memory, _routes(links, group, peers)))
         except OSError as error:
             return str(error)
         return ""
@@ -225,10 +227,10 @@ def bridge(group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: i
     except BaseException:
         links.forget(window)
         raise
-    ferry = found[0]
+    sender = found[0]
     # From here on the receivers notice when this rank goes.
-    ferry.tell(FrameKind.OPEN, timeout)
-    return NodeWindow(memory, specs, group, timeout, channels, ferry)
+    sender.tell(FrameKind.OPEN, timeout)
+    return NodeWindow(memory, specs, group, timeout, channels, sender)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Final
 
 from moesaic.comm.errors import PeerLost, PeerTimeout, WindowAborted
-from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows import futex
+from moesaic.core.rank_state import RankState
 
 WORD: Final = 8
 LINE: Final = 8  # words of a cache line
@@ -70,10 +71,10 @@ class Signals:
         rank: int,
         size: int,
         channels: int,
-        seat: RankStatus | None = None,
+        status: RankStatus | None = None,
     ) -> None:
         self._rank = rank
-        self._seat = seat
+        self._status = status
         self.unreachable: dict[int, str] = {}
         """Ranks to which this one cannot send any more, and why: waits for them fail."""
         self._size = size
@@ -115,8 +116,8 @@ class Signals:
         for _ in range(SPINS):
             os.sched_yield()
             if self._arrived(pending, epoch):
-                if self._seat is not None:
-                    self._seat.note_wait(time.monotonic_ns() - started)
+                if self._status is not None:
+                    self._status.note_wait(time.monotonic_ns() - started)
                 return
         if self._sleep(channel, epoch, ranks, pending, timeout):
             return
@@ -165,11 +166,11 @@ class Signals:
             pending.pop()
         if words[ABORT]:
             raise WindowAborted(_decode(self._bytes, ABORT_TEXT * WORD))
-        if self._seat is not None and self._seat.changed:
-            self._seat.check_epoch()
+        if self._status is not None and self._status.changed:
+            self._status.check_epoch()
             # Who has what it waited for goes on: its part of an abandoned step may be done.
             if pending:
-                self._seat.check()
+                self._status.check()
         if pending:
             if words[LOSSES] or self.unreachable:
                 self._check_lost(pending, epoch)
@@ -202,8 +203,8 @@ class Signals:
         self._ticket += 1
         words[line + TICKET] = self._ticket
         deadline = time.monotonic() + timeout
-        if self._seat is not None:
-            self._seat.enter(RankState.WAITING, self._said)
+        if self._status is not None:
+            self._status.enter(RankState.WAITING, self._said)
         try:
             while True:
                 rung = self._bells[2 * bell]
@@ -218,8 +219,8 @@ class Signals:
                 futex.wait(self._address + bell * WORD, rung, min(left, SLICE))
         finally:
             words[line + TICKET] = 0
-            if self._seat is not None:
-                self._seat.enter(RankState.COMPUTING)
+            if self._status is not None:
+                self._status.enter(RankState.COMPUTING)
 
     def _wake_if_due(self, peer: int) -> None:
         """Wake a sleeper whose whole condition holds, unless somebody has done so already."""

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from moesaic.comm.collectives.group import Peers
+from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow, layout, new_state, round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
 from moesaic.kernels.a2a import DESK_WORDS, SignalPlanes
@@ -73,7 +74,7 @@ class SymmetricWindow(DeviceWindow):
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
         desk = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
-        self.mail = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
+        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
         self._device = device
         self._owners: tuple[Any, ...] = ()
 
@@ -111,17 +112,17 @@ class SymmetricWindow(DeviceWindow):
             meeting.exchange(b"")
         return window
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        """As above; waits for this rank's kernels itself."""
+    def restart(self, membership: Membership) -> None:
+        """Also waits for this rank's own kernels."""
         torch.cuda.synchronize(self._device)
-        super().restart(generation, active)
+        super().restart(membership)
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Views of regions are no good after it: torch does not let them own the memory."""
-        if "mail" in vars(self):
+        if "signals" in vars(self):
             torch.cuda.synchronize(self._device)
-            del self.mail
+            del self.signals
         self._owners = ()
 
 

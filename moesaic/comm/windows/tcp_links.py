@@ -17,17 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Final
 
-from moesaic.comm.network.handshake import (
-    Identity,
-    Role,
-    Session,
-    check_secret,
-    introduce,
-    read_exactly,
-)
-from moesaic.comm.network.listener import Listener, RoleHandler, tune
+from moesaic.comm.network.connect import Connector, Unreachable
+from moesaic.comm.network.handshake import Identity, Role, Session, check_secret, read_exactly
+from moesaic.comm.network.listener import Listener, RoleHandler
 from moesaic.comm.supervise.control_page import EpochChanged, RankStatus
 from moesaic.comm.windows.signals import SLICE, Signals
 
@@ -103,19 +98,19 @@ class Outlet:
         self.broken = ""
         self._connection = connection
         self._lock = threading.Lock()
-        self._farewells: deque[int] = deque()
+        self._closed_windows: deque[int] = deque()
 
-    def send(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None = None) -> None:
+    def send(self, buffers: list[Buffer], seconds: float, status: RankStatus | None = None) -> None:
         """`seconds`: how long the peer may take nothing. A new epoch ends it as it ends a wait. A
         new generation does not: those who go on need the connection, and a frame must be whole."""
         with self._lock:
             if self.broken:
                 return
             try:
-                while self._farewells:
-                    last = frame(FrameKind.CLOSE, self._farewells.popleft())
-                    self._send_all([last], seconds, seat)
-                self._send_all(buffers, seconds, seat)
+                while self._closed_windows:
+                    last = frame(FrameKind.CLOSE, self._closed_windows.popleft())
+                    self._send_all([last], seconds, status)
+                self._send_all(buffers, seconds, status)
             except OSError as error:
                 self._break(f"{self.peer} ({self.address}) cannot be reached: {error}")
             except EpochChanged:
@@ -126,13 +121,13 @@ class Outlet:
     def retire(self, window: int) -> None:
         """A window is gone here; the peer is told with the next frame. Any thread may call it, also
         one that is sending."""
-        self._farewells.append(window)
+        self._closed_windows.append(window)
 
     def close(self) -> None:
         with self._lock:
             self._break("closed")
 
-    def _send_all(self, buffers: list[Buffer], seconds: float, seat: RankStatus | None) -> None:
+    def _send_all(self, buffers: list[Buffer], seconds: float, status: RankStatus | None) -> None:
         left = [memoryview(buffer) for buffer in buffers]
         left.reverse()
         deadline = time.monotonic() + seconds
@@ -140,8 +135,8 @@ class Outlet:
             try:
                 sent = self._connection.sendmsg(left[: -MOST_BUFFERS - 1 : -1])
             except TimeoutError:
-                if seat is not None:
-                    seat.check_epoch()
+                if status is not None:
+                    status.check_epoch()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it has taken nothing for {seconds:.1f} s") from None
                 continue
@@ -202,33 +197,26 @@ class TcpLinks:
             if known is not None and not known.broken:
                 return known
             connection = self._call(host, port, peer)
-            tune(connection)
-            # So that a sender which is stuck looks around.
+            # A blocked sender checks its rank's status this often.
             connection.settimeout(SLICE)
             outlet = Outlet(connection, peer, f"{host}:{port}")
             self._outlets[host, port] = outlet
             return outlet
 
     def _call(self, host: str, port: int, peer: Identity) -> socket.socket:
-        """A connection whose ends have proved themselves. One that a busy listener closed before
-        that is tried again."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while True:
-            try:
-                connection = socket.create_connection(
-                    (host, port), CONNECT_SECONDS, source_address=(self.address, 0)
-                )
-            except OSError as error:
-                raise OSError(f"{peer} ({host}:{port}) cannot be reached: {error}") from error
-            try:
-                session = introduce(connection, Role.LINK, self.identity, self._secret)
-                if session.peer != peer:
-                    raise PermissionError(f"it is {session.peer}")
-                return connection
-            except OSError as error:
-                connection.close()
-                if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
-                    raise OSError(f"{peer} ({host}:{port}) refused: {error}") from error
+        name, source = f"{peer} ({host}:{port})", (self.address, 0)
+        dial = partial(socket.create_connection, (host, port), CONNECT_SECONDS, source)
+        connector = Connector(dial, Role.LINK, self.identity, self._secret)
+        try:
+            connection, session = connector.connect(CONNECT_SECONDS, waits=False)
+        except Unreachable as error:
+            raise OSError(f"{name} cannot be reached: {error}") from error
+        except OSError as error:
+            raise OSError(f"{name} refused: {error}") from error
+        if session.peer != peer:
+            connection.close()
+            raise OSError(f"{name} refused: it is {session.peer}")
+        return connection
 
     def close(self) -> None:
         """End all connections and the listener. May be repeated."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.windows.shared_memory import create_memory, map_memory
-from moesaic.comm.windows.signals import MAX_RANKS, Signals, page_bytes
+from moesaic.comm.windows.signals import Signals, page_bytes
 
 MEMORY: Final = "moesaic-window"
 PAGE: Final = 4096
@@ -53,7 +53,7 @@ class Window(ABC):
     rank: int
     size: int
     timeout: float
-    bridged: bool = False
+    spans_nodes: bool = False
     """Whether some ranks are on other nodes, so that what is touched travels."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Window(ABC):
             place.copy_(source)
         else:
             torch.index_select(source, 0, index, out=place)
-        if self.bridged:
+        if self.spans_nodes:
             self.touch(place, (peer,))
         return place.nbytes
 
@@ -139,6 +139,7 @@ class SharedWindow(Window):
         timeout: float,
         channels: int,
     ) -> None:
+        self.group = group
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         self._everyone = range(self.size)
         self._channels = channels
@@ -150,32 +151,6 @@ class SharedWindow(Window):
             self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
         page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
         self._signals = self._signals_over(page, data.data_ptr(), group)
-
-    @classmethod
-    def create(
-        cls,
-        group: Peers,
-        specs: Sequence[PlaneSpec],
-        timeout: float,
-        channels: int = CHANNELS,
-    ) -> SharedWindow:
-        """Called by all ranks of the group with the same planes. Where they are on several nodes,
-        it is a BridgedWindow."""
-        names = [spec.name for spec in specs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"planes {names}: give each a name of its own")
-        if group.size > MAX_RANKS:
-            raise ValueError(f"a shared window holds {MAX_RANKS} ranks, not {group.size}")
-        if len(set(group.nodes)) > 1:
-            from moesaic.comm.windows.node_window import bridge  # it builds on this module
-
-            return bridge(group, specs, timeout, channels)
-        length = window_bytes(specs, group.size, channels)
-        if group.size == 1:
-            memory = mmap.mmap(-1, length)
-        else:
-            memory = share_memory(group, length, layout_of(specs, channels))
-        return cls(memory, specs, group, timeout, channels)
 
     def stacked(self, name: str) -> Tensor:
         """[size, *shape]: the planes of all ranks in one tensor."""
@@ -223,7 +198,7 @@ class SharedWindow(Window):
         self._signals.release()
 
     def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
-        return Signals(page, address, self.rank, self.size, self._channels + 1, group.seat)
+        return Signals(page, address, self.rank, self.size, self._channels + 1, group.status)
 
     def _known(self, name: str) -> str:
         if name not in self._own:

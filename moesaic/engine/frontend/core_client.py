@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from moesaic.comm.arrange import mesh_of
 from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ranks
-from moesaic.comm.mesh import Mesh
+from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
 from moesaic.config.gpus import describe_shares, most_on_one

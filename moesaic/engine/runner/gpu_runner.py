@@ -219,17 +219,13 @@ class GpuRunner(ModelRunner):
         self._windows.abort(reason)
         self._forget()
 
-    def restart(self, generation: int) -> None:
-        with self._windows.quiet:
-            super().restart(generation)
-
     def _abandon(self, error: Exception) -> None:
         """After a step that failed: none that is under way counts."""
         if isinstance(error, TimeoutError):
             self._stuck = str(error)
         self.abandon(f"a step failed: {error}")
-        if self.ranks.seat is None:  # otherwise the supervisor calls for a restart
-            self.moe.restart()
+        if self.ranks.status is None:  # otherwise the supervisor calls for a restart
+            self.moe.comm.group.lifecycle.restart()
 
     def _forget(self) -> None:
         self._seats.clear()
@@ -237,7 +233,7 @@ class GpuRunner(ModelRunner):
         if self.device.type == "cuda" and not self._stuck:
             try:
                 torch.cuda.synchronize(self.device)
-                if not self._windows.keep_graphs:
+                if not self._windows.lifecycle.keeps_graphs:
                     self.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
+from moesaic.core.rank_state import RankState
 from moesaic.core.step import Step
 from moesaic.engine.runner.matchers import Allowed, Matchers
 from moesaic.engine.sampling.sampler import NonFiniteLogits, sample, token_logprobs
@@ -126,8 +127,8 @@ class ModelRunner:
         self._make_cache(args, weight_bytes)
         self.samples = ranks.is_last and ranks.place.attention_rank == 0
         self.matchers = Matchers(partial(self._compiler, args), 2 * self.max_running)
-        if ranks.seat is not None:
-            self._announce_layers(ranks.seat)
+        if ranks.status is not None:
+            self._announce_layers(ranks.status)
         logger.info(
             "loaded %s in %.1f s: %.2f GiB of weights in %s, KV cache of %d tokens (%.2f GiB: %s), "
             "context of %d tokens, at most %d requests at once",
@@ -206,11 +207,11 @@ class ModelRunner:
         tokenizer = Tokenizer.from_folder(args.tokenizer_path)
         return Compiler(tokenizer, self.vocab_size, tokenizer.eos_ids or self.eos_ids)
 
-    def _announce_layers(self, seat: RankStatus) -> None:
+    def _announce_layers(self, status: RankStatus) -> None:
         """A rank that computes shows how far it is: a long step is not a hang."""
         assert self.parallel.layers is not None
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
-            begin = partial(seat.enter, RankState.COMPUTING, f"layer {number}")
+            begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -231,23 +232,14 @@ class ModelRunner:
                 return FinishedStep(StepResult([]), hidden_TH)
             return FinishedStep(self.results(plan, agreement, hidden_TH))
         except Exception:
-            if self.ranks.seat is None:  # otherwise the supervisor orders a restart
-                self.moe.restart()
+            if self.ranks.status is None:  # otherwise the supervisor orders a restart
+                self.moe.comm.group.lifecycle.restart()
             raise
 
     def abandon(self, reason: str) -> None:
         """Ends what is under way on a device, also where it waits for other ranks. A rank does so
         before it tells that it is ready to begin again."""
         logger.debug("nothing is under way: %s", reason)
-
-    def restart(self, generation: int) -> None:
-        """After a step that was abandoned; all ranks call it with one number, higher than any
-        before."""
-        self.moe.restart(generation)
-        self.ranks.restart(generation)
-        for layer in self.moe_layers:
-            if not layer.dispatcher.keeps_lanes:
-                layer.dispatcher.restart(generation)
 
     def forward(self, plan: StepPlan, turn: StepAgreement, x_TH: Tensor | None) -> Tensor:
         """This stage's layers over the plan's tokens."""

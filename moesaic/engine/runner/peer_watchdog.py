@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
-from moesaic.comm.collectives.collective import Collective, SingleRank
 from moesaic.comm.errors import WindowAborted
+from moesaic.comm.lifecycle import Lifecycle
 from moesaic.comm.supervise.control_page import RankStatus
 from moesaic.comm.windows.device_window import DeviceWindow
 from moesaic.engine.worker.rank_context import RankContext
@@ -26,79 +25,54 @@ LOOK_SECONDS = 0.02
 CALLED_BACK = "the supervisor calls this rank back"
 
 
-class Owner(Protocol):
-    """A dispatcher's exchange, or a collective."""
-
-    window: DeviceWindow
-
-    def check(self) -> None:
-        """Raises what a kernel has found wrong."""
-
-
 class PeerWatchdog:
     def __init__(
-        self, owners: Sequence[Owner], seat: RankStatus | None, collective: Collective | None = None
+        self, lifecycle: Lifecycle, status: RankStatus | None, windows: Sequence[DeviceWindow] = ()
     ) -> None:
-        """`collective`: what waits on the device and is no window's."""
-        self.owners, self._seat = tuple(owners), seat
-        self._collective = SingleRank() if collective is None else collective
-        self._lock = threading.Lock()
-        if (self.owners or collective is not None) and seat is not None:
-            threading.Thread(target=self._watch, args=(seat,), daemon=True, name="recall").start()
+        """`status`: None where no supervisor calls the rank back."""
+        self.lifecycle, self.windows, self._status = lifecycle, tuple(windows), status
+        if status is not None:
+            threading.Thread(target=self._watch, args=(status,), daemon=True, name="recall").start()
 
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> PeerWatchdog:
-        """Of dispatchers and collectives on a device."""
+        """Watches dispatch buffers and collectives on a device."""
         owners = [*moe.comm.buffers.values(), ranks.on_device]
-        found = [one for one in owners if isinstance(getattr(one, "window", None), DeviceWindow)]
-        return cls(found, ranks.seat, None if ranks.on_device in found else ranks.on_device)
+        found = [getattr(owner, "window", None) for owner in owners]
+        windows = [window for window in found if isinstance(window, DeviceWindow)]
+        waits = windows or ranks.on_device is not None
+        return cls(moe.comm.group.lifecycle, ranks.status if waits else None, windows)
 
     @property
     def nbytes(self) -> int:
         """What windows take of the device; torch's allocator does not know of it."""
-        return sum(owner.window.region_bytes for owner in self.owners)
+        return sum(window.region_bytes for window in self.windows)
 
     def check(self) -> None:
         """Raises what a kernel has found wrong."""
-        for owner in self.owners:
-            owner.check()
-        self._collective.check()
+        self.lifecycle.check()
 
     def explain(self, error: Exception) -> None:
         """Raises why kernels gave up where that is the error: the rank is called back."""
-        if isinstance(error, WindowAborted) and self._seat is not None:
-            self._seat.check()
+        if isinstance(error, WindowAborted) and self._status is not None:
+            self._status.check()
 
     def patient(self, seconds: float) -> AbstractContextManager[object]:
         """Kernels that are launched inside wait so long for other ranks, if that is longer."""
-        return _all(owner.window.patient(seconds) for owner in self.owners)
+        return _all(window.longer_timeout(seconds) for window in self.windows)
 
     def apart(self) -> AbstractContextManager[object]:
         """Kernels that are launched inside are compiled, and that is all."""
-        return _all(owner.window.apart() for owner in self.owners)
+        return _all(window.isolated() for window in self.windows)
 
     def abort(self, reason: str) -> None:
-        for owner in self.owners:
-            owner.window.abort(reason)
-        self._collective.abandon(reason)
+        self.lifecycle.abort(reason)
 
-    @property
-    def keep_graphs(self) -> bool:
-        """Whether graphs captured before can be replayed once all has restarted."""
-        return self._collective.keeps_graphs
-
-    @property
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """While windows restart: what was true before must not abort them after."""
-        with self._lock:
-            yield
-
-    def _watch(self, seat: RankStatus) -> None:
+    def _watch(self, status: RankStatus) -> None:
         while True:
             time.sleep(LOOK_SECONDS)
-            with self._lock:
-                if seat.changed:
+            with self.lifecycle.lock:
+                if status.changed:
                     self.abort(CALLED_BACK)
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from moesaic.comm.arrange import mesh_of
 from moesaic.comm.collectives.collective import ShapeOnlyCollective, WindowCollective
 from moesaic.comm.collectives.device_collective import DeviceCollective
 from moesaic.comm.collectives.pipeline import PipeSpec
-from moesaic.comm.mesh import Mesh, RankPlace
+from moesaic.comm.mesh import Mesh, RankPlace, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.resolve import CHUNKS
 from moesaic.engine.setup.dense_setup import dense_weights

@@ -39,7 +39,7 @@ class RankContext:
     stage: Collective = field(default_factory=SingleRank)
     attention: Collective = field(default_factory=SingleRank)
     attention_peers: Peers = field(default_factory=RankGroup.alone)
-    seat: RankStatus | None = None
+    status: RankStatus | None = None
     timeout: float = 60.0
     on_device: Collective | None = None
     """By which layers put their parts together, where these lie on a GPU; `attention` and `stage`
@@ -101,13 +101,6 @@ class RankContext:
             is_last=self.is_last,
             deterministic=deterministic,
         )
-
-    def restart(self, generation: int) -> None:
-        """After a step that was abandoned; all ranks do so with one number, higher than any
-        before."""
-        for collective in (self.stage, self.attention, self.on_device):
-            if collective is not None:
-                collective.restart(generation)
 
     def least(self, value: int, operation: str) -> int:
         """The smallest value of all ranks of the replica."""

@@ -68,7 +68,7 @@ class RankStatsReporter:
 
     def stats(self) -> RankStats:
         runner, ranks = self._runner, self._runner.ranks
-        computed, waited = (self.busy, 0.0) if ranks.seat is None else ranks.seat.totals
+        computed, waited = (self.busy, 0.0) if ranks.status is None else ranks.status.totals
         layers = [layer for layer in self._layers if layer.load.counts]
         return RankStats(
             rank=self._rank,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.collectives.pipeline import Pipe
-from moesaic.comm.supervise.control_page import RankState, RankStatus
+from moesaic.comm.supervise.control_page import RankStatus
+from moesaic.core.rank_state import RankState
 from moesaic.engine.schedule import plan_codec
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import (

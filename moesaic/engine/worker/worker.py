@@ -61,7 +61,7 @@ class Worker:
         self.args = ServerArgs(**link.config)
         self.ranks = join(link)
         self.runner = make_runner(self.args, self.ranks)
-        link.seat.spans = self.runner.spans
+        link.status.spans = self.runner.spans
         self.leader = self._make_leader()
         self.planner = None if self.leader is None else self.leader.planner
         group = None if self.planner is None else self.planner.metrics.stats
@@ -96,7 +96,7 @@ class Worker:
         return Pipe(peers, spec, self.ranks.timeout)
 
     def _make_stage(self) -> SingleStage | FirstStage | LaterStage:
-        status = self.link.seat
+        status = self.link.status
         if self.mesh.world == 1:
             assert self.planner is not None
             return SingleStage(self.planner, status)
@@ -132,7 +132,7 @@ class Worker:
     def _handle(self, message: messages.AnyMessage | None) -> None:
         if isinstance(message, messages.RollbackStep):
             self._rollback = message
-            if message.generation > self.link.seat.generation:
+            if message.generation > self.link.status.generation:
                 raise StepRolledBack(message.generation)
         elif isinstance(message, messages.Query) and message.every:
             value = self.stats.answer(message.what, message.options)
@@ -177,7 +177,7 @@ class Worker:
 
     def _report_failure(self, error: Exception) -> NoReturn:
         """Waits until the supervisor rolls the step back on all ranks."""
-        generation, text, number = self.link.seat.generation, last_lines(error), self.stage.number
+        generation, text, number = self.link.status.generation, last_lines(error), self.stage.number
         # Steps that look for the culprit fail in the same way: one traceback is enough.
         trace = None if text == self._last_error else error
         logger.warning("step %d failed: %s", number, text, exc_info=trace)
@@ -189,7 +189,7 @@ class Worker:
     def _restart(self, generation: int) -> None:
         """Goes on in the next generation: abandons the step, waits until all ranks have, and drops
         what is in flight. An error in here is final."""
-        self.link.seat.generation = generation
+        self.link.status.generation = generation
         while self._rollback is None or self._rollback.generation != generation:
             self._handle(self._receive_order())
         self.runner.abandon(f"step {self.stage.number} is abandoned")
@@ -203,9 +203,7 @@ class Worker:
             resume = self._receive_order()
         self.loop.inflight.clear()
         self.stage.restart(resume.round, resume.suspects)
-        if self.pipe is not None:
-            self.pipe.restart(generation)
-        self.runner.restart(generation)
+        self.link.restart(generation)
 
     def _receive_order(self) -> messages.AnyMessage | None:
         return self.link.receive(None, f"abandon step {self.stage.number}")
@@ -237,7 +235,7 @@ def join(link: RankLink) -> RankContext:
         stage=stage,
         attention=attention,
         attention_peers=attention_peers,
-        seat=link.seat,
+        status=link.status,
         timeout=timeout,
     )
 

@@ -189,7 +189,7 @@ class DeviceFusedRows(DeviceLowLatency):
     def _dispatch_b(self, route: DeviceRoute) -> StandardDispatchOutput:
         ids = super()._dispatch_b(route)
         assert isinstance(ids, StandardDispatchOutput)
-        inbox, mail = self._inboxes[route.lane], self.exchange.window.mail
+        inbox, mail = self._inboxes[route.lane], self.exchange.window.signals
         return replace(ids, remote=RemoteRows(mail, route.rows, inbox.values, inbox.scales))
 
 
@@ -205,15 +205,11 @@ class DeviceFuseEP(BaseDispatcher):
     """Ids are on their way when the fused function begins; all the rest is inside of it."""
 
     name = "ascend_fuseep"
-    keeps_lanes = True
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         alone = config.layout.size == 1
         self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
-
-    def restart(self, generation: int) -> None:
-        self.rows.restart(generation)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
         sent = self.rows._dispatch_a(x_TH, topk, step)

@@ -117,8 +117,6 @@ class BaseDispatcher(ABC):
     """
 
     name: ClassVar[str]
-    keeps_lanes: ClassVar[bool] = False
-    """Whether all that it has in flight is in lanes, which the context restarts."""
     HOOKS: ClassVar[tuple[str, ...]] = (
         "pre_dispatch",
         "post_dispatch",
@@ -246,11 +244,6 @@ class BaseDispatcher(ABC):
     def note_combine(self, rows: int) -> None:
         self.traffic.combine_rows += rows
         self.traffic.combine_bytes += rows * self.config.hidden_size * self.config.dtype.itemsize
-
-    def restart(self, generation: int) -> None:
-        """Forgets what is in flight, after a step that failed. All ranks call it with one number,
-        higher than any before. A dispatcher that keeps nothing in flight has nothing to do."""
-        assert generation > 0
 
     def operation(self, phase: str) -> str:
         """As a message names it when a rank is missing."""

@@ -60,7 +60,6 @@ class AutoDispatcher(BaseDispatcher):
     """Both modes; ranks agree because a step's kind is agreed."""
 
     name = "deepep"
-    keeps_lanes = True
     kinds: ClassVar[tuple[Make, Make]] = (NormalDispatcher, LowLatencyDispatcher)
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
@@ -68,10 +67,6 @@ class AutoDispatcher(BaseDispatcher):
         del comm.traffic[self.name]  # the two count for themselves, and record
         self.spans = Spans()
         self.normal, self.low_latency = (kind(config, comm) for kind in self.kinds)
-
-    def restart(self, generation: int) -> None:
-        for dispatcher in (self.normal, self.low_latency):
-            dispatcher.restart(generation)
 
     def set_global_scale(self, scale: float) -> None:
         for dispatcher in (self.normal, self.low_latency):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
@@ -90,7 +91,7 @@ class FlashInferDispatcher(WindowDispatcher):
         self.layout = config.layout
         self.spec = self.buffer_spec(config)
         if self.spec not in comm.buffers:
-            window = SharedWindow.create(
+            window = create_window(
                 comm.group, self.spec.planes(), comm.timeout, LANES * len(ExchangeSignal)
             )
             comm.buffers[self.spec] = Lanes(window)

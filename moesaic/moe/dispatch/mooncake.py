@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moesaic.comm.lifecycle import Membership
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.cpu.rows import Terms
@@ -33,7 +34,7 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
         """Go on with these ranks; `generation` is higher than any before it."""
-        self.lanes.restart(generation, active_ranks)
+        self.lanes.restart(Membership(generation, tuple(active_ranks)))
 
     def reachable(self, terms: Terms) -> Terms:
         """Results of a group are a whole only if all ranks that share it take part."""
@@ -56,7 +57,7 @@ class DeviceMooncake(DeviceLowLatency):
         return list(self.exchange.active)
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
-        self.exchange.restart(generation, active_ranks)
+        self.exchange.restart(Membership(generation, tuple(active_ranks)))
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
         if self.layout.moe_tp_size > 1:

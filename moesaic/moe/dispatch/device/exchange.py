@@ -10,7 +10,7 @@ the front of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from moesaic.comm.windows.device_window import create, window_bytes
+from moesaic.comm.lifecycle import Membership
+from moesaic.comm.windows.factory import create_device_window, device_window_bytes
 from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels.a2a import ChannelCall, RowPlanes
 from moesaic.moe.dispatch.base import CommContext
@@ -72,7 +73,7 @@ class DeviceExchangeSpec:
 
     def nbytes(self, size: int) -> int:
         """Of one rank of so many, on a GPU."""
-        return window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
+        return device_window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
 
 
 class DeviceExchange(InFlight):
@@ -83,7 +84,9 @@ class DeviceExchange(InFlight):
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         device = torch.get_default_device()
-        self.window = create(comm.group, spec.planes(), comm.timeout, spec.channels, device)
+        self.window = create_device_window(
+            comm.group, spec.planes(), comm.timeout, spec.channels, device
+        )
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
@@ -91,6 +94,7 @@ class DeviceExchange(InFlight):
         self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
+        comm.group.register(self)
 
     @classmethod
     def shared(cls, spec: DeviceExchangeSpec, comm: CommContext) -> DeviceExchange:
@@ -100,11 +104,14 @@ class DeviceExchange(InFlight):
         assert isinstance(found, DeviceExchange)
         return found
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        super().restart(generation, active)
+    def restart(self, membership: Membership) -> None:
+        super().restart(membership)
         self._last = [None] * self.spec.lanes
-        self.window.restart(generation, self.active)
+        self.window.restart(membership)
         self.active_P.copy_(torch.tensor([p in self.active for p in range(self.size)]))
+
+    def abort(self, reason: str) -> None:
+        self.window.abort(reason)
 
     def close(self) -> None:
         """Gives the memory back; no kernel of this rank may use it any more."""

@@ -72,7 +72,6 @@ class DeviceRowsDispatcher(BaseDispatcher):
     where nobody there applies them. `everywhere`: all tokens go to all ranks. `decodes`: has room
     for steps of decoding only, unless it must take all."""
 
-    keeps_lanes = True
     pairs: ClassVar[bool] = False
     weights_travel: ClassVar[bool] = False
     everywhere: ClassVar[bool] = False
@@ -128,9 +127,6 @@ class DeviceRowsDispatcher(BaseDispatcher):
             weights=cls.weights_travel or not by_pairs,
             lanes=config.lanes,
         )
-
-    def restart(self, generation: int) -> None:
-        self.exchange.restart(generation)
 
     def set_global_scale(self, scale: float) -> None:
         super().set_global_scale(scale)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from moesaic.comm.errors import OutOfStep
+from moesaic.comm.lifecycle import Membership, Participant
+from moesaic.comm.windows.factory import create_window
 from moesaic.comm.windows.window import (
     MOST_GENERATIONS,
     PlaneSpec,
@@ -101,7 +103,7 @@ class PublishedTokens:
     totals: list[int]
 
 
-class InFlight:
+class InFlight(Participant):
     """Which lanes are under way, and between whom."""
 
     def __init__(self, rank: int, size: int, lanes: int = LANES) -> None:
@@ -123,21 +125,9 @@ class InFlight:
     def release(self, lane: int) -> None:
         self._busy[lane] = ""
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        """Forgets what is in flight. All ranks that go on call it with one number, higher than any
-        before; `active`: who goes on, all unless given."""
-        ranks = range(self.size) if active is None else active
-        if not self.generation < generation < MOST_GENERATIONS:
-            raise ValueError(
-                f"generation {generation}: give one above {self.generation} and below "
-                f"{MOST_GENERATIONS}"
-            )
-        if self.rank not in ranks or not set(ranks) <= set(range(self.size)):
-            raise ValueError(
-                f"active ranks {list(ranks)}: give some of 0..{self.size - 1}, with "
-                f"{self.rank} among them"
-            )
-        self.generation, self.active = generation, sorted(ranks)
+    def restart(self, membership: Membership) -> None:
+        membership.check(self.rank, self.size, self.generation, MOST_GENERATIONS)
+        self.generation, self.active = membership.generation, sorted(membership.active)
         self._busy = [""] * len(self._busy)
 
 
@@ -155,10 +145,11 @@ class Lanes(InFlight):
         self._epochs = [0] * (LANES * len(ExchangeSignal))
         self._tags = window.stacked("tags").numpy()
         self._own_tags = window.plane("tags").split(1)
+        window.group.register(self)
 
-    def restart(self, generation: int, active: Sequence[int] | None = None) -> None:
-        super().restart(generation, active)
-        self._epochs = [first_epoch(generation)] * (LANES * len(ExchangeSignal))
+    def restart(self, membership: Membership) -> None:
+        super().restart(membership)
+        self._epochs = [first_epoch(self.generation)] * (LANES * len(ExchangeSignal))
         self.window.forget()
         # Before any new data: whoever sees that sees this too.
         self._tags[self.rank] = self._tag(NO_LAYER)
@@ -207,7 +198,7 @@ class Exchange(Lanes):
 
     def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
         channels = LANES * len(ExchangeSignal)
-        super().__init__(SharedWindow.create(comm.group, spec.planes(), comm.timeout, channels))
+        super().__init__(create_window(comm.group, spec.planes(), comm.timeout, channels))
         self.spec = spec
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[Payload | None] = [None] * LANES
@@ -313,7 +304,7 @@ class Exchange(Lanes):
     def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
         """Between nodes: each result goes to the node of its token. The results from a start on are
         those of the offered rows in its block, in order."""
-        if not self.window.bridged:
+        if not self.window.spans_nodes:
             return
         results = self.results(lane)
         for start, rows in zip(starts, blocks, strict=True):

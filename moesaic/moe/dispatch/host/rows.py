@@ -226,7 +226,7 @@ class RoundsResult:
         scale = dispatcher.config.global_scale
         self.x = dispatcher.exchange.copy_rows(lane, plan.rows_R, len(self.x or ()), scale)
         self.parts.append((plan.ids_RK, plan.weights_RK))
-        if dispatcher.exchange.window.bridged:
+        if dispatcher.exchange.window.spans_nodes:
             each_R = (plan.ids_RK >= 0).sum(1) if dispatcher.config.deterministic else None
             rows_R = plan.rows_R
             self.sources.append(rows_R if each_R is None else rows_R.repeat_interleave(each_R))

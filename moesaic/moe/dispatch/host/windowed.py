@@ -17,10 +17,6 @@ class WindowDispatcher(BaseDispatcher):
     """`lanes` is shared by the layers that share buffers."""
 
     lanes: Lanes
-    keeps_lanes = True
-
-    def restart(self, generation: int) -> None:
-        self.lanes.restart(generation)
 
     def signal(self, kind: ExchangeSignal, lane: int) -> None:
         self.lanes.signal(kind, lane, self.config.layer, self.operation(PHASES[kind]))

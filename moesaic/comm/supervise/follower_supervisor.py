@@ -1,4 +1,4 @@
-"""The supervisor of a node other than the first: it relays between its ranks and the head."""
+"""The supervisor of a node other than node 0: it relays between its ranks and node 0."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 
 import zmq
 
+from moesaic.comm.network.handshake import own_secret
 from moesaic.comm.network.store import StoreAddress
 from moesaic.comm.supervise.address import address_towards, numeric
 from moesaic.comm.supervise.config_check import facts_of
 from moesaic.comm.supervise.node_supervisor import NodeSupervisor
-from moesaic.comm.supervise.secret import own_secret
 from moesaic.comm.supervise.service_spec import ServiceSpec, split_address
 from moesaic.comm.supervise.supervisor_links import (
     BEAT_SECONDS,
@@ -24,10 +24,10 @@ from moesaic.comm.supervise.supervisor_links import (
     Connected,
     Disconnected,
     LeadLink,
-    beat_of,
 )
 from moesaic.core.messages import (
     AnyMessage,
+    Beat,
     Failed,
     Fault,
     Hello,
@@ -39,12 +39,12 @@ from moesaic.core.messages import (
 
 logger = logging.getLogger(__name__)
 
-# How long node 0 may take to answer once it was met.
+# How long node 0 may take to answer once it is connected.
 ANSWER_SECONDS: Final = 30.0
 
 
 class FollowerSupervisor(NodeSupervisor):
-    """Its ranks' own faults it sees itself; whether the step goes on is for the head to judge."""
+    """It detects faults of its own ranks; node 0 decides everything else."""
 
     def __init__(
         self, spec: ServiceSpec, folder: Path, context: zmq.Context[zmq.Socket[bytes]]
@@ -53,67 +53,68 @@ class FollowerSupervisor(NodeSupervisor):
         host, port = split_address(spec.dist_init_addr or "")
         self._address = (numeric(host), port)
         self._host = spec.host or address_towards(*self._address)
-        self._head: LeadLink | None = None
+        self._lead: LeadLink | None = None
         self._joined = False
-        """Whether node 0 has let this node in."""
-        self._beaten = 0.0
-        self._begun = time.monotonic()
-        self._said = -math.inf
+        """Whether node 0 has admitted this node."""
+        self._last_beat = 0.0
+        self._started = time.monotonic()
+        self._last_logged = -math.inf
 
     def begin(self) -> None:
         times = self.spec.timeouts
-        self._head = LeadLink(self.spec.node_rank, self._address, times.start)
-        self.loop.add(self._head.inbox.bell, self._on_head)
+        self._lead = LeadLink(self.spec.node_rank, self._address, times.start)
+        self.loop.add(self._lead.inbox.wakeup_fd, self._on_lead)
 
     def tick(self, now: float) -> None:
         super().tick(now)
         if self.exit_code is not None:
             return
-        assert self._head is not None
-        if not self._head.met:
-            self._await_head(now)
+        assert self._lead is not None
+        if not self._lead.met:
+            self._await_lead(now)
         elif self._joined:
-            self._keep_up(self._head, now)
-        elif now - self._head.met > ANSWER_SECONDS:
+            self._keep_alive(self._lead, now)
+        elif now - self._lead.met > ANSWER_SECONDS:
             address = self.spec.dist_init_addr
             self.fail(f"node 0 ({address}) gives no answer within {ANSWER_SECONDS:.0f} s", [])
 
-    def _await_head(self, now: float) -> None:
+    def _await_lead(self, now: float) -> None:
         limit, address = self.spec.timeouts.meet, self.spec.dist_init_addr
-        if now - self._begun > limit:
+        if now - self._started > limit:
             self.fail(
                 f"node 0 was not met at {address} within {limit:.0f} s: start it with "
                 f"--node-rank 0, and look whether it has ended with an error",
                 [],
             )
-        elif now - self._said > WAIT_SECONDS:
-            self._said = now
+        elif now - self._last_logged > WAIT_SECONDS:
+            self._last_logged = now
             logger.info("waiting for node 0 at %s", address)
 
-    def _keep_up(self, head: LeadLink, now: float) -> None:
+    def _keep_alive(self, lead: LeadLink, now: float) -> None:
         if self.was_late:
-            head.heard = now
-        silence, times = now - head.heard, self.spec.timeouts
-        # The head has the same limit, and knows better who is late.
-        if not self.is_serving and now - self._begun > times.start + times.node:
+            lead.heard = now
+        silence, times = now - lead.heard, self.spec.timeouts
+        # Node 0 has a shorter limit, and knows which rank is late.
+        if not self.is_serving and now - self._started > times.start + times.node:
             self.fail(f"not ready within {times.start:.0f} s, though node 0 was met", [])
         elif silence > times.node:
             self.fail(
                 f"node 0 ({self.spec.dist_init_addr}) is lost: silent for {silence:.1f} s", []
             )
-        elif now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            head.send(beat_of(self.spec.node_rank, self.spec.ranks, self.page))
+        elif now - self._last_beat >= BEAT_SECONDS:
+            self._last_beat = now
+            ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
+            lead.send(Beat(self.spec.node_rank, ranks))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
-        assert self._head is not None
+        assert self._lead is not None
         if isinstance(message, Failed):
             if not message.waited:
-                self.fail(self.blame(rank, f"failed: {message.error}"), [rank])
+                self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
                 return
-            # The head sees all ranks, and so who is to blame.
-            self.excused.add(rank)
-        self._head.send(Relay(rank, data))
+            # Node 0 sees all ranks, and finds the one at fault.
+            self.reported.add(rank)
+        self._lead.send(Relay(rank, data))
 
     def on_client(self, message: AnyMessage) -> None:
         if isinstance(message, Stop):
@@ -123,19 +124,19 @@ class FollowerSupervisor(NodeSupervisor):
         self._end(f"node {self.spec.node_rank}: {message}", ranks, tell=True)
 
     def stop(self, reason: str) -> None:
-        """The others cannot go on without this node: for them it is a fault."""
+        """For the other nodes it is a fault: they cannot go on without this one."""
         if self.exit_code is not None:
             return
         self.exit_code = 0
         self.log_end(logging.INFO, f"node {self.spec.node_rank} leaves: {reason}")
-        if self._head is not None:
-            self._head.send(Fault(f"node {self.spec.node_rank} has left: {reason}"))
+        if self._lead is not None:
+            self._lead.send(Fault(f"node {self.spec.node_rank} has left: {reason}"))
         self.stop_ranks()
-        self.tell_client(Stop())
+        self.send_client(Stop())
 
     def close(self) -> None:
-        if self._head is not None:
-            self._head.close()
+        if self._lead is not None:
+            self._lead.close()
         super().close()
 
     def _end(self, message: str, ranks: Sequence[int], *, tell: bool) -> None:
@@ -143,50 +144,50 @@ class FollowerSupervisor(NodeSupervisor):
             return
         self.exit_code = 1
         self.log_end(logging.ERROR, f"the service ends: {message}")
-        if tell and self._head is not None:
-            self._head.send(Fault(message, list(ranks)))
+        if tell and self._lead is not None:
+            self._lead.send(Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.tell_client(Fault(message, list(ranks)))
+        self.send_client(Fault(message, list(ranks)))
 
     def _join(self, made_secret: bytes) -> None:
-        """Ranks are started only now: those of a node that is not let in would be of no use."""
+        """Starts the ranks, now that node 0 has admitted this node."""
         self._joined = True
         ranks = self.spec.ranks
-        told = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
-        logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, told)
+        names = f"ranks {ranks.start} to {ranks.stop - 1} are" if len(ranks) > 1 else "its rank is"
+        logger.info("joined node 0 at %s; %s here", self.spec.dist_init_addr, names)
         store = StoreAddress(*self._address, own_secret() or made_secret)
         self.start_ranks(store, self._host)
 
-    def _on_head(self) -> None:
-        assert self._head is not None
-        for event in self._head.receive(time.monotonic()):
+    def _on_lead(self) -> None:
+        assert self._lead is not None
+        for event in self._lead.receive(time.monotonic()):
             match event:
                 case Connected():
-                    self._head.send(Hello(self.spec.node_rank, facts_of(self.spec)))
+                    self._lead.send(Hello(self.spec.node_rank, facts_of(self.spec)))
                 case Disconnected(reason, refused):
                     self._on_disconnected(reason, refused)
                 case Hello(facts=facts):
                     self._join(facts.get(MADE_SECRET, b""))
                 case Relay(rank, data):
-                    self.tell_rank(rank, data)
+                    self.send_local(rank, data)
                 case RollbackStep():
-                    self.call_back(event)
+                    self.roll_back(event)
                 case Ready():
                     self.is_serving = True
-                    self.tell_client(event)
+                    self.send_client(event)
                 case Fault(text, ranks):
                     self._end(text, ranks, tell=False)
                 case Stop():
-                    self._stop_with_head()
+                    self._stop_with_lead()
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
-        assert self._head is not None
-        what = "refuses" if refused else "is lost" if self._head.met else "cannot be met"
+        assert self._lead is not None
+        what = "refuses" if refused else "is lost" if self._lead.met else "cannot be met"
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
 
-    def _stop_with_head(self) -> None:
+    def _stop_with_lead(self) -> None:
         if self.exit_code is None:
             self.exit_code = 0
             self.log_end(logging.INFO, "node 0 has ended the service")
             self.stop_ranks()
-            self.tell_client(Stop())
+            self.send_client(Stop())

@@ -1,0 +1,76 @@
+"""Creates the window that fits a group: shared memory, several nodes, or memory of a GPU."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from moesaic.comm.collectives.group import Peers
+from moesaic.comm.windows import device_window
+from moesaic.comm.windows.device_window import DeviceWindow, HostWindow, layout
+from moesaic.comm.windows.node_window import create_node_window
+from moesaic.comm.windows.signals import MAX_RANKS
+from moesaic.comm.windows.window import (
+    CHANNELS,
+    PlaneSpec,
+    SharedWindow,
+    layout_of,
+    share_memory,
+    window_bytes,
+)
+
+
+def create_window(
+    group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int = CHANNELS
+) -> SharedWindow:
+    """All ranks of the group call it with the same planes."""
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"planes {names}: give each a name of its own")
+    if group.size > MAX_RANKS:
+        raise ValueError(f"a shared window holds {MAX_RANKS} ranks, not {group.size}")
+    if len(set(group.nodes)) > 1:
+        return create_node_window(group, specs, timeout, channels)
+    length = window_bytes(specs, group.size, channels)
+    if group.size == 1:
+        memory = mmap.mmap(-1, length)
+    else:
+        memory = share_memory(group, length, layout_of(specs, channels))
+    return SharedWindow(memory, specs, group, timeout, channels)
+
+
+def create_device_window(
+    group: Peers, specs: Sequence[PlaneSpec], timeout: float, channels: int, device: torch.device
+) -> DeviceWindow:
+    """All ranks of a group on one node call it with the same planes. `timeout`: seconds that a
+    wait in a kernel may take."""
+    if not 1 <= group.size <= device_window.MAX_RANKS:
+        raise ValueError(f"a window holds 1..{device_window.MAX_RANKS} ranks, not {group.size}")
+    if len(set(group.nodes)) > 1:
+        raise ValueError(
+            f"ranks on nodes {sorted(set(group.nodes))}: kernels reach memory of one node only; "
+            f"keep the ranks that share experts on one"
+        )
+    # Groups create tensors on the default device, and gloo needs them on the CPU; tensors created
+    # in inference mode cannot be written outside it.
+    with torch.device("cpu"), torch.inference_mode(False):
+        if device.type == "cpu":
+            return HostWindow.create(group, specs, timeout, channels)
+        # Builds of torch without CUDA do not have what it imports.
+        from moesaic.comm.windows.symmetric_memory import SymmetricWindow
+
+        return SymmetricWindow.create(group, specs, timeout, channels, device)
+
+
+def device_window_bytes(
+    specs: Sequence[PlaneSpec], size: int, channels: int, device: torch.device
+) -> int:
+    """The most device memory that one rank of such a window takes."""
+    nbytes = layout(specs, channels, size)[1]
+    if device.type == "cpu" or size == 1:
+        return nbytes
+    from moesaic.comm.windows.symmetric_memory import symmetric_bytes
+
+    return symmetric_bytes(nbytes)
