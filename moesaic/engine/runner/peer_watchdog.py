@@ -40,11 +40,13 @@ class PeerWatchdog:
         self, owners: Sequence[Owner], seat: RankStatus | None, collective: Collective | None = None
     ) -> None:
         """`collective`: what waits on the device and is no window's."""
-        self.owners, self._seat = tuple(owners), seat
+        self.owners = tuple(owners)
+        self._seat = seat if self.owners or collective is not None else None
         self._collective = SingleRank() if collective is None else collective
         self._lock = threading.Lock()
-        if (self.owners or collective is not None) and seat is not None:
-            threading.Thread(target=self._watch, args=(seat,), daemon=True, name="recall").start()
+        if self._seat is not None:
+            args = (self._seat,)
+            threading.Thread(target=self._watch, args=args, daemon=True, name="recall").start()
 
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> PeerWatchdog:

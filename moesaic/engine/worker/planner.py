@@ -14,7 +14,6 @@ from moesaic.config import ServerArgs
 from moesaic.core.request import ABORTED, FinishReason, Request
 from moesaic.engine.frontend.queries import RankAnswers, RankReply
 from moesaic.engine.frontend.request_state import RequestState
-from moesaic.engine.runner.gpu_runner import make_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.sampling.sampler import SampleRow
@@ -76,7 +75,7 @@ class EngineCore:
 
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None, group: int = 0) -> None:
         self.args = args
-        self.runner = runner or make_runner(args)
+        self.runner = runner or ModelRunner(args)
         self.overlaps = self.runner.overlaps and not args.disable_overlap_schedule
         self._taken: list[int] = []
         self.kv = KVManager(

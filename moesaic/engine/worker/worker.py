@@ -32,7 +32,7 @@ from moesaic.comm.launch.rank_link import RankLink, last_lines
 from moesaic.comm.supervise.control_page import EpochChanged, RankState, StepRolledBack
 from moesaic.config import ServerArgs
 from moesaic.core import messages
-from moesaic.engine.runner.gpu_runner import make_runner
+from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.step_time import SlowStepDetector
 from moesaic.engine.schedule import plan_codec as wires
 from moesaic.engine.schedule.plan import (
@@ -89,7 +89,7 @@ class Worker:
         self.link, self.mesh, self.place = link, link.mesh, link.place
         self.args = ServerArgs(**link.config)
         self.ranks = join(link)
-        self.runner = make_runner(self.args, self.ranks)
+        self.runner = ModelRunner(self.args, self.ranks)
         self.leader = Leader(link, self.args, self.runner) if self.place.is_leader else None
         self.spans = link.seat.spans = self.runner.spans
         group = None if self.leader is None else self.leader.core.tally.stats
