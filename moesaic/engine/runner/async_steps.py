@@ -287,6 +287,8 @@ class AsynchronousSteps:
         plan = step.plan
         step.event.wait(self._timeout, f"step {step.number} of {plan.num_tokens} tokens")
         self._runner.watchdog.check()
+        if not self._runner.ranks.is_last:
+            return StepResult([])
         tokens, broken = step.found.tolist()
         found = [ItemResult(token_ids=[token]) for token in tokens]
         if any(broken):
