@@ -10,8 +10,8 @@ from torch import Tensor
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core.step import Step
 from moesaic.engine.runner import model_runner
-from moesaic.engine.runner.async_steps import AsynchronousSteps
 from moesaic.engine.runner.batches import IdleBatch
+from moesaic.engine.runner.steps import AsynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.engine.worker import worker as ranks

@@ -17,7 +17,7 @@ from moesaic.comm.launch.rank_link import RankLink
 from moesaic.core.request import Request
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
-from moesaic.engine.runner.sync_steps import SynchronousSteps
+from moesaic.engine.runner.steps import SynchronousSteps
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.worker import planner as core
 from moesaic.engine.worker.worker import Worker

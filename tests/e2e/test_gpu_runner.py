@@ -16,11 +16,11 @@ from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.frontend.request_state import RequestState
-from moesaic.engine.runner.async_steps import AsynchronousSteps
 from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
 from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.row_results import NOT_FINITE
+from moesaic.engine.runner.steps import AsynchronousSteps
 from moesaic.engine.sampling.gpu_sampler import DeviceSampler
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan

@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot
 from moesaic.engine.runner.graphs import GraphCache, GraphKey
-from moesaic.engine.runner.pinned import Ints, PinnedRing
+from moesaic.engine.runner.pinned import PinnedRing
 from moesaic.engine.schedule.plan import StepPlan
 from moesaic.kernels.sampling import greedy_rows
 from moesaic.layers.torch_attention import SequenceSpan
@@ -36,19 +36,6 @@ def spans_of(plan: StepPlan) -> list[SequenceSpan]:
         SequenceSpan(start, len(item.token_ids), item.stop, item.pages)
         for item, start in zip(plan.items, plan.starts(), strict=True)
     ]
-
-
-def token_columns(
-    plan: StepPlan, spans: Sequence[SequenceSpan], slots: Sequence[FutureTokenSlot] = ()
-) -> tuple[Ints, Ints, Ints]:
-    """Ids, positions and future token slots of a plan's tokens."""
-    items, total = plan.items, plan.num_tokens
-    lengths = np.array([span.length for span in spans], np.int64)
-    shifts = np.array([span.kv_len - span.length - span.start for span in spans], np.int64)
-    ids_T = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total)
-    numbers = np.array([slot.number for slot in slots], np.int64)
-    slots_T = np.repeat(numbers, lengths) if slots else numbers
-    return ids_T, np.arange(total) + np.repeat(shifts, lengths), slots_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +62,17 @@ class EagerBatch:
         x_TH: Tensor | None = None,
         slots: Sequence[FutureTokenSlot] = (),
     ) -> EagerOutput:
-        spans, runner = spans_of(plan), self._runner
-        targets = [
-            slot.number
-            for slot, item in zip(slots, plan.items, strict=bool(slots))
-            for _ in range(item.num_sampled)
-        ]
-        columns = (*token_columns(plan, spans, slots), list(plan.logit_rows()), targets)
-        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(*columns)
+        items, spans, runner = plan.items, spans_of(plan), self._runner
+        total, lengths = plan.num_tokens, np.array([span.length for span in spans], np.int64)
+        shifts = np.array([s.kv_len - s.length - s.start for s in spans], np.int64)
+        numbers = np.array([slot.number for slot in slots], np.int64)
+        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(
+            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
+            np.arange(total) + np.repeat(shifts, lengths),
+            numbers.repeat(lengths) if slots else numbers,
+            list(plan.logit_rows()),
+            numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
+        )
         if self._future_tokens is not None:
             ids_T = self._future_tokens.resolve(ids_T, slots_T)
         attention = runner.attention.for_spans(spans)
@@ -95,7 +85,7 @@ class IdleBatch:
     launched for none."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self._buffers = runner, runner.attention.static(1)
+        self._runner, self._buffers = runner, runner.attention.static(GraphKey(1))
 
     def run(self, step: Step) -> Tensor:
         """Hidden states of no tokens."""
@@ -125,7 +115,7 @@ class GraphBatch:
         self._lane, device, ranks = lane, runner.device, runner.ranks
         self.graphs = GraphCache(sizes, self._compute, device, queries)
         keys = self.graphs.keys
-        self.attention = {key: runner.attention.static(*key) for key in keys}
+        self.attention = {key: runner.attention.static(key) for key in keys}
         most = max((key.rows for key in keys), default=1)
         self.packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
         # The lower halves of the two numbers, which hold all of them.
@@ -146,12 +136,16 @@ class GraphBatch:
     ) -> Tensor | None:
         """Hidden states for the next pipeline stage; the last one leaves `logits_BV` and greedy
         `found_2B`."""
-        count, spans = plan.num_tokens, spans_of(plan)
-        assert count == key.queries * len(plan.items), "graphs need as many tokens of every item"
+        items, queries = plan.items, key.queries
+        count = queries * len(items)
+        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every item"
         host, event = self._uploads.next_buffer(self.packed.numel())
         packed = host.view(self.packed.shape)
         table = packed.numpy()
-        table[IDS : SLOTS + 1, :count] = token_columns(plan, spans, slots)
+        first = np.array([item.first for item in items], np.int64)
+        table[IDS, :count] = list(chain.from_iterable(item.token_ids for item in items))
+        table[POSITIONS, :count] = (first[:, None] + np.arange(queries)).ravel()
+        table[SLOTS, :count] = np.repeat([slot.number for slot in slots], queries)
         padding = self._future_tokens.padding.number
         table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]
         table[COUNT, 0] = count
@@ -160,7 +154,12 @@ class GraphBatch:
         event.record()
         if self._x_BH is not None and x_TH is not None:
             self._x_BH[:count].copy_(x_TH)
-        self.attention[key].fill(spans)
+        self.attention[key].fill(
+            [
+                SequenceSpan(n * queries, queries, item.first + queries, item.pages)
+                for n, item in enumerate(items)
+            ]
+        )
         self.graphs.run(key)
         return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
 

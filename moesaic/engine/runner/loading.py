@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -38,13 +37,6 @@ class CacheRequest:
     window_bytes: int
 
 
-class RankMemory(Protocol):
-    def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
-        """Raises a ValueError if they do not fit; `smaller`: what to use instead."""
-
-    def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """The machine's memory, which the ranks of a node share."""
@@ -52,8 +44,7 @@ class HostMemory:
     ranks: int
 
     def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
-        """Memory is only taken when weights are written: without this check the kernel kills the
-        process."""
+        """Without this check the kernel would kill the process while weights are written."""
         if nbytes * self.ranks > total_memory():
             each = f" in {self.ranks} ranks" if self.ranks > 1 else ""
             raise ValueError(
@@ -89,7 +80,9 @@ class GpuMemory:
         return DeviceRoom.of(self.device).part(self.sharers)
 
 
-def rank_memory(args: ServerArgs, device: torch.device, ranks: RankContext) -> RankMemory:
+def rank_memory(
+    args: ServerArgs, device: torch.device, ranks: RankContext
+) -> HostMemory | GpuMemory:
     if device.type == "cuda":
         return GpuMemory(device, gpu_sharers(args, ranks.place.rank), ranks)
     return HostMemory(ranks.mesh.ranks_per_node)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from moesaic.comm.supervise.control_page import RankState, RankStatus
 from moesaic.config import ServerArgs
 from moesaic.core.process import keep_freed_memory
 from moesaic.core.step import Step
-from moesaic.engine.runner.async_steps import AsynchronousSteps
 from moesaic.engine.runner.attention import BACKENDS
 from moesaic.engine.runner.graphs import graph_sizes
 from moesaic.engine.runner.loading import (
@@ -28,7 +26,7 @@ from moesaic.engine.runner.loading import (
 )
 from moesaic.engine.runner.matchers import Matchers
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
-from moesaic.engine.runner.sync_steps import SynchronousSteps
+from moesaic.engine.runner.steps import AsynchronousSteps, SynchronousSteps
 from moesaic.engine.runner.warm_up import sorted_parts, warm_steps, warm_up
 from moesaic.engine.schedule.plan import StepAgreement, StepHandle, StepPlan, StepResult
 from moesaic.engine.setup.dense_setup import dense_weights
@@ -263,22 +261,20 @@ class ModelRunner:
         know of the step, if there are several. `x_TH`: hidden states of the previous pipeline
         stage."""
         agreement = agreement or StepAgreement(0, (plan.num_tokens,), prefill=plan.prefill)
-        with self.recovering():
-            return self.steps.begin(plan, agreement, x_TH)
-
-    @contextmanager
-    def recovering(self) -> Iterator[None]:
-        """Drops all in-flight steps if one fails."""
         try:
-            yield
+            return self.steps.begin(plan, agreement, x_TH)
         except Exception as error:
-            if isinstance(error, TimeoutError):
-                self.steps.stuck = str(error)
-            self.abandon(f"a step failed: {error}")
-            if self.ranks.seat is None:  # else the supervisor orders a restart
-                self.moe.restart()
-            self.watchdog.explain(error)
+            self.recover(error)
             raise
+
+    def recover(self, error: Exception) -> None:
+        """Drops all in-flight steps after one has failed."""
+        if isinstance(error, TimeoutError):
+            self.steps.stuck = str(error)
+        self.abandon(f"a step failed: {error}")
+        if self.ranks.seat is None:  # else the supervisor orders a restart
+            self.moe.restart()
+        self.watchdog.explain(error)
 
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also where they wait for other ranks. A rank calls this

@@ -49,24 +49,29 @@ def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
         yield structs.replace(row, position=row.position + count, output_ids=output_ids)
 
 
-def item_results(
-    plan: StepPlan, rows: Sequence[SampledRow], found: Sequence[ItemResult]
-) -> list[ItemResult]:
-    """The result of each item: that of its first sampled row, or an empty one."""
-    results = [ItemResult() for _ in plan.items]
-    for (item, _), result in zip(reversed(rows), reversed(found), strict=True):
-        results[item] = result
+def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
+    """The result of each item: that of its first sampled row, or an empty one. `found`: of all
+    sampled rows, or none on a rank that does not sample."""
+    results, start = [], 0
+    for item in plan.items:
+        if item.sample is None or not found:
+            results.append(ItemResult())
+        else:
+            results.append(found[start])
+            start += 1 + item.num_drafts
     return results
 
 
 def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
-    """Adds to the result of each item those of the rows behind its accepted drafts. `found`: of all
-    sampled rows."""
+    """Adds the results of the rows behind an item's accepted drafts to that of its first row."""
+    if not found or not any(item.num_drafts for item in plan.items):
+        return
     start = 0
-    for item in plan.items if found else ():
-        if item.num_drafts and item.sample is not None:
-            _accept(item, found[start : start + item.num_sampled])
-        start += item.num_sampled
+    for item in plan.items:
+        stop = start + item.num_sampled
+        if item.num_drafts and stop > start:
+            _accept(item, found[start:stop])
+        start = stop
 
 
 def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:

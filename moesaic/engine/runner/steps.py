@@ -40,9 +40,17 @@ from moesaic.engine.runner.row_results import (
 )
 from moesaic.engine.sampling.gpu_sampler import DeviceSampler
 from moesaic.engine.sampling.sampler import SampleRow
-from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepAgreement, StepPlan, StepResult
+from moesaic.engine.schedule.plan import (
+    FinishedStep,
+    ItemResult,
+    PlanItem,
+    StepAgreement,
+    StepPlan,
+    StepResult,
+)
 from moesaic.engine.setup.device_memory import describe
 from moesaic.kernels.sampling import greedy_rows
+from moesaic.observe.spans import SpanKind
 
 if TYPE_CHECKING:
     from moesaic.engine.runner.model_runner import ModelRunner
@@ -177,7 +185,9 @@ class AsynchronousSteps:
         slots: list[FutureTokenSlot],
     ) -> BatchOutput:
         if (key := self._graph_key(plan, agreement)) is not None:
-            return self._replay(plan, key, x_TH, slots)
+            hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
+            rows = len(slots) * key.queries if self._runner.samples else 0
+            return self._output(hidden_TH, rows)
         if not plan.items:
             return self._run_idle(agreement)
         eager = self._eager.run(plan, self._step(agreement), x_TH, slots)
@@ -200,23 +210,6 @@ class AsynchronousSteps:
         counts = self._runner.group_counts(agreement)
         return Step(prefill=agreement.prefill, counts=counts, rows=max(agreement.counts))
 
-    def _replay(
-        self,
-        plan: StepPlan,
-        key: GraphKey,
-        x_TH: Tensor | None,
-        slots: list[FutureTokenSlot],
-    ) -> BatchOutput:
-        batch, count = self.graph_batch, plan.num_tokens
-        hidden_TH = batch.run(plan, key, x_TH, slots)
-        if not self._runner.samples:
-            return self._output(hidden_TH)
-        logits_BV, found_2B = batch.logits_BV[:count], batch.found_2B[:, :count]
-        if any(item.sample is None for item in plan.items):
-            (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
-            logits_BV, found_2B = logits_BV[rows_R], found_2B[:, rows_R]
-        return BatchOutput(logits_BV, found_2B)
-
     def _run_idle(self, agreement: StepAgreement) -> BatchOutput:
         assert self._idle is not None, "a rank without peers has tokens in every step"
         return self._output(self._idle.run(self._step(agreement)))
@@ -235,11 +228,11 @@ class AsynchronousSteps:
             output.scored = replace(eager, rows_R=eager.rows_R[count:])
         return output
 
-    def _output(self, hidden_TH: Tensor | None = None) -> BatchOutput:
-        """Of no sampled rows; `hidden_TH`: for the next pipeline stage."""
+    def _output(self, hidden_TH: Tensor | None = None, rows: int = 0) -> BatchOutput:
+        """Of the first rows of a graph; `hidden_TH`: for the next pipeline stage."""
         batch = self.graph_batch
         hidden_TH = None if self._runner.ranks.is_last else hidden_TH
-        return BatchOutput(batch.logits_BV[:0], batch.found_2B[:, :0], hidden_TH)
+        return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], hidden_TH)
 
     def _sample(
         self,
@@ -249,6 +242,10 @@ class AsynchronousSteps:
         output: BatchOutput,
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
+        if len(rows) < len(output.logits_RV):
+            (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
+            output.logits_RV = output.logits_RV[rows_R]
+            output.found_2R = output.found_2R[:, rows_R]
         drawn = [n for n, (item, _) in enumerate(rows) if slots[item].path is DRAW]
         host_sampled = [n for n, (item, _) in enumerate(rows) if slots[item].path is HOST]
         found_2R = output.found_2R
@@ -280,8 +277,11 @@ class AsynchronousSteps:
 
     @torch.inference_mode()
     def finish(self, step: DeviceStep) -> StepResult:
-        with self._runner.recovering():
+        try:
             return self._finish(step)
+        except Exception as error:
+            self._runner.recover(error)
+            raise
 
     def _finish(self, step: DeviceStep) -> StepResult:
         plan = step.plan
@@ -296,7 +296,7 @@ class AsynchronousSteps:
                 found[n] = ItemResult(broken=NOT_FINITE)
         if step.logits_LV is not None:
             self._sample_on_host(step, step.logits_LV, found)
-        results = item_results(plan, step.rows, found)
+        results = item_results(plan, found)
         accept_drafts(plan, found)
         if step.scored is not None:
             self._score(plan, step.scored, results)
@@ -344,3 +344,59 @@ class AsynchronousSteps:
             "graph_bytes": self.graphs.nbytes,
             "step_bytes": self._runner.step_bytes.total,
         }
+
+
+class SynchronousSteps:
+    """The host samples, and all attention groups compute their logits together."""
+
+    overlaps = False
+    stuck = ""
+
+    def __init__(self, runner: ModelRunner, timeout: float) -> None:
+        self._runner = runner
+        self._batch = EagerBatch(runner, PinnedRing(runner.device, 4 * LOGIT_ROWS, timeout))
+
+    def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> FinishedStep:
+        runner = self._runner
+        if runner.samples:
+            runner.matchers.begin(plan)
+        runner.attention.clear(plan.clear)
+        step = Step(prefill=agreement.prefill, counts=runner.group_counts(agreement))
+        output = self._batch.run(plan, step, x_TH)
+        if not runner.ranks.is_last:
+            return FinishedStep(StepResult([]), output.hidden_TH)
+        return FinishedStep(self.results(plan, output, agreement.logits or (len(output.rows_R),)))
+
+    def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:
+        """Samples and scores on the first rank of an attention group; the others only compute
+        their part of the logits. `group_rows`: how many logits each group needs; all groups compute
+        as many pieces as the one with the most."""
+        runner, spans, rows = self._runner, self._runner.spans, sampled_rows(plan)
+        found = [ItemResult() for _ in rows]
+        results = item_results(plan, found)
+        scores = ScoreQueue(plan, results)
+        for begin in range(0, max(group_rows), LOGIT_ROWS):
+            piece = slice(begin, begin + LOGIT_ROWS)
+            logits_RV = self._logits(output, piece, group_rows)
+            if not runner.samples or not len(output.rows_R[piece]):
+                continue
+            started, count = spans.clock(), len(rows[piece])
+            sample_rows(rows[piece], logits_RV[:count], found[piece], runner.matchers.wait())
+            scores.score_next(logits_RV[count:])
+            spans.add(SpanKind.SAMPLE, started, tokens=count)
+        accept_drafts(plan, found)
+        return StepResult(results)
+
+    def _logits(self, output: EagerOutput, piece: slice, group_rows: Sequence[int]) -> Tensor:
+        spans, rows_R = self._runner.spans, output.rows_R[piece]
+        counts = [min(max(0, rows - piece.start), LOGIT_ROWS) for rows in group_rows]
+        started = spans.clock()
+        logits_RV = self._runner.model.logits(output.hidden_TH[rows_R], counts)
+        spans.add(SpanKind.LOGITS, started, tokens=len(rows_R))
+        return logits_RV
+
+    def drop(self) -> None:
+        """No step is in flight."""
+
+    def device_info(self) -> dict[str, Any]:
+        return {}
