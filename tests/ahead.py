@@ -51,18 +51,17 @@ class Late:
 class AheadRunner(ModelRunner):
     """Knows the last token of each request; `poison`: tokens that break a step."""
 
-    overlaps = True
-
     def __init__(
         self, *args: Any, mode: str = "late", poison: Sequence[int] = (), **named: Any
     ) -> None:
         super().__init__(*args, **named)
+        self.overlaps = True
         self.mode, self.poison = mode, frozenset(poison)
         self.last: dict[int, int] = {}
         self.futures = 0
 
     def begin(
-        self, plan: StepPlan, turn: StepAgreement | None = None, x_TH: Any = None
+        self, plan: StepPlan, agreement: StepAgreement | None = None, x_TH: Any = None
     ) -> StepHandle:
         step = Late(self, plan)
         if self.mode != "wait":
@@ -81,7 +80,7 @@ class AheadRunner(ModelRunner):
                 self.futures += 1
                 item = structs.replace(item, token_ids=[self.last.get(item.request_no, 0)])
             if item.sample is not None:
-                assert item.sample.position == item.stop
+                assert item.sample.position == item.stop - item.num_drafts
             items.append(item)
         if self.poison.intersection(*([token for item in items for token in item.token_ids],)):
             raise ZeroDivisionError("poison")
@@ -94,7 +93,7 @@ class AheadRunner(ModelRunner):
 
 def run(link: RankLink) -> None:
     """A rank as the engine's own."""
-    ranks.make_runner = AheadRunner  # type: ignore[assignment]
+    ranks.ModelRunner = AheadRunner  # type: ignore[assignment]
     rank = ranks.Worker(link)
     Poison(rank.runner)
     rank.serve()

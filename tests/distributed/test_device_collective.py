@@ -29,7 +29,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.comm.windows.device_window import HostWindow
 from moesaic.config.gpus import MOST_CLIENTS, processor_percent
-from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.setup.memory_plan import collective_bytes
 from moesaic.engine.setup.moe_setup import StepLimits
@@ -49,7 +49,7 @@ from tests.distributed.test_collective import (
     run_every_operation,
     total,
 )
-from tests.e2e.test_gpu_runner import arguments
+from tests.e2e.test_gpu_runner import arguments, asynchronous, steps_of
 
 PIECE = 16 * 1024
 CPU = torch.device("cpu")
@@ -241,14 +241,14 @@ class Queued(NcclCollective):
 def abandoned(group: RankGroup) -> list[str]:
     """A runner whose device waits for a rank that never comes, and that holds a graph."""
     comm = Queued(group, 5.0)
-    runner = GpuRunner(arguments("qwen3_moe"))
-    runner._windows = PeerWatchdog(group.lifecycle, None)
+    runner = asynchronous(arguments("qwen3_moe"))
+    runner.watchdog = PeerWatchdog(group.lifecycle, None)
     runner.device = torch.device("cuda", 0)
     for generation in (1, 2):
         comm.check_sum()
         comm.begin_alone()
-        comm.queue.graphs = runner.graphs._graphs
-        runner.graphs._graphs[1] = torch.nn.Identity()  # type: ignore[assignment]
+        comm.queue.graphs = graphs = steps_of(runner).graphs._graphs  # type: ignore[assignment]
+        graphs[GraphKey(1)] = torch.nn.Identity()  # type: ignore[assignment]
         with (
             patch("torch.cuda.synchronize", comm.synchronize),
             patch("torch.cuda.empty_cache"),

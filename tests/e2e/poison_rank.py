@@ -16,6 +16,7 @@ from moesaic.cli.main import main as command
 from moesaic.comm.launch.rank_link import RankLink
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.runner.steps import SynchronousSteps
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.schedule.scheduler import Scheduled
 from moesaic.engine.worker import planner
@@ -47,9 +48,12 @@ class Poison:
         place, mesh = runner.ranks.place, runner.ranks.mesh
         self.leads = place.attention_rank == 0
         self.is_last = place.attention_rank == mesh.attention_tp - 1
-        self._forward, self._results = runner.forward, runner.results
-        runner.forward = self.forward  # type: ignore[method-assign]
-        runner.results = self.results  # type: ignore[method-assign]
+        steps = runner.steps
+        self._begin = steps.begin
+        steps.begin = self.begin  # type: ignore[assignment, method-assign]
+        if isinstance(steps, SynchronousSteps):
+            self._results = steps.results
+            steps.results = self.results  # type: ignore[method-assign]
         block = runner.model.model.layers[-1]
         if self.is_last and runner.ranks.is_last:
             block.self_attn.register_forward_pre_hook(lambda *_: self.check("attention"))
@@ -60,9 +64,9 @@ class Poison:
         if self.leads:
             dispatcher.register_hook("pre_combine", lambda *_: self.check("combine"))
 
-    def forward(self, plan: StepPlan, *args: Any) -> Any:
+    def begin(self, plan: StepPlan, *args: Any) -> Any:
         self.tokens = {token for item in plan.items for token in item.token_ids}
-        return self._forward(plan, *args)
+        return self._begin(plan, *args)
 
     def results(self, *args: Any) -> Any:
         if self.leads:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from moesaic.engine.runner import model_runner
-from moesaic.engine.runner.gpu_runner import GpuRunner
 from moesaic.engine.runner.model_runner import ModelRunner
 from tests.e2e.grid import DPA, prompts
 from tests.e2e.test_deterministic_ranks import Bits, serve
-from tests.e2e.test_gpu_runner import ahead, arguments, plainly
+from tests.e2e.test_gpu_runner import ahead, arguments, plainly, steps_of
 
 pytestmark = pytest.mark.timeout(600)
 GPU = [
@@ -86,15 +85,14 @@ def test_a_cache_in_float8(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_twins_give_the_tokens_of_a_cpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By graphs' buffers and without."""
-    pytest.importorskip("moesaic.layers.gpu_attention")
     args = arguments(family, enable_deterministic_inference=True, device="cpu")
     want = plainly(ModelRunner(args), 5)
     monkeypatch.setattr(model_runner, "compute_device", lambda *_: torch.device("cpu"))
     changes: list[dict[str, Any]] = [{}, {"disable_cuda_graph": True}]
     for change in changes:
-        runner = GpuRunner(replace(args, device="cuda", **change))
+        runner = ModelRunner(replace(args, device="cuda", **change))
         assert all(
             one.attention.deterministic and one.attention.decode is None
-            for one in runner._attention.values()
+            for one in steps_of(runner).graph_batch.attention.values()
         )
         assert ahead(runner, 5) == want

@@ -15,15 +15,17 @@ from moesaic import Engine
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.request import Request
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.runner.future_tokens import FutureToken, FutureTokens, SamplingPath
-from moesaic.engine.runner.gpu_runner import GpuRunner
-from moesaic.engine.runner.graphs import GraphCache, graph_sizes
-from moesaic.engine.runner.model_runner import NOT_FINITE, ModelRunner
-from moesaic.engine.sampling.row_samplers import draw, greedy
+from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
+from moesaic.engine.runner.graphs import GraphCache, GraphKey, graph_sizes
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.runner.row_results import NOT_FINITE
+from moesaic.engine.runner.steps import AsynchronousSteps
+from moesaic.engine.sampling.gpu_sampler import DeviceSampler
 from moesaic.engine.sampling.sampler import SampleRow, sample
 from moesaic.engine.schedule.plan import ItemResult, PlanItem, PromptScore, StepPlan
 from moesaic.engine.schedule.request_state import RequestState
 from moesaic.engine.worker.local_core import LocalCore
+from moesaic.kernels.sampling import greedy_rows
 from moesaic.models.tiny import FAMILIES, materialise
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,6 +46,15 @@ def arguments(family: str, **changes: Any) -> ServerArgs:
         )
     )
     return replace(args, model_path=materialise(args.model_path))
+
+
+def asynchronous(args: ServerArgs) -> ModelRunner:
+    return ModelRunner(args, asynchronous=True)
+
+
+def steps_of(runner: ModelRunner) -> AsynchronousSteps:
+    assert isinstance(runner.steps, AsynchronousSteps)
+    return runner.steps
 
 
 def row(position: int, **params: Any) -> SampleRow:
@@ -101,7 +112,7 @@ def plainly(runner: ModelRunner, steps: int) -> list[list[int]]:
     return work.tokens
 
 
-def ahead(runner: GpuRunner, steps: int, count: int = 5) -> list[list[int]]:
+def ahead(runner: ModelRunner, steps: int, count: int = 5) -> list[list[int]]:
     """Every step begins before the results of the one before are known."""
     work = Sequences(prompts()[:count], KINDS[:count], 8)
     everyone = list(range(count))
@@ -120,11 +131,11 @@ def ahead(runner: GpuRunner, steps: int, count: int = 5) -> list[list[int]]:
 def test_tokens_to_come_are_those_that_come(family: str):
     args = arguments(family)
     expected = plainly(ModelRunner(args), 6)
-    runner = GpuRunner(args)
-    assert runner.graphs.sizes == (1, 2, 4, 6)
+    runner = asynchronous(args)
+    assert steps_of(runner).graphs.sizes == (1, 2, 4, 6)
     assert ahead(runner, 6) == expected
     # The same without buckets: every step by itself.
-    assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
+    assert ahead(asynchronous(replace(args, disable_cuda_graph=True)), 6) == expected
 
 
 def serve(runner: ModelRunner, args: ServerArgs, seed: int) -> list[Any]:
@@ -175,12 +186,12 @@ def test_the_engine_gives_the_same_answers():
     args = arguments("qwen3_moe")
     expected = serve(ModelRunner(args), args, seed=5)
     assert any(logprobs for _, _, logprobs in expected)
-    assert serve(GpuRunner(args), args, seed=5) == expected
+    assert serve(asynchronous(args), args, seed=5) == expected
 
 
 def test_a_step_that_fails_leaves_the_runner_able(monkeypatch: pytest.MonkeyPatch):
     args = arguments("mixtral")
-    runner = GpuRunner(args)
+    runner = asynchronous(args)
     expected = ahead(runner, 4)
     broken = Sequences(prompts(), KINDS, 8)
     plan = StepPlan([broken.item(0, len(broken.tokens[0]))], [])
@@ -189,20 +200,20 @@ def test_a_step_that_fails_leaves_the_runner_able(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ZeroDivisionError):
             runner.begin(plan)
     assert ahead(runner, 4) == expected
-    with pytest.raises(ValueError, match="request 999 waits for a token that no step under way"):
+    with pytest.raises(ValueError, match="request 999 continues from a token that no"):
         runner.begin(StepPlan([PlanItem(999, [FUTURE], 3, [1], None, row(4))], []))
     assert ahead(runner, 4) == expected
 
 
 def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch):
-    runner = GpuRunner(arguments("qwen3_moe"))
+    runner = asynchronous(arguments("qwen3_moe"))
     work = Sequences(prompts(1), KINDS[:1], 8)
     plan = StepPlan([work.item(0, len(work.tokens[0]))], [], True)
 
     def late(*_: object) -> None:
         raise TimeoutError("step 1 did not end")
 
-    monkeypatch.setattr("moesaic.engine.runner.pinned.Mark.wait", late)
+    monkeypatch.setattr("moesaic.engine.runner.pinned.DeviceEvent.wait", late)
     with pytest.raises(TimeoutError):
         runner.step(plan)
     monkeypatch.undo()
@@ -212,7 +223,7 @@ def test_a_gpu_that_hangs_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatc
 
 def test_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch):
     args = arguments("mixtral")
-    runner = GpuRunner(args)
+    runner = asynchronous(args)
     work = Sequences(prompts(3), [{}, {"temperature": 1.0}, {}], 8)
     logits = runner.model.logits
 
@@ -236,7 +247,7 @@ def test_scores_of_a_prompt():
         1, tokens, 0, list(range(1, 12)), PromptScore(0, tokens[1:], 2), row(len(tokens))
     )
     plan = StepPlan([item], list(range(1, 12)), True)
-    (mine,), (theirs,) = GpuRunner(args).step(plan).items, ModelRunner(args).step(plan).items
+    (mine,), (theirs,) = asynchronous(args).step(plan).items, ModelRunner(args).step(plan).items
     assert mine.token_ids == theirs.token_ids and len(mine.token_ids) == 1
     assert len(mine.input_logprobs) == len(tokens) - 1
     assert mine.input_logprobs == pytest.approx(theirs.input_logprobs, abs=1e-5)
@@ -244,7 +255,7 @@ def test_scores_of_a_prompt():
 
 
 def test_padding_rows_reach_no_expert_and_no_cache():
-    runner = GpuRunner(arguments("qwen3_moe"))
+    runner = asynchronous(arguments("qwen3_moe"))
     work = Sequences(prompts(3), [{}] * 3, 8)
     items = [work.item(n, len(work.tokens[n])) for n in range(3)]
     results = runner.step(StepPlan(items, [p for pages in work.pages for p in pages])).items
@@ -270,38 +281,47 @@ def test_buckets(caplog: pytest.LogCaptureFixture):
     assert graph_sizes(replace(args, cuda_graph_bs=(32, 1, 512)), 256) == (1, 32)
     assert "nothing is captured for 512, as at most 256 requests run at once" in caplog.text
     assert graph_sizes(replace(args, disable_cuda_graph=True), 256) == ()
-    ran: list[int] = []
+    ran: list[GraphKey] = []
     cache = GraphCache((1, 4, 6), ran.append, torch.device("cpu"))
-    assert [cache.bucket(rows) for rows in range(9)] == [None, 1, 4, 4, 4, 6, 6, None, None]
-    cache.run(4)
-    assert ran == [4]
+    one, four, six = GraphKey(1), GraphKey(4), GraphKey(6)
+    assert cache.keys == [one, four, six]
+    expected_keys = [None, one, four, four, four, six, six, None, None]
+    assert [cache.bucket(rows) for rows in range(9)] == expected_keys
+    assert cache.bucket(2, 3) is None
+    cache.run(four)
+    assert ran == [four]
+    cache = GraphCache((1, 4), ran.append, torch.device("cpu"), queries=(1, 3))
+    assert [cache.bucket(2, queries) for queries in (1, 2, 3)] == [(4, 1), None, (4, 3)]
+    assert [key.rows for key in cache.keys] == [1, 3, 4, 12]
 
 
-def test_seats_are_given_anew_by_age():
-    seats = FutureTokens(3)
+def test_the_oldest_slot_is_reused():
+    slots = FutureTokens(3, torch.device("cpu"))
 
-    def take(key: int, token: int = 5, **params: Any) -> FutureToken:
-        return seats.take(PlanItem(key, [token], 0, [1], None, row(1, **params)))
+    def take(key: int, token: int = 5, **params: Any) -> FutureTokenSlot:
+        return slots.slot_for(PlanItem(key, [token], 0, [1], None, row(1, **params)))
 
     first = [take(key).number for key in (10, 11, 12)]
     assert sorted(first) == [0, 1, 2]
     assert take(10).number == take(10, FUTURE).number == first[0]
     assert take(13).number == first[1]
-    with pytest.raises(ValueError, match="request 11 waits for a token that no step under way"):
+    with pytest.raises(ValueError, match="request 11 continues from a token that no in-flight"):
         take(11, FUTURE)
-    assert (
-        seats.take(PlanItem(14, [5, 6], 0, [1]))
-        == seats.nobody
-        == FutureToken(3, SamplingPath.GREEDY)
-    )
-    seats.free([12, 99])
-    assert take(14, temperature=1.0) == FutureToken(first[2], SamplingPath.DRAW)
-    seats.clear()
+    unsampled = PlanItem(14, [5, 6], 0, [1])
+    assert slots.slot_for(unsampled) == slots.padding == FutureTokenSlot(3, SamplingPath.GREEDY)
+    slots.free([12, 99])
+    assert take(14, temperature=1.0) == FutureTokenSlot(first[2], SamplingPath.DRAW)
+    # No step continues from a token that is sampled together with drafts.
+    verified = PlanItem(14, [5, 6], 0, [1], None, row(1, temperature=1.0), num_drafts=1)
+    assert slots.slot_for(verified) == FutureTokenSlot(3, SamplingPath.DRAW)
+    with pytest.raises(ValueError, match=r"request 14 continues from a token .* without drafts"):
+        take(14, FUTURE)
+    slots.clear()
     assert sorted(take(key, min_new_tokens=2).number for key in range(3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("params", "way"),
+    ("params", "path"),
     [
         ({}, SamplingPath.GREEDY),
         ({"temperature": 1.0, "top_k": 1}, SamplingPath.GREEDY),
@@ -314,18 +334,19 @@ def test_seats_are_given_anew_by_age():
         ({"regex": "a+"}, SamplingPath.HOST),
     ],
 )
-def test_who_samples(params: dict[str, Any], way: SamplingPath):
-    assert SamplingPath.of(row(1, **params)) is way
+def test_sampling_paths(params: dict[str, Any], path: SamplingPath):
+    assert SamplingPath.of(row(1, **params)) is path
 
 
 def test_drawn_tokens_are_the_samplers():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
     rows = [row(n, temperature=1.0, top_k=50) for n in range(6)]
+    draw = DeviceSampler(torch.device("cpu")).draw
     assert draw(logits, rows).tolist() == [sample(logits, rows).token_ids, [0] * 6]
-    assert greedy(logits)[0].tolist() == logits.argmax(-1).tolist()
+    assert greedy_rows(logits)[0].tolist() == logits.argmax(-1).tolist()
     logits[2] = torch.nan
     tokens, broken = draw(logits, rows).tolist()
-    assert broken == [0, 0, 1, 0, 0, 0] == greedy(logits)[1].tolist()
+    assert broken == [0, 0, 1, 0, 0, 0] == greedy_rows(logits)[1].tolist()
     kept = [n for n in range(6) if n != 2]
     expected = sample(logits[kept], [rows[n] for n in kept]).token_ids
     assert [tokens[n] for n in kept] == expected
@@ -335,8 +356,6 @@ def test_drawn_tokens_are_the_samplers():
 def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyPatch):
     """All that a GPU runs but its kernels, on CPU tensors: attention, experts and samplers are
     those of a GPU, whose twins compute here."""
-    pytest.importorskip("moesaic.layers.gpu_attention")
-    pytest.importorskip("moesaic.engine.sampling.gpu_sampler")
     cpu = arguments(family)
     plain = ModelRunner(cpu)
     expected, served = plainly(plain, 6), serve(plain, cpu, seed=8)
@@ -344,11 +363,11 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
         "moesaic.engine.runner.model_runner.compute_device", lambda *_: torch.device("cpu")
     )
     args = replace(cpu, device="cuda")
-    runner = GpuRunner(args)
+    runner = asynchronous(args)
     assert runner.moe.resolved.device == "cuda"
     assert ahead(runner, 6) == expected
     assert [job[:2] for job in serve(runner, args, seed=8)] == [job[:2] for job in served]
-    assert ahead(GpuRunner(replace(args, disable_cuda_graph=True)), 6) == expected
+    assert ahead(asynchronous(replace(args, disable_cuda_graph=True)), 6) == expected
 
 
 @pytest.mark.gpu
@@ -357,13 +376,13 @@ def test_the_code_of_a_gpu_by_its_twins(family: str, monkeypatch: pytest.MonkeyP
 def test_graphs_give_what_launches_give(family: str, monkeypatch: pytest.MonkeyPatch):
     """On a GPU: captured, kernel by kernel, and with tokens that the host does not know."""
     args = arguments(family, device="cuda", dtype="float32")
-    captured = GpuRunner(args)
-    assert captured.graphs.sizes == (1, 2, 4, 6)
-    ran: list[int] = []
-    monkeypatch.setattr(captured.graphs, "_body", ran.append)
-    for size in captured.graphs.sizes:
-        captured.graphs.run(size)
-    launched = GpuRunner(replace(args, disable_cuda_graph=True))
+    captured = asynchronous(args)
+    assert steps_of(captured).graphs.sizes == (1, 2, 4, 6)
+    ran: list[GraphKey] = []
+    monkeypatch.setattr(steps_of(captured).graphs, "_body", ran.append)
+    for key in steps_of(captured).graphs.keys:
+        steps_of(captured).graphs.run(key)
+    launched = asynchronous(replace(args, disable_cuda_graph=True))
     expected = plainly(launched, 6)
     assert ahead(captured, 6) == expected
     assert ahead(launched, 6) == expected
@@ -382,10 +401,10 @@ def test_kernels_that_start_early_change_no_bit(family: str, monkeypatch: pytest
     for early in (True, False):
         if not early:
             monkeypatch.setattr(launch, "_launch_on", lambda device: launch.OFF)
-        runner = GpuRunner(args)
+        runner = asynchronous(args)
         for count in (5, 2, 1):
             tokens = ahead(runner, 6, count)
-            found.append((tokens, runner._logits_BV[:count].clone()))
+            found.append((tokens, steps_of(runner).graph_batch.logits_BV[:count].clone()))
     for on, off in zip(found[:3], found[3:], strict=True):
         assert on[0] == off[0] and torch.equal(on[1], off[1])
 
@@ -409,13 +428,13 @@ def test_a_large_shape_fits_and_answers():
 
 
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(size: int, stream: object, pool: object) -> None:
+    def full(key: GraphKey, stream: object, pool: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    cache = GraphCache((1, 4), lambda size: None, torch.device("cpu"))
+    cache = GraphCache((1, 4), lambda key: None, torch.device("cpu"))
     monkeypatch.setattr(cache, "_capture", full)
     with pytest.raises(ValueError, match=r"of 4 rows does not fit.*--mem-fraction-static"):
         cache.capture()

@@ -20,7 +20,6 @@ from moesaic.comm.launch.mps import QUEUES, start_mps
 from moesaic.comm.launch.mps_owner import PIPES
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
-from moesaic.engine.runner.gpu_runner import GpuRunner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
@@ -28,6 +27,7 @@ from moesaic.kernels.routing import RouterWeights
 from moesaic.models import blocks
 from moesaic.models.blocks import Router, SparseBlock
 from moesaic.moe.formats import TopKOutput
+from tests.e2e.test_gpu_runner import steps_of
 from tests.kernels.triton_cases import GPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,11 +50,11 @@ def arguments(dtype: str) -> ServerArgs:
     )
 
 
-def on_cpu_tensors(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
+def on_cpu_tensors(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     monkeypatch.setattr(
         "moesaic.engine.runner.model_runner.compute_device", lambda *_: torch.device("cpu")
     )
-    return GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
+    return ModelRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
 
 
 def answers(runner: ModelRunner, told: list[list[int]] | None = None) -> list[list[int]]:
@@ -117,7 +117,7 @@ def test_twins_give_the_answers_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_a_gpu_gives_the_answers_of_a_cpu() -> None:
     args = arguments("float32")
-    there = GpuRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
+    there = ModelRunner(replace(args, device="cuda", cuda_graph_bs=(4,)))
     assert answers(there) == answers(ModelRunner(args))
 
 
@@ -160,7 +160,7 @@ def test_kernels_give_what_their_twins_give(monkeypatch: pytest.MonkeyPatch) -> 
     """In the interpreter, in float16: tensor cores' kernels are not for float32."""
     args = arguments("float16")
     by_twins = on_cpu_tensors(args, monkeypatch)
-    expected, logits_BV = answers(by_twins), by_twins._logits_BV
+    expected, logits_BV = answers(by_twins), steps_of(by_twins).graph_batch.logits_BV
     assert logits_BV.abs().max() > 0
     for _ in range(2):  # kernels' modules take in others
         for module, name, kernel in list(natives()):
@@ -170,5 +170,6 @@ def test_kernels_give_what_their_twins_give(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(blocks, "MAX_NORM_ROWS", 8)
     by_kernels = on_cpu_tensors(args, monkeypatch)
     answers(by_kernels, told=expected)  # whose best tokens may be equally likely
-    off_B = (by_kernels._logits_BV - logits_BV)[:3].norm(dim=-1) / logits_BV[:3].norm(dim=-1)
+    found_BV = steps_of(by_kernels).graph_batch.logits_BV
+    off_B = (found_BV - logits_BV)[:3].norm(dim=-1) / logits_BV[:3].norm(dim=-1)
     assert off_B.max() < 5e-3, off_B

@@ -314,7 +314,7 @@ def test_engine(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = engine.generate(
             input_ids=[prompt for prompt, _ in calls], sampling_params=[p for _, p in calls]
         )
-    monkeypatch.setattr(local_core, "make_runner", AheadRunner)
+    monkeypatch.setattr(local_core, "ModelRunner", AheadRunner)
     monkeypatch.setattr(remote, "TARGET", ahead.TARGET)
     calls.insert(2, ([97, 98], chooses))
     with Engine(**flags, apart=apart, page_size=4) as engine:

@@ -12,7 +12,7 @@ from triton import next_power_of_2
 from moesaic.config import ServerArgs, resolve
 from moesaic.core.sampling import SamplingParams
 from moesaic.engine.runner.future_tokens import SamplingPath
-from moesaic.engine.runner.gpu_runner import GpuRunner
+from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.runner.warm_up import (
     DRAWN,
     single_tokens,
@@ -20,10 +20,8 @@ from moesaic.engine.runner.warm_up import (
     step_sizes,
     warm_spans,
     warm_steps,
-    warm_up,
 )
 from moesaic.engine.sampling.gpu_sampler import _packed
-from moesaic.engine.sampling.row_samplers import samplers
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import PlanItem, StepPlan
 from moesaic.engine.setup.moe_setup import StepLimits
@@ -33,6 +31,7 @@ from moesaic.kernels.triton.sort import FEW_PAIRS
 from moesaic.kernels.tuning import ExpertsShape, plan_for
 from moesaic.layers.paged_cache import SequenceSpan
 from moesaic.models.tiny import materialise
+from tests.e2e.test_gpu_runner import asynchronous, steps_of
 
 PAGE = 4
 
@@ -51,7 +50,7 @@ def arguments() -> ServerArgs:
     return replace(args, model_path=materialise(args.model_path))
 
 
-def tokens(runner: GpuRunner) -> list[int | None]:
+def tokens(runner: ModelRunner) -> list[int | None]:
     sample = SampleRow(SamplingParams(temperature=0.0), seed=7, position=5)
     items = [
         PlanItem(n, [3, 1, 4, 1, 5 + n], 0, [1 + 2 * n, 2 + 2 * n], None, sample) for n in (0, 1)
@@ -134,19 +133,19 @@ def test_the_row_that_is_drawn_takes_every_kernel():
 
 def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch):
     args = arguments()
-    runner = GpuRunner(replace(args, skip_server_warmup=True))
+    runner = asynchronous(replace(args, skip_server_warmup=True))
 
     def logits(x_RH: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     monkeypatch.setattr(runner.model, "logits", logits)
     with pytest.raises(ValueError, match=r"a step of 1 tokens .* --chunked-prefill-size"):
-        warm_up(runner, args, [(1, True)], *samplers(runner.kind, runner.device))
+        runner.warm_up(args, [(1, True)])
 
 
 def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
     args = arguments()
-    runner = GpuRunner(args)
+    runner = asynchronous(args)
     # Nor of what is captured.
     assert all(layer.load.runner_ns == 0 for layer in runner.moe_layers)
     assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
@@ -154,14 +153,14 @@ def test_a_step_after_it_is_as_one_without_it(monkeypatch: pytest.MonkeyPatch):
     forward = runner.model.logits
     monkeypatch.setattr(runner.model, "logits", lambda x: (seen.append(len(x)), forward(x))[1])
     cache = runner.cache
-    steps = warm_steps(runner.limits, runner.graphs.sizes, False)
-    warm_up(runner, args, steps, *samplers(runner.kind, runner.device))
+    steps = warm_steps(runner.limits, steps_of(runner).graphs.sizes, False)
+    runner.warm_up(args, steps)
     assert seen == [1, 2, *[3] * 8]  # at most as many rows as requests
     assert all(sum(layer.load.tokens) == 0 for layer in runner.moe_layers)
     assert all(traffic.dispatches == 0 for traffic in runner.moe.comm.traffic.values())
-    runner.cache = cache
+    runner.use_cache(cache)
     monkeypatch.undo()
-    expected = GpuRunner(replace(args, skip_server_warmup=True))
+    expected = asynchronous(replace(args, skip_server_warmup=True))
     assert tokens(runner) == tokens(expected)
     assert [layer.load.tokens for layer in runner.moe_layers] == [
         layer.load.tokens for layer in expected.moe_layers

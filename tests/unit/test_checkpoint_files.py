@@ -14,7 +14,7 @@ import pytest
 
 from moesaic import Engine
 from moesaic.config import ServerArgs
-from moesaic.engine.runner.model_runner import _eos_ids
+from moesaic.engine.runner.loading import config_eos_ids
 from moesaic.engine.setup.memory_plan import context_length, shape_only_model
 from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.models.checkpoint import INDEX, Checkpoint, check_folder
@@ -103,7 +103,7 @@ def outline(folder: Path) -> None:
     detect_scheme(raw, folder)
     context_length(ServerArgs.from_kwargs(model_path=str(folder)), raw)
     shape_only_model(raw, checkpoint_dtype(raw), None)
-    _eos_ids(raw)
+    config_eos_ids(raw)
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any], list[tuple[Any, ...]]]]:

@@ -1,4 +1,4 @@
-"""Requests whose newest token the device knows, and how the tokens of each are sampled."""
+"""Tokens that in-flight steps sample: they stay on the device until the host reads them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from moesaic.engine.sampling.sampler import SampleRow
 from moesaic.engine.schedule.plan import PlanItem
 
 
 class SamplingPath(Enum):
-    """How the tokens of a request are sampled: all rows are sampled greedily on the device, and for
-    some a token is drawn instead, on the device or by the host."""
+    """How a request's tokens are sampled. The device samples every row greedily; a random row's
+    token is then replaced by a drawn one, and a host-sampled row's by the host's."""
 
     GREEDY = "greedy"
     DRAW = "draw"
@@ -21,7 +24,7 @@ class SamplingPath(Enum):
 
     @classmethod
     def of(cls, row: SampleRow) -> SamplingPath:
-        """The host is needed for more than a token, and for scores that only it knows to make."""
+        """Logprobs, and scores adjusted by anything but the temperature, need the host."""
         params = row.params
         adjusted = params.penalised or params.logit_bias or params.min_new_tokens
         if row.return_logprob or adjusted or params.grammar is not None:
@@ -29,38 +32,54 @@ class SamplingPath(Enum):
         return cls.GREEDY if params.greedy else cls.DRAW
 
 
-class FutureToken(NamedTuple):
+class FutureTokenSlot(NamedTuple):
     number: int
-    way: SamplingPath
+    path: SamplingPath
 
 
 class FutureTokens:
-    """Small numbers for requests whose newest token the device knows. Only steps under way refer to
-    them, so that the seats of two steps are enough: the one unused for longest is given anew. The
-    last seat is nobody's: padding goes there, and rows that do not sample."""
+    """The newest token of each request, in a slot on the device. Only in-flight steps refer to
+    slots, so those of two steps suffice: the least recently used slot is reused. The last slot is
+    for padding, and for rows whose token no step continues from. T tokens · R rows · S slots."""
 
-    def __init__(self, count: int) -> None:
-        self.nobody = FutureToken(count, SamplingPath.GREEDY)
-        self._seats: OrderedDict[int, FutureToken] = OrderedDict()
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.padding = FutureTokenSlot(count, SamplingPath.GREEDY)
+        self._tokens_S = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        self._slots: OrderedDict[int, FutureTokenSlot] = OrderedDict()
         self._free = list(range(count))
 
-    def take(self, item: PlanItem) -> FutureToken:
-        """Where the token comes from that an item does not know, and where the sampled one goes."""
-        seat = self._seats.get(item.request_no)
-        if seat is None:
+    def slot_for(self, item: PlanItem) -> FutureTokenSlot:
+        """The slot that a FUTURE_TOKEN of the item is read from and its sampled token written to.
+        How many drafts are accepted is only known on the host, so no step may continue from the
+        tokens of an item with drafts while it is in flight."""
+        if item.num_drafts:
+            self.free([item.request_no])
+        slot = self._slots.get(item.request_no)
+        if slot is None:
             if item.token_ids[0] < 0:
                 raise ValueError(
-                    f"request {item.request_no} waits for a token that no step under way samples"
+                    f"request {item.request_no} continues from a token that no in-flight step "
+                    "samples without drafts"
                 )
             if item.sample is None:
-                return self.nobody
-            number = self._free.pop() if self._free else self._seats.popitem(last=False)[1].number
-            seat = self._seats[item.request_no] = FutureToken(number, SamplingPath.of(item.sample))
-        self._seats.move_to_end(item.request_no)
-        return seat
+                return self.padding
+            path = SamplingPath.of(item.sample)
+            if item.num_drafts:
+                return FutureTokenSlot(self.padding.number, path)
+            number = self._free.pop() if self._free else self._slots.popitem(last=False)[1].number
+            slot = self._slots[item.request_no] = FutureTokenSlot(number, path)
+        self._slots.move_to_end(item.request_no)
+        return slot
+
+    def resolve(self, ids_T: Tensor, slots_T: Tensor) -> Tensor:
+        """Token ids with each FUTURE_TOKEN replaced by the token in its slot."""
+        return torch.where(ids_T < 0, self._tokens_S[slots_T], ids_T)
+
+    def store(self, slots_R: Tensor, tokens_R: Tensor) -> None:
+        self._tokens_S.index_copy_(0, slots_R, tokens_R)
 
     def free(self, keys: Iterable[int]) -> None:
-        self._free += [self._seats.pop(key).number for key in keys if key in self._seats]
+        self._free += [self._slots.pop(key).number for key in keys if key in self._slots]
 
     def clear(self) -> None:
-        self.free(list(self._seats))
+        self.free(list(self._slots))

@@ -1,7 +1,7 @@
-"""Decode steps of fixed numbers of rows, captured once as CUDA graphs and replayed.
+"""Decode steps of fixed sizes, captured once as CUDA graphs and replayed.
 
-A step of B rows takes the smallest number of rows (bucket) that holds it; the rows behind are
-padding. What a graph reads and writes lies in buffers that stay where they are.
+A step uses the smallest captured size (bucket) that holds its sequences; the rows beyond them are
+padding. A graph reads and writes static buffers.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -20,14 +20,14 @@ from moesaic.engine.setup.device_memory import GIB
 
 logger = logging.getLogger(__name__)
 
-# Up to each number of rows, the distance between buckets. Padding costs little: no expert and no
-# part of the cache is read for it.
+# Up to each number of sequences, the distance between buckets. Padding is cheap: it reads no expert
+# and no part of the cache.
 STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (128, 16), (256, 32))
 LAST_STEP = 64
 
 
 def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
-    """Rows of the buckets, ascending; none: every step is launched kernel by kernel."""
+    """Sequences of the buckets, ascending; empty if no graphs are captured."""
     if args.disable_cuda_graph:
         return ()
     most = min(args.cuda_graph_max_bs or max_running, max_running)
@@ -49,81 +49,102 @@ def graph_sizes(args: ServerArgs, max_running: int) -> tuple[int, ...]:
     return (*sizes, most)
 
 
+class GraphKey(NamedTuple):
+    sequences: int
+    queries: int = 1
+    """New tokens of each sequence: one more than its drafts."""
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.queries
+
+
 class GraphCache:
-    """`body` computes the step of a bucket on the static buffers. Without `capture` it is simply
-    called, which is how everything around graphs is tested without a GPU."""
+    """The graph of each bucket. `body` computes a step on the static buffers; where nothing is
+    captured it is called directly, which is how tests without a GPU run."""
 
     def __init__(
-        self, sizes: tuple[int, ...], body: Callable[[int], None], device: torch.device
+        self,
+        sizes: tuple[int, ...],
+        body: Callable[[GraphKey], None],
+        device: torch.device,
+        queries: Sequence[int] = (1,),
     ) -> None:
-        self.sizes, self._body, self._device = sizes, body, device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.sizes, self.queries = sizes, tuple(queries)
+        self._body, self._device = body, device
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.nbytes = 0
-        """Of the memory that graphs work in, about."""
+        """Memory of all graphs, estimated."""
 
-    def bucket(self, rows: int) -> int | None:
-        """The smallest that holds so many rows; None: no bucket does."""
-        place = bisect_left(self.sizes, rows)
-        return self.sizes[place] if rows and place < len(self.sizes) else None
+    @property
+    def keys(self) -> list[GraphKey]:
+        return [GraphKey(size, queries) for size in self.sizes for queries in self.queries]
 
-    def run(self, size: int) -> None:
-        graph = self._graphs.get(size)
+    def bucket(self, sequences: int, queries: int = 1) -> GraphKey | None:
+        """The smallest that holds the sequences, if any does."""
+        place = bisect_left(self.sizes, sequences)
+        if not sequences or place == len(self.sizes) or queries not in self.queries:
+            return None
+        return GraphKey(self.sizes[place], queries)
+
+    def run(self, key: GraphKey) -> None:
+        graph = self._graphs.get(key)
         if graph is None:
-            self._body(size)
+            self._body(key)
         else:
             graph.replay()
 
     def drop(self) -> None:
-        """From now on steps go kernel by kernel. No graph may be under way."""
+        """Makes all later steps eager. No graph may be in flight."""
         if self._graphs:
-            logger.warning("CUDA graphs are given up: steps go kernel by kernel from now on")
+            logger.warning("CUDA graphs are dropped: steps are launched kernel by kernel")
         self._graphs.clear()
         self.nbytes = 0
 
     def capture(self) -> None:
-        """The largest first: smaller ones then find room in the memory that it has used."""
+        """Captures the largest first: smaller ones then reuse its memory."""
         if not self.sizes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         order = tqdm(
-            sorted(self.sizes, reverse=True),
+            sorted(self.keys, key=lambda key: key.rows, reverse=True),
             desc="Capturing CUDA graphs",
             unit="graph",
             disable=None,
             leave=False,
         )
-        for size in order:
-            order.set_postfix(rows=size, refresh=False)
+        for key in order:
+            order.set_postfix(rows=key.rows, refresh=False)
             try:
-                self._graphs[size] = self._capture(size, stream, pool)
+                self._graphs[key] = self._capture(key, stream, pool)
             except torch.OutOfMemoryError as error:
                 raise ValueError(
-                    f"a CUDA graph of {size} rows does not fit beside weights and KV cache: lower "
-                    "--mem-fraction-static, --max-total-tokens or --cuda-graph-max-bs, or give "
-                    "--disable-cuda-graph"
+                    f"a CUDA graph of {key.rows} rows does not fit beside weights and KV cache: "
+                    "lower --mem-fraction-static, --max-total-tokens or --cuda-graph-max-bs, or "
+                    "give --disable-cuda-graph"
                 ) from error
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what was run before captures will not be again on that stream
+        torch.cuda.empty_cache()  # the warm-up runs on that stream are not repeated
         self.nbytes = max(0, free - torch.cuda.mem_get_info(self._device)[0])
         logger.info(
             "captured %d CUDA graphs of 1 to %d rows in %.1f s, which take %.2f GiB",
-            len(self.sizes),
-            self.sizes[-1],
+            len(self._graphs),
+            max(key.rows for key in self._graphs),
             time.monotonic() - started,
             self.nbytes / GIB,
         )
 
-    def _capture(self, size: int, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-        """Run once before, on the same stream: kernels are compiled and libraries take what they
-        work in, neither of which may happen in a capture."""
+    def _capture(self, key: GraphKey, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+        """Runs the body once before the capture, in which nothing may be compiled or allocated by
+        libraries."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._body(size)
+            self._body(key)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # What other threads of the program do on the GPU meanwhile is not in it, nor forbidden.
+        # Other threads may use the GPU meanwhile; their work is not captured.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._body(size)
+            self._body(key)
         return graph

@@ -30,17 +30,17 @@ KEPT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class GrammarMask:
     """Of one item of a plan. `mask`: a bit a token; `broken`: why there is none. `ended`: nothing
     may follow, and the model has no token to say so."""
 
-    mask: Tensor | None = None
+    bits: Tensor | None = None
     broken: str = ""
     ended: bool = False
 
 
 @dataclass(slots=True)
-class Live:
+class RequestMatcher:
     """A request's matcher, and the tokens that it has seen."""
 
     matcher: LLMatcher
@@ -57,9 +57,9 @@ class Matchers:
         self._compiler: Compiler | None = None
         self._masker: Any = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._live: OrderedDict[int, Live] = OrderedDict()
+        self._live: OrderedDict[int, RequestMatcher] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
-        self._found: Future[dict[int, Allowed]] | None = None
+        self._found: Future[dict[int, GrammarMask]] | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -80,18 +80,18 @@ class Matchers:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="moesaic-grammar")
             self._found = self._thread.submit(self._find, rows)
 
-    def take(self) -> Callable[[], dict[int, Allowed]]:
+    def pending(self) -> Callable[[], dict[int, GrammarMask]]:
         """What `wait` would do, but also once another step has begun."""
         found = self._found
         return dict if found is None else found.result
 
-    def wait(self) -> dict[int, Allowed]:
+    def wait(self) -> dict[int, GrammarMask]:
         """By item of the plan; those without a grammar are not there."""
         return {} if self._found is None else self._found.result()
 
-    def _find(self, rows: Mapping[int, tuple[int, SampleRow]]) -> dict[int, Allowed]:
-        found: dict[int, Allowed] = {}
-        ready: dict[int, Live] = {}
+    def _find(self, rows: Mapping[int, tuple[int, SampleRow]]) -> dict[int, GrammarMask]:
+        found: dict[int, GrammarMask] = {}
+        ready: dict[int, RequestMatcher] = {}
         for number, (key, row) in rows.items():
             try:
                 ready[number] = self._follow(key, row)
@@ -99,7 +99,7 @@ class Matchers:
                 self._live.pop(key, None)
                 if not isinstance(error, ValueError):
                     logger.exception("the grammar of a request failed")
-                found[number] = Allowed(broken=f"its grammar failed: {error}")
+                found[number] = GrammarMask(broken=f"its grammar failed: {error}")
         masks_MB = self._masks(list(ready.values()))
         for (number, live), mask_B in zip(ready.items(), masks_MB, strict=True):
             found[number] = self._allowed(live, mask_B)
@@ -109,13 +109,13 @@ class Matchers:
             self._live.popitem(last=False)
         return found
 
-    def _follow(self, key: int, row: SampleRow) -> Live:
+    def _follow(self, key: int, row: SampleRow) -> RequestMatcher:
         """The request's matcher after its tokens so far, whatever it had seen before."""
         grammar = row.params.grammar
         assert grammar is not None
         live = self._live.get(key)
         if live is None or live.grammar != grammar:
-            live = self._live[key] = Live(self._fresh(grammar), grammar)
+            live = self._live[key] = RequestMatcher(self._fresh(grammar), grammar)
         self._live.move_to_end(key)
         tokens = list(row.output_ids)
         if tokens[: len(live.seen)] != live.seen:
@@ -136,7 +136,7 @@ class Matchers:
             self._compiled.popitem(last=False)
         return self._compiled[grammar].deep_copy()
 
-    def _masks(self, live: Sequence[Live]) -> Tensor:
+    def _masks(self, live: Sequence[RequestMatcher]) -> Tensor:
         if not live:
             return torch.empty(0, 0)
         assert self._compiler is not None
@@ -150,19 +150,19 @@ class Matchers:
         self._masker.unsafe_compute_mask_ptr(work, masks_MB.data_ptr(), size, len(live))
         return masks_MB
 
-    def _allowed(self, live: Live, mask_B: Tensor) -> Allowed:
+    def _allowed(self, live: RequestMatcher, mask_B: Tensor) -> GrammarMask:
         assert self._compiler is not None
         if live.matcher.is_error():
             why = shown(live.matcher.get_error(), live.grammar)
-            return Allowed(broken=f"its grammar failed: {why}")
+            return GrammarMask(broken=f"its grammar failed: {why}")
         forbidden = self._forbid_early_end(live.matcher, mask_B)
         if (void := self._compiler.void) is not None:
             mask_B[void // 8] &= ~(1 << void % 8) & 0xFF
             if not mask_B.any():
-                return Allowed(ended=True)
+                return GrammarMask(ended=True)
         if forbidden and not mask_B.any():
-            return Allowed(broken="its grammar wants a token within it that ends answers")
-        return Allowed(mask_B)
+            return GrammarMask(broken="its grammar wants a token within it that ends answers")
+        return GrammarMask(mask_B)
 
     def _forbid_early_end(self, matcher: LLMatcher, mask_B: Tensor) -> bool:
         """A grammar may name a token that ends answers; only where that completes it. Whether there

@@ -1,24 +1,28 @@
-"""Numbers between host and device, without waiting for either.
+"""Copies of integers between host and device that block neither.
 
-A ring of pinned buffers in each direction: a buffer is used again only when the copy that was made
-of it is over.
+Each direction has a ring of pinned buffers; a buffer is reused once its last copy has completed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# More than the copies of steps that may be under way: nobody waits for a buffer then.
+Ints = npt.NDArray[np.int64]
+
+# More than the copies of all in-flight steps, so that no copy waits for a buffer.
 DEPTH = 16
-# Short against a step, long against asking.
-PAUSE = 10e-6
+# Short compared with a step, long compared with a query.
+POLL_SECONDS = 10e-6
 
 
-class Mark:
-    """A point in the work of a device that can be waited for; on CPU it is always reached."""
+class DeviceEvent:
+    """A point in the device's stream that the host can wait for; on CPU it has always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -28,32 +32,45 @@ class Mark:
             self._event.record()
 
     def wait(self, timeout: float, what: str) -> None:
-        """`timeout`: in seconds; TimeoutError names `what`."""
+        """Raises a TimeoutError that names `what` after `timeout` seconds."""
         if self._event is None:
             return
         limit = time.monotonic() + timeout
         while not self._event.query():
             if time.monotonic() > limit:
                 raise TimeoutError(f"{what} did not end on the GPU within {timeout:g} s")
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
 
 
 class PinnedRing:
-    """Buffers of int64 in pinned memory, `DEPTH` of them, that grow as needed."""
+    """`DEPTH` pinned int64 buffers that grow as needed."""
 
     def __init__(self, device: torch.device, size: int, timeout: float) -> None:
         self.device, self._timeout = device, timeout
         self._buffers = [self._make(size) for _ in range(DEPTH)]
-        self._marks = [Mark(device) for _ in range(DEPTH)]
+        self._events = [DeviceEvent(device) for _ in range(DEPTH)]
         self._next = 0
 
-    def take(self, size: int) -> tuple[Tensor, Mark]:
-        """A buffer for so many numbers, and the mark to record once it has been copied."""
+    def next_buffer(self, size: int) -> tuple[Tensor, DeviceEvent]:
+        """A buffer of `size` numbers, and the event to record after its copy."""
         place = self._next = (self._next + 1) % DEPTH
-        self._marks[place].wait(self._timeout, f"the copy {DEPTH} copies ago")
+        self._events[place].wait(self._timeout, f"the copy {DEPTH} copies ago")
         if self._buffers[place].numel() < size:
             self._buffers[place] = self._make(2 * size)
-        return self._buffers[place][:size], self._marks[place]
+        return self._buffers[place][:size], self._events[place]
+
+    def upload(self, *columns: Sequence[int] | Ints) -> list[Tensor]:
+        """Copies all columns to the device in one transfer."""
+        sizes = [len(column) for column in columns]
+        host, event = self.next_buffer(sum(sizes))
+        table, start = host.numpy(), 0
+        for column, size in zip(columns, sizes, strict=True):
+            table[start : start + size] = column
+            start += size
+        # On CPU this must be a copy, too: the buffer is reused.
+        packed = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+        event.record()
+        return list(packed.split(sizes))
 
     def _make(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")

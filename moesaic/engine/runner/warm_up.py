@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from moesaic.config import ServerArgs
 from moesaic.core.sampling import SamplingParams
-from moesaic.core.step import Step
-from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.sampling.gpu_sampler import DeviceSampler
 from moesaic.engine.sampling.sampler import SampleRow
-from moesaic.engine.setup.device_memory import cache_dtype
 from moesaic.engine.setup.moe_setup import StepLimits
-from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.kernels.sampling import greedy_rows
+from moesaic.layers.paged_cache import SequenceSpan
 
 logger = logging.getLogger(__name__)
 
@@ -95,63 +94,41 @@ def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[Se
     ]
 
 
+class WarmUpTarget(Protocol):
+    """What the warm-up needs of a runner."""
+
+    device: torch.device
+    max_running: int
+    context_length: int
+
+    def dummy_logits(self, spans: Sequence[SequenceSpan], tokens: int, prefill: bool) -> Tensor: ...
+
+
 @torch.inference_mode()
-def warm_up(
-    runner: ModelRunner,
-    args: ServerArgs,
-    steps: Sequence[tuple[int, bool]],
-    greedy: Callable[[Tensor], Tensor],
-    draw: Callable[[Tensor, Sequence[SampleRow]], Tensor],
-) -> None:
-    """Before the cache is made: then it is known what compiled kernels and libraries take. Until
-    then the runner has a cache of one page, that of all tokens. `steps`: see `warm_steps`."""
-    began = time.monotonic()
-    dtype = cache_dtype(args, runner.dtype)
-    runner.cache = PagedCache(runner.model.cache, 1, args.page_size, dtype, runner.device)
-    for part in (runner.cache.keys, runner.cache.values):
-        part.view(torch.uint8).zero_()
+def warm_up(runner: WarmUpTarget, steps: Sequence[tuple[int, bool]], page_size: int) -> None:
+    """Runs steps that all use one page, and samples from each. `steps`: see `warm_steps`."""
+    began, sampler = time.monotonic(), DeviceSampler(runner.device)
     kinds = single_tokens(runner.max_running, runner.context_length)
     most = sum(prefill for _, prefill in steps)
     order = tqdm(steps, desc="Compiling kernels", unit="step", disable=None, leave=False)
     for number, (size, prefill) in enumerate(order):
         order.set_postfix(tokens=size, refresh=False)
         kind = kinds[(most - 1 - number) % len(kinds)]
-        spans = warm_spans(size, *kind, args.page_size)
         try:
-            logits_RV = _logits(runner, spans, size, prefill)
+            logits_RV = runner.dummy_logits(warm_spans(size, *kind, page_size), size, prefill)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a step of {size} tokens does not fit beside the weights: lower "
                 "--chunked-prefill-size or --max-running-requests, or end what else runs there"
             ) from error
         if len(logits_RV):  # one rank of a group samples
-            greedy(logits_RV)
-            draw(logits_RV[:1], [DRAWN])
+            greedy_rows(logits_RV)
+            sampler.draw(logits_RV[:1], [DRAWN])
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
-    forget_steps(runner)
     logger.info(
         "ran %d steps of 1 to %d tokens in %.1f s, so that their kernels are compiled",
         len(steps),
         max(size for size, _ in steps),
         time.monotonic() - began,
     )
-
-
-def _logits(runner: ModelRunner, spans: Sequence[SequenceSpan], size: int, prefill: bool) -> Tensor:
-    number_T, groups = torch.arange(size, device=runner.device), runner.ranks.mesh.dp
-    hidden_TH = runner.model(
-        number_T % runner.vocab_size,
-        number_T % runner.context_length,
-        runner.attention(spans),
-        Step(prefill=prefill, counts=(size,) * groups if groups > 1 else (), rows=size),
-    )
-    return runner.model.logits(hidden_TH[: runner.max_running])
-
-
-def forget_steps(runner: ModelRunner) -> None:
-    """Those that nobody asked for count nowhere."""
-    for layer in runner.moe_layers:
-        layer.load.clear()
-    for traffic in runner.moe.comm.traffic.values():
-        traffic.clear()

@@ -11,7 +11,6 @@ from typing import Any
 
 from moesaic.config import ServerArgs
 from moesaic.engine.frontend.queries import RankAnswers, RankReply
-from moesaic.engine.runner.gpu_runner import make_runner
 from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.schedule.plan import StepResult
@@ -33,7 +32,7 @@ class LocalCore:
 
     def __init__(self, args: ServerArgs, runner: ModelRunner | None = None) -> None:
         self.args = args
-        self.runner = runner or make_runner(args)
+        self.runner = runner or ModelRunner(args)
         overlaps = overlaps_steps(self.runner, args)
         self.planner = Planner(args, self.runner, overlaps)
         self.stats = RankStatsReporter(self.runner, group=self.planner.metrics.stats)

@@ -21,7 +21,7 @@ from moesaic.comm.launch.rank_link import RankLink, last_lines
 from moesaic.comm.supervise.control_page import EpochChanged, StepRolledBack
 from moesaic.config import ServerArgs
 from moesaic.core import messages
-from moesaic.engine.runner.gpu_runner import make_runner
+from moesaic.engine.runner.model_runner import ModelRunner
 from moesaic.engine.schedule.inflight import InflightStep
 from moesaic.engine.setup.memory_plan import COLLECTIVE_BYTES, pipe_spec
 from moesaic.engine.worker.leader import Leader
@@ -60,7 +60,7 @@ class Worker:
         self.link, self.mesh, self.place = link, link.mesh, link.place
         self.args = ServerArgs(**link.config)
         self.ranks = join(link)
-        self.runner = make_runner(self.args, self.ranks)
+        self.runner = ModelRunner(self.args, self.ranks)
         link.status.spans = self.runner.spans
         self.leader = self._make_leader()
         self.planner = None if self.leader is None else self.leader.planner

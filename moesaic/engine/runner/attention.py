@@ -1,0 +1,50 @@
+"""Attention over this rank's KV cache, by torch or by the kernels of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from moesaic.engine.runner.graphs import GraphKey
+from moesaic.layers.context import AttentionStep
+from moesaic.layers.deterministic_attention import DeterministicAttention
+from moesaic.layers.gpu_attention import DecodeBuffers, GpuAttention
+from moesaic.layers.padded_attention import PaddedAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
+
+StaticAttention = PaddedAttention | DecodeBuffers
+
+
+class TorchBackend:
+    def __init__(self, cache: PagedCache, max_pages: int, deterministic: bool) -> None:
+        self._cache, self._max_pages, self._deterministic = cache, max_pages, deterministic
+
+    def for_spans(self, spans: Sequence[SequenceSpan]) -> AttentionStep:
+        attend = DeterministicAttention if self._deterministic else TorchAttention
+        return attend(self._cache, spans)
+
+    def static(self, key: GraphKey) -> StaticAttention:
+        """Attention over static buffers, for decode steps of a fixed size."""
+        return PaddedAttention(self._cache, queries=key.queries)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeroes reused pages, as entries are read that were not written."""
+        if pages:
+            self._cache.clear(pages)
+
+
+class GpuBackend(TorchBackend):
+    def for_spans(self, spans: Sequence[SequenceSpan]) -> AttentionStep:
+        return GpuAttention.from_spans(self._cache, spans, self._deterministic)
+
+    def static(self, key: GraphKey) -> StaticAttention:
+        sizes = (key.sequences, self._max_pages)
+        return DecodeBuffers(self._cache, *sizes, self._deterministic, queries=key.queries)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Kernels read only what was written."""
+
+
+BACKENDS: Final = {"cpu": TorchBackend, "cuda": GpuBackend}
+"""By the kind of a rank: whose code it runs, wherever its tensors reside."""

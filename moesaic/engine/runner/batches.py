@@ -1,0 +1,192 @@
+"""How the tokens of a step pass through this rank's layers.
+
+T tokens of the step · B rows of a decode step, with padding · R rows that sample, then those that
+score · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.core.step import Step
+from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot
+from moesaic.engine.runner.graphs import GraphCache, GraphKey
+from moesaic.engine.runner.pinned import PinnedRing
+from moesaic.engine.schedule.plan import StepPlan
+from moesaic.kernels.sampling import greedy_rows
+from moesaic.layers.paged_cache import SequenceSpan
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
+
+# Rows of the packed inputs of a decode step: token ids, positions, future token slots; then how
+# many tokens the step has, and how many of them this rank takes to the experts.
+IDS, POSITIONS, SLOTS, COUNT, OWN, PACKED = range(6)
+
+
+def spans_of(plan: StepPlan) -> list[SequenceSpan]:
+    return [
+        SequenceSpan(start, len(item.token_ids), item.stop, item.pages)
+        for item, start in zip(plan.items, plan.starts(), strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EagerOutput:
+    hidden_TH: Tensor
+    rows_R: Tensor
+    """Rows whose logits are needed, as StepPlan.logit_rows."""
+    slots_R: Tensor
+    """Future token slots of the sampled ones."""
+
+
+class EagerBatch:
+    """A step of any shape, launched kernel by kernel."""
+
+    def __init__(
+        self, runner: ModelRunner, uploads: PinnedRing, future_tokens: FutureTokens | None = None
+    ) -> None:
+        self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
+
+    def run(
+        self,
+        plan: StepPlan,
+        step: Step,
+        x_TH: Tensor | None = None,
+        slots: Sequence[FutureTokenSlot] = (),
+    ) -> EagerOutput:
+        items, spans, runner = plan.items, spans_of(plan), self._runner
+        total, lengths = plan.num_tokens, np.array([span.length for span in spans], np.int64)
+        shifts = np.array([s.kv_len - s.length - s.start for s in spans], np.int64)
+        numbers = np.array([slot.number for slot in slots], np.int64)
+        ids_T, positions_T, slots_T, rows_R, slots_R = self._uploads.upload(
+            np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total),
+            np.arange(total) + np.repeat(shifts, lengths),
+            numbers.repeat(lengths) if slots else numbers,
+            list(plan.logit_rows()),
+            numbers.repeat([item.num_sampled for item in items]) if slots else numbers,
+        )
+        if self._future_tokens is not None:
+            ids_T = self._future_tokens.resolve(ids_T, slots_T)
+        attention = runner.attention.for_spans(spans)
+        hidden_TH = runner.model(ids_T, positions_T, attention, step, x_TH)
+        return EagerOutput(hidden_TH, rows_R, slots_R)
+
+
+class IdleBatch:
+    """A step in which only other ranks have tokens. Its one row is padding, as kernels cannot be
+    launched for none."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._buffers = runner, runner.attention.static(GraphKey(1))
+
+    def run(self, step: Step) -> Tensor:
+        """Hidden states of no tokens."""
+        runner = self._runner
+        self._buffers.fill([])
+        nothing_1 = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        none_1 = nothing_1.int()
+        step = replace(step, num_tokens_1=none_1, own_tokens_1=none_1)
+        x_1H = None if runner.ranks.is_first else runner.hidden_buffer(1)
+        hidden_1H: Tensor = runner.model(nothing_1, nothing_1, self._buffers.attention, step, x_1H)
+        return hidden_1H[:0]
+
+
+class GraphBatch:
+    """A decode step of one lane: as many tokens of every item, on static buffers."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        uploads: PinnedRing,
+        future_tokens: FutureTokens,
+        sizes: tuple[int, ...],
+        queries: Sequence[int],
+        lane: int = 0,
+    ) -> None:
+        self._runner, self._uploads, self._future_tokens = runner, uploads, future_tokens
+        self._lane, device, ranks = lane, runner.device, runner.ranks
+        self.graphs = GraphCache(sizes, self._compute, device, queries)
+        keys = self.graphs.keys
+        self.attention = {key: runner.attention.static(key) for key in keys}
+        most = max((key.rows for key in keys), default=1)
+        self.packed = torch.zeros(PACKED, most, dtype=torch.int64, device=device)
+        # The lower halves of the two numbers, which hold all of them.
+        self._count_1 = self.packed[COUNT].view(torch.int32)[:1]
+        self._own_1 = self.packed[OWN].view(torch.int32)[:1]
+        self.found_2B = torch.zeros(2, most, dtype=torch.int64, device=device)
+        shape = (most if sizes and ranks.is_last else 0, runner.vocab_size)
+        self.logits_BV = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._x_BH = None if ranks.is_first else runner.hidden_buffer(most)
+        self._hidden_BH = None if ranks.is_last else runner.hidden_buffer(most)
+
+    def run(
+        self,
+        plan: StepPlan,
+        key: GraphKey,
+        x_TH: Tensor | None,
+        slots: Sequence[FutureTokenSlot],
+    ) -> Tensor | None:
+        """Hidden states for the next pipeline stage; the last one leaves `logits_BV` and greedy
+        `found_2B`."""
+        items, queries = plan.items, key.queries
+        count = queries * len(items)
+        assert count == plan.num_tokens, f"the graph takes {queries} tokens of every item"
+        host, event = self._uploads.next_buffer(self.packed.numel())
+        packed = host.view(self.packed.shape)
+        table = packed.numpy()
+        first = np.array([item.first for item in items], np.int64)
+        table[IDS, :count] = list(chain.from_iterable(item.token_ids for item in items))
+        table[POSITIONS, :count] = (first[:, None] + np.arange(queries)).ravel()
+        table[SLOTS, :count] = np.repeat([slot.number for slot in slots], queries)
+        padding = self._future_tokens.padding.number
+        table[IDS : SLOTS + 1, count : key.rows] = [[0], [0], [padding]]
+        table[COUNT, 0] = count
+        table[OWN, 0] = self._runner.parallel.own_tokens(count, key.rows)
+        self.packed.copy_(packed, non_blocking=True)
+        event.record()
+        if self._x_BH is not None and x_TH is not None:
+            self._x_BH[:count].copy_(x_TH)
+        self.attention[key].fill(
+            [
+                SequenceSpan(n * queries, queries, item.first + queries, item.pages)
+                for n, item in enumerate(items)
+            ]
+        )
+        self.graphs.run(key)
+        return None if self._hidden_BH is None else self._hidden_BH[:count].clone()
+
+    def _compute(self, key: GraphKey) -> None:
+        """The body of a graph, from static buffers to static buffers. All rows are sampled
+        greedily, which is cheaper than to select those that should be."""
+        runner, packed = self._runner, self.packed[:, : key.rows]
+        hidden_BH = runner.model(
+            self._future_tokens.resolve(packed[IDS], packed[SLOTS]),
+            packed[POSITIONS],
+            self.attention[key].attention,
+            Step(
+                prefill=False,
+                lane=self._lane,
+                rows=key.rows,
+                num_tokens_1=self._count_1,
+                own_tokens_1=self._own_1,
+            ),
+            None if self._x_BH is None else self._x_BH[: key.rows],
+        )
+        if self._hidden_BH is not None:
+            self._hidden_BH[: key.rows].copy_(hidden_BH)
+            return
+        logits_BV = runner.model.logits(hidden_BH)
+        if not runner.samples:
+            return
+        self.logits_BV[: key.rows].copy_(logits_BV)
+        found_2B = greedy_rows(logits_BV)
+        self.found_2B[:, : key.rows].copy_(found_2B)
+        self._future_tokens.store(packed[SLOTS], found_2B[0])

@@ -1,0 +1,103 @@
+"""What a rank needs before it loads a model: memory for weights and KV cache, and collectives."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from moesaic.config import ServerArgs
+from moesaic.engine.setup.device_memory import (
+    GIB,
+    DeviceRoom,
+    StepBytes,
+    check_weights_fit,
+    gpu_cache_tokens,
+    gpu_sharers,
+    total_memory,
+)
+from moesaic.engine.setup.moe_setup import kind_of
+from moesaic.engine.worker.rank_context import RankContext
+from moesaic.layers.context import CacheSpec
+from moesaic.models.config import RawConfig
+from moesaic.models.folder import ModelEosTokens, checked
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the KV cache is sized by; `window_bytes`: held on a GPU outside torch's allocator."""
+
+    spec: CacheSpec
+    element_size: int
+    wanted_tokens: int
+    weight_bytes: int
+    step_bytes: StepBytes
+    window_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The machine's memory, which the ranks of a node share."""
+
+    ranks: int
+
+    def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
+        """Without this check the kernel would kill the process while weights are written."""
+        if nbytes * self.ranks > total_memory():
+            each = f" in {self.ranks} ranks" if self.ranks > 1 else ""
+            raise ValueError(
+                f"the weights of {name} take {nbytes * self.ranks / GIB:.1f} GiB{each} and this "
+                f"machine has {total_memory() / GIB:.1f} GiB: use {smaller}"
+            )
+
+    def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
+        sizes = (cache.element_size, cache.weight_bytes, cache.wanted_tokens)
+        return cpu_cache_tokens(args, cache.spec, *sizes, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """This rank's part of its GPU, which `sharers` ranks use."""
+
+    device: torch.device
+    sharers: int
+    ranks: RankContext = field(repr=False)
+
+    def check_weights(self, name: str, nbytes: int, smaller: str) -> None:
+        room = self._room()
+        self.ranks.least(0, "look at what is free")  # before any rank allocates
+        check_weights_fit(name, nbytes, room, smaller)
+
+    def cache_tokens(self, args: ServerArgs, cache: CacheRequest) -> int:
+        room = self._room().holding(cache.window_bytes)
+        logger.info("memory: %s", room)
+        sizes = (cache.element_size, cache.wanted_tokens)
+        return gpu_cache_tokens(args, cache.spec, *sizes, room, cache.step_bytes)
+
+    def _room(self) -> DeviceRoom:
+        return DeviceRoom.of(self.device).part(self.sharers)
+
+
+def rank_memory(
+    args: ServerArgs, device: torch.device, ranks: RankContext
+) -> HostMemory | GpuMemory:
+    if device.type == "cuda":
+        return GpuMemory(device, gpu_sharers(args, ranks.place.rank), ranks)
+    return HostMemory(ranks.mesh.ranks_per_node)
+
+
+def with_device_collectives(
+    args: ServerArgs, ranks: RankContext, device: torch.device
+) -> RankContext:
+    if kind_of(args) != "cuda":
+        return ranks
+    # All ranks must decide alike, also one that has a GPU to itself.
+    return ranks.computing_on(device, device.type == "cuda" and gpu_sharers(args) > 1)
+
+
+def config_eos_ids(raw: RawConfig) -> frozenset[int]:
+    """The model configuration's, for engines without a tokenizer; a tokenizer's take precedence."""
+    return checked(raw.data, ModelEosTokens, raw.source).all_ids

@@ -1,0 +1,157 @@
+"""Outcomes of the rows of logits that a step samples or scores.
+
+R rows · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from msgspec import structs
+from torch import Tensor
+
+from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.sampling.sampler import NonFiniteLogits, SampleRow, sample, token_logprobs
+from moesaic.engine.schedule.plan import ItemResult, PlanItem, StepPlan
+
+NOT_FINITE: Final = "the model gave numbers that are not finite for this request"
+NONE_LEFT: Final = "no token is left that its grammar, logit_bias and other parameters allow"
+# The vocabulary is wide: logits are computed for at most this many rows at once.
+LOGIT_ROWS: Final = 128
+
+SampledRow = tuple[int, SampleRow]
+"""The number of a plan's item, and how one of its rows is sampled."""
+
+
+def sampled_rows(plan: StepPlan) -> list[SampledRow]:
+    """In the order of StepPlan.logit_rows."""
+    rows: list[SampledRow] = []
+    for number, item in enumerate(plan.items):
+        if item.sample is not None:
+            rows.append((number, item.sample))
+            if item.num_drafts:
+                rows += [(number, row) for row in _rows_after_drafts(item, item.sample)]
+    return rows
+
+
+def _rows_after_drafts(item: PlanItem, row: SampleRow) -> Iterator[SampleRow]:
+    if row.params.grammar is not None:
+        raise ValueError(
+            f"request {item.request_no} has a grammar, whose masks are not made for drafts: plan "
+            "its steps without drafts"
+        )
+    drafts = item.token_ids[-item.num_drafts :]
+    for count in range(1, len(drafts) + 1):
+        output_ids = [*row.output_ids, *drafts[:count]]
+        yield structs.replace(row, position=row.position + count, output_ids=output_ids)
+
+
+def item_results(plan: StepPlan, found: Sequence[ItemResult]) -> list[ItemResult]:
+    """The result of each item: that of its first sampled row, or an empty one. `found`: of all
+    sampled rows, or none on a rank that does not sample."""
+    results, start = [], 0
+    for item in plan.items:
+        if item.sample is None or not found:
+            results.append(ItemResult())
+        else:
+            results.append(found[start])
+            start += 1 + item.num_drafts
+    return results
+
+
+def accept_drafts(plan: StepPlan, found: Sequence[ItemResult]) -> None:
+    """Adds the results of the rows behind an item's accepted drafts to that of its first row."""
+    if not found or not any(item.num_drafts for item in plan.items):
+        return
+    start = 0
+    for item in plan.items:
+        stop = start + item.num_sampled
+        if item.num_drafts and stop > start:
+            _accept(item, found[start:stop])
+        start = stop
+
+
+def _accept(item: PlanItem, rows: Sequence[ItemResult]) -> None:
+    """A row that could not be sampled ends the item like a rejected draft: the next step fails."""
+    result = rows[0]
+    for draft, row in zip(item.token_ids[-item.num_drafts :], rows[1:], strict=True):
+        if result.token_ids[-1:] != [draft] or not row.token_ids:
+            return
+        result.token_ids += row.token_ids
+        result.logprobs += row.logprobs
+        result.top_logprobs += row.top_logprobs
+
+
+def sample_rows(
+    rows: Sequence[SampledRow],
+    logits_RV: Tensor,
+    found: Sequence[ItemResult],
+    masks: Mapping[int, GrammarMask],
+) -> None:
+    """Samples each row into its entry of `found`. `masks`: by item, of those with a grammar."""
+    for (item, _), result in zip(rows, found, strict=True) if masks else ():
+        if (mask := masks.get(item)) is not None:
+            result.broken, result.ended = mask.broken, mask.ended
+    _sample_open_rows(rows, logits_RV, found, {n: mask.bits for n, mask in masks.items()})
+
+
+def _sample_open_rows(
+    rows: Sequence[SampledRow],
+    logits_RV: Tensor,
+    found: Sequence[ItemResult],
+    masks: Mapping[int, Tensor | None],
+) -> None:
+    open_rows = [n for n, result in enumerate(found) if not (result.broken or result.ended)]
+    if len(open_rows) < len(rows):
+        rows, found = [rows[n] for n in open_rows], [found[n] for n in open_rows]
+        logits_RV = logits_RV[open_rows]
+    if not rows:
+        return
+    bits = [masks.get(item) for item, _ in rows] if masks else ()
+    try:
+        sampled = sample(logits_RV, [row for _, row in rows], bits)
+    except NonFiniteLogits as error:
+        for n in error.rows:
+            masked = rows[n][0] in masks and math.isfinite(logits_RV[n].max().item())
+            found[n].broken = NONE_LEFT if masked else NOT_FINITE
+        _sample_open_rows(rows, logits_RV, found, masks)
+        return
+    for n, result in enumerate(found):
+        result.token_ids = [sampled.token_ids[n]]
+        if (logprob := sampled.logprobs[n]) is not None:
+            result.logprobs, result.top_logprobs = [logprob], [sampled.top_logprobs[n] or []]
+
+
+class ScoreQueue:
+    """Prompt tokens whose logprobs were requested, in the order in which their logits come."""
+
+    def __init__(self, plan: StepPlan, results: Sequence[ItemResult]) -> None:
+        self._waiting = deque(
+            (result, target, item.score.top)
+            for item, result in zip(plan.items, results, strict=True)
+            if item.score is not None
+            for target in item.score.targets
+        )
+
+    def score_next(self, logits_RV: Tensor) -> None:
+        rows = [self._waiting.popleft() for _ in range(len(logits_RV))]
+        for start, stop in _runs([(id(result), top) for result, _, top in rows]):
+            result, _, top = rows[start]
+            targets = [target for _, target, _ in rows[start:stop]]
+            logprobs, tops = token_logprobs(logits_RV[start:stop], targets, top)
+            if not all(map(math.isfinite, logprobs)):
+                result.broken = NOT_FINITE
+            result.input_logprobs += logprobs
+            result.input_top_logprobs += tops
+
+
+def _runs(keys: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """[start, stop) of each run of equal keys."""
+    start = 0
+    for stop in range(1, len(keys) + 1):
+        if stop == len(keys) or keys[stop] != keys[start]:
+            yield start, stop
+            start = stop

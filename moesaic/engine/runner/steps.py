@@ -1,0 +1,402 @@
+"""Steps that the device computes while the host plans the next one.
+
+`begin` launches a step and returns; `wait` gives its results. Sampled tokens stay on the device
+(FutureTokens), so the next step can begin with tokens that the host does not know yet.
+
+Ranks that exchange rows on the device all begin every step, also those without tokens, and all
+alike: eagerly if any of them prefills, else with the graph that holds the largest of their batches,
+as the StepAgreement says. Kernels that wait for other ranks report a missing one through their
+windows (engine/runner/peer_watchdog.py).
+
+T tokens of the step · R rows that sample · L rows that the host samples · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moesaic.config import ServerArgs
+from moesaic.core.step import Step
+from moesaic.engine.runner.batches import PACKED, EagerBatch, EagerOutput, GraphBatch, IdleBatch
+from moesaic.engine.runner.future_tokens import FutureTokens, FutureTokenSlot, SamplingPath
+from moesaic.engine.runner.graphs import GraphCache, GraphKey
+from moesaic.engine.runner.matchers import GrammarMask
+from moesaic.engine.runner.pinned import DeviceEvent, PinnedRing
+from moesaic.engine.runner.row_results import (
+    LOGIT_ROWS,
+    NOT_FINITE,
+    SampledRow,
+    ScoreQueue,
+    accept_drafts,
+    item_results,
+    sample_rows,
+    sampled_rows,
+)
+from moesaic.engine.sampling.gpu_sampler import DeviceSampler
+from moesaic.engine.sampling.sampler import SampleRow
+from moesaic.engine.schedule.plan import (
+    FinishedStep,
+    ItemResult,
+    PlanItem,
+    StepAgreement,
+    StepPlan,
+    StepResult,
+)
+from moesaic.engine.setup.device_memory import describe_gpu
+from moesaic.kernels.sampling import greedy_rows
+from moesaic.observe.spans import SpanKind
+
+if TYPE_CHECKING:
+    from moesaic.engine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+DRAW, HOST = SamplingPath.DRAW, SamplingPath.HOST
+# Seconds that kernels wait for ranks which may still compile theirs. The supervisor ends the wait
+# if such a rank dies or its start takes too long.
+COMPILE_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class BatchOutput:
+    """`logits_RV` and `found_2R`, greedy tokens and whether there is none, are those of the sampled
+    rows; `scored`: the output of a step that scores prompt tokens."""
+
+    logits_RV: Tensor
+    found_2R: Tensor
+    hidden_TH: Tensor | None = None
+    scored: EagerOutput | None = None
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """An in-flight step. `found`, [2, R] on the host, holds the tokens of `rows` and whether they
+    have none, once `event` has passed."""
+
+    steps: AsynchronousSteps
+    plan: StepPlan
+    number: int
+    rows: list[SampledRow]
+    found: Tensor
+    event: DeviceEvent
+    hidden_TH: Tensor | None = None
+    scored: EagerOutput | None = None
+    host_sampled: list[int] = field(default_factory=list)
+    """Rows that the host samples from `logits_LV`, into `slots_L`."""
+    logits_LV: Tensor | None = None
+    slots_L: list[int] = field(default_factory=list)
+    masks: Callable[[], dict[int, GrammarMask]] = dict
+    _result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            self._result = self.steps.finish(self)
+        return self._result
+
+
+class AsynchronousSteps:
+    @torch.inference_mode()
+    def __init__(
+        self, runner: ModelRunner, args: ServerArgs, sizes: tuple[int, ...], queries: Sequence[int]
+    ) -> None:
+        self._runner, mesh = runner, runner.ranks.mesh
+        # Only the rank that samples knows future tokens.
+        self.overlaps = mesh.attention_tp == mesh.pp == 1
+        self._has_peers = mesh.tp > 1
+        self._timeout, self._number = args.watchdog_timeout, 0
+        if self._has_peers:  # a kernel that waits for a peer times out first, and names it
+            self._timeout += runner.ranks.timeout
+        self.stuck = ""
+        """Why the GPU will never finish its work: waiting for it would hang."""
+        self._host_sampled: dict[int, DeviceStep] = {}
+        """Requests whose newest token the host has yet to sample, and its step."""
+        device, most = runner.device, max(sizes, default=1) * max(queries)
+        self._future_tokens = FutureTokens(2 * runner.max_running, device)
+        self._uploads = PinnedRing(device, PACKED * most, self._timeout)
+        self._downloads = PinnedRing(device, 2 * runner.max_running, self._timeout)
+        self._sampler = DeviceSampler(device)
+        shared = (runner, self._uploads, self._future_tokens)
+        self._eager = EagerBatch(*shared)
+        self._idle = IdleBatch(runner) if self._has_peers else None
+        self.graph_batch = GraphBatch(*shared, sizes, queries)
+
+    @property
+    def graphs(self) -> GraphCache:
+        return self.graph_batch.graphs
+
+    @torch.inference_mode()
+    def prepare(self, idle_steps: Sequence[tuple[int, bool]]) -> None:
+        """Captures graphs, and runs steps without tokens of this rank, so that no other rank waits
+        for their kernels to compile. `idle_steps`: most tokens of a rank, and whether any
+        prefills."""
+        with self._runner.watchdog.patient(COMPILE_SECONDS):
+            if self._runner.device.type == "cuda":
+                self.graphs.capture()
+            groups = self._runner.ranks.mesh.dp
+            for tokens, prefill in idle_steps if groups > 1 else ():
+                self._run_idle(StepAgreement(0, (tokens,) * groups, prefill=prefill))
+            self._runner.watchdog.check()
+
+    def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> DeviceStep:
+        runner = self._runner
+        if self.stuck:
+            raise RuntimeError(f"the GPU is lost to this process: {self.stuck}")
+        if runner.device.type == "cuda":
+            torch.cuda.set_device(runner.device)  # of this thread
+        self._number += 1
+        runner.attention.clear(plan.clear)
+        self._end_requests(plan.ended)
+        self._sample_missing_tokens(plan.items)
+        slots = [self._future_tokens.slot_for(item) for item in plan.items]
+        needs_host = runner.samples and any(slot.path is HOST for slot in slots)
+        if needs_host or plan.ended:
+            runner.matchers.begin(plan)
+        rows = sampled_rows(plan) if runner.samples else []
+        step = self._sample(plan, rows, slots, self._compute(plan, agreement, x_TH, slots))
+        if needs_host:
+            step.masks = runner.matchers.pending()
+        step.event.record()
+        for n in step.host_sampled:
+            self._host_sampled[plan.items[rows[n][0]].request_no] = step
+        return step
+
+    def _end_requests(self, keys: Sequence[int]) -> None:
+        self._future_tokens.free(keys)
+        for key in keys:
+            self._host_sampled.pop(key, None)
+
+    def _sample_missing_tokens(self, items: Sequence[PlanItem]) -> None:
+        """Samples the tokens that items begin with and that the host has yet to sample."""
+        for item in items if self._host_sampled else ():
+            if item.token_ids[0] < 0 and item.request_no in self._host_sampled:
+                self._host_sampled[item.request_no].wait()
+
+    def _compute(
+        self,
+        plan: StepPlan,
+        agreement: StepAgreement,
+        x_TH: Tensor | None,
+        slots: list[FutureTokenSlot],
+    ) -> BatchOutput:
+        if (key := self._graph_key(plan, agreement)) is not None:
+            hidden_TH = self.graph_batch.run(plan, key, x_TH, slots)
+            rows = len(slots) * key.queries if self._runner.samples else 0
+            return self._output(hidden_TH, rows)
+        if not plan.items:
+            return self._run_idle(agreement)
+        eager = self._eager.run(plan, self._step(agreement), x_TH, slots)
+        return self._eager_output(plan, eager)
+
+    def _graph_key(self, plan: StepPlan, agreement: StepAgreement) -> GraphKey | None:
+        """The graph of a decode step; None for an eager step. With other ranks it follows from what
+        all of them know, so that all replay the same graph."""
+        if self._has_peers:
+            return None if agreement.prefill else self.graphs.bucket(max(agreement.counts))
+        queries = len(plan.items[0].token_ids) if plan.items else 1
+        if any(
+            len(item.token_ids) != queries or item.num_drafts != queries - 1 or item.score
+            for item in plan.items
+        ):
+            return None
+        return self.graphs.bucket(len(plan.items), queries)
+
+    def _step(self, agreement: StepAgreement) -> Step:
+        counts = self._runner.group_counts(agreement)
+        return Step(prefill=agreement.prefill, counts=counts, rows=max(agreement.counts))
+
+    def _run_idle(self, agreement: StepAgreement) -> BatchOutput:
+        assert self._idle is not None, "a rank without peers has tokens in every step"
+        return self._output(self._idle.run(self._step(agreement)))
+
+    def _eager_output(self, plan: StepPlan, eager: EagerOutput) -> BatchOutput:
+        """Logits and greedy tokens of the sampled rows."""
+        if not self._runner.ranks.is_last:
+            return self._output(eager.hidden_TH)
+        output, count = self._output(), sum(item.num_sampled for item in plan.items)
+        if count:
+            output.logits_RV = self._runner.model.logits(eager.hidden_TH[eager.rows_R[:count]])
+        if count and self._runner.samples:
+            output.found_2R = greedy_rows(output.logits_RV)
+            self._future_tokens.store(eager.slots_R, output.found_2R[0])
+        if any(item.score is not None for item in plan.items):
+            output.scored = replace(eager, rows_R=eager.rows_R[count:])
+        return output
+
+    def _output(self, hidden_TH: Tensor | None = None, rows: int = 0) -> BatchOutput:
+        """Of the first rows of a graph; `hidden_TH`: for the next pipeline stage."""
+        batch = self.graph_batch
+        hidden_TH = None if self._runner.ranks.is_last else hidden_TH
+        return BatchOutput(batch.logits_BV[:rows], batch.found_2B[:, :rows], hidden_TH)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        rows: list[SampledRow],
+        slots: list[FutureTokenSlot],
+        output: BatchOutput,
+    ) -> DeviceStep:
+        """Draws tokens for random rows, leaves others to the host, and starts the download."""
+        if len(rows) < len(output.logits_RV):
+            (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
+            output.logits_RV = output.logits_RV[rows_R]
+            output.found_2R = output.found_2R[:, rows_R]
+        drawn = [n for n, (item, _) in enumerate(rows) if slots[item].path is DRAW]
+        host_sampled = [n for n, (item, _) in enumerate(rows) if slots[item].path is HOST]
+        found_2R = output.found_2R
+        if drawn:
+            numbers = [slots[rows[n][0]].number for n in drawn]
+            found_2R = self._draw(drawn, numbers, [rows[n][1] for n in drawn], output)
+        host, event = self._downloads.next_buffer(2 * len(rows))
+        found = host.view(2, len(rows)).copy_(found_2R, non_blocking=True)
+        step = DeviceStep(self, plan, self._number, rows, found, event)
+        step.hidden_TH, step.scored = output.hidden_TH, output.scored
+        if host_sampled:
+            (rows_L,) = self._uploads.upload(host_sampled)
+            # A copy: the next step overwrites the static buffers of a graph.
+            step.logits_LV, step.host_sampled = output.logits_RV[rows_L], host_sampled
+            step.slots_L = [slots[rows[n][0]].number for n in host_sampled]
+        return step
+
+    def _draw(
+        self, drawn: list[int], numbers: list[int], asked: list[SampleRow], output: BatchOutput
+    ) -> Tensor:
+        """The tokens of all rows, those of the `drawn` ones replaced. `numbers`: of their future
+        token slots."""
+        rows, slots = self._uploads.upload(drawn, numbers)
+        logits_RV = output.logits_RV
+        some_RV = logits_RV if len(drawn) == len(logits_RV) else logits_RV[rows]
+        drawn_2R = self._sampler.draw(some_RV, asked)
+        self._future_tokens.store(slots, drawn_2R[0])
+        return output.found_2R.index_copy(1, rows, drawn_2R)
+
+    @torch.inference_mode()
+    def finish(self, step: DeviceStep) -> StepResult:
+        try:
+            return self._finish(step)
+        except Exception as error:
+            self._runner.recover(error)
+            raise
+
+    def _finish(self, step: DeviceStep) -> StepResult:
+        plan = step.plan
+        step.event.wait(self._timeout, f"step {step.number} of {plan.num_tokens} tokens")
+        self._runner.watchdog.check()
+        if not self._runner.ranks.is_last:
+            return StepResult([])
+        tokens, broken = step.found.tolist()
+        found = [ItemResult(token_ids=[token]) for token in tokens]
+        if any(broken):
+            for n in (n for n, bad in enumerate(broken) if bad):
+                found[n] = ItemResult(broken=NOT_FINITE)
+        if step.logits_LV is not None:
+            self._sample_on_host(step, step.logits_LV, found)
+        results = item_results(plan, found)
+        accept_drafts(plan, found)
+        if step.scored is not None:
+            self._score(plan, step.scored, results)
+        return StepResult(results)
+
+    def _sample_on_host(self, step: DeviceStep, logits_LV: Tensor, found: list[ItemResult]) -> None:
+        rows = [step.rows[n] for n in step.host_sampled]
+        sampled = [ItemResult() for _ in rows]
+        sample_rows(rows, logits_LV, sampled, step.masks())
+        tokens: dict[int, int] = {}
+        for n, slot, result in zip(step.host_sampled, step.slots_L, sampled, strict=True):
+            found[n] = result
+            key = step.plan.items[step.rows[n][0]].request_no
+            if self._host_sampled.get(key) is step:  # else the slot may be another request's
+                del self._host_sampled[key]
+                if result.token_ids:
+                    tokens[slot] = result.token_ids[0]
+        if tokens:
+            slots, values = self._uploads.upload(list(tokens), list(tokens.values()))
+            self._future_tokens.store(slots, values)
+
+    def _score(self, plan: StepPlan, scored: EagerOutput, results: list[ItemResult]) -> None:
+        queue = ScoreQueue(plan, results)
+        for rows_R in scored.rows_R.split(LOGIT_ROWS):
+            queue.score_next(self._runner.model.logits(scored.hidden_TH[rows_R]))
+
+    def drop(self) -> None:
+        """Drops all in-flight steps; their results are ignored."""
+        self._future_tokens.clear()
+        self._host_sampled.clear()
+        if self._runner.device.type == "cuda" and not self.stuck:
+            try:
+                torch.cuda.synchronize(self._runner.device)
+                if not self._runner.watchdog.lifecycle.keeps_graphs:
+                    self.graphs.drop()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                logger.error("the GPU is lost to this process: %s", error)
+
+    def device_info(self) -> dict[str, Any]:
+        device = self._runner.device
+        return {
+            "device": describe_gpu(device.index) if device.type == "cuda" else {},
+            "graph_sizes": list(self.graphs.sizes),
+            "graph_bytes": self.graphs.nbytes,
+            "step_bytes": self._runner.step_bytes.total,
+        }
+
+
+class SynchronousSteps:
+    """The host samples, and all attention groups compute their logits together."""
+
+    overlaps = False
+    stuck = ""
+
+    def __init__(self, runner: ModelRunner, timeout: float) -> None:
+        self._runner = runner
+        self._batch = EagerBatch(runner, PinnedRing(runner.device, 4 * LOGIT_ROWS, timeout))
+
+    def begin(self, plan: StepPlan, agreement: StepAgreement, x_TH: Tensor | None) -> FinishedStep:
+        runner = self._runner
+        if runner.samples:
+            runner.matchers.begin(plan)
+        runner.attention.clear(plan.clear)
+        step = Step(prefill=agreement.prefill, counts=runner.group_counts(agreement))
+        output = self._batch.run(plan, step, x_TH)
+        if not runner.ranks.is_last:
+            return FinishedStep(StepResult([]), output.hidden_TH)
+        return FinishedStep(self.results(plan, output, agreement.logits or (len(output.rows_R),)))
+
+    def results(self, plan: StepPlan, output: EagerOutput, group_rows: Sequence[int]) -> StepResult:
+        """Samples and scores on the first rank of an attention group; the others only compute
+        their part of the logits. `group_rows`: how many logits each group needs; all groups compute
+        as many pieces as the one with the most."""
+        runner, spans, rows = self._runner, self._runner.spans, sampled_rows(plan)
+        found = [ItemResult() for _ in rows]
+        results = item_results(plan, found)
+        scores = ScoreQueue(plan, results)
+        for begin in range(0, max(group_rows), LOGIT_ROWS):
+            piece = slice(begin, begin + LOGIT_ROWS)
+            logits_RV = self._logits(output, piece, group_rows)
+            if not runner.samples or not len(output.rows_R[piece]):
+                continue
+            started, count = spans.clock(), len(rows[piece])
+            sample_rows(rows[piece], logits_RV[:count], found[piece], runner.matchers.wait())
+            scores.score_next(logits_RV[count:])
+            spans.add(SpanKind.SAMPLE, started, tokens=count)
+        accept_drafts(plan, found)
+        return StepResult(results)
+
+    def _logits(self, output: EagerOutput, piece: slice, group_rows: Sequence[int]) -> Tensor:
+        spans, rows_R = self._runner.spans, output.rows_R[piece]
+        counts = [min(max(0, rows - piece.start), LOGIT_ROWS) for rows in group_rows]
+        started = spans.clock()
+        logits_RV = self._runner.model.logits(output.hidden_TH[rows_R], counts)
+        spans.add(SpanKind.LOGITS, started, tokens=len(rows_R))
+        return logits_RV
+
+    def drop(self) -> None:
+        """No step is in flight."""
+
+    def device_info(self) -> dict[str, Any]:
+        return {}
