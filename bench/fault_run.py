@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from moesaic.comm.supervise.control_page import HEAD_BYTES, SEAT_BYTES, ControlPage
+from moesaic.comm.supervise.control_page import HEAD_BYTES, STATUS_BYTES, ControlPage
 
 MARK: Final = "MOESAIC_FAULT_MARK"
 # Only ends what hangs: two cores may be shared with much else.
@@ -85,7 +85,7 @@ class Run:
         supervisor = self.find("supervisor")
         for link in Path(f"/proc/{supervisor}/fd").iterdir():
             if "moesaic-control" in os.readlink(link):
-                seats = (link.stat().st_size - HEAD_BYTES) // SEAT_BYTES
+                seats = (link.stat().st_size - HEAD_BYTES) // STATUS_BYTES
                 return ControlPage.open(str(link), seats).seen(rank).step
         return 0
 

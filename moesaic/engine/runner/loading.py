@@ -13,6 +13,7 @@ from moesaic.engine.setup.device_memory import (
     DeviceRoom,
     StepBytes,
     check_weights_fit,
+    cpu_cache_tokens,
     gpu_cache_tokens,
     gpu_sharers,
     total_memory,
