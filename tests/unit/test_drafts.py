@@ -1,0 +1,111 @@
+"""Steps that verify a drafter's proposals yield exactly the tokens of steps without any."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from moesaic.config import ServerArgs, resolve
+from moesaic.core.request import Request
+from moesaic.core.sampling import SamplingParams
+from moesaic.engine.runner.model_runner import ModelRunner
+from moesaic.engine.schedule.inflight import PlannedItem
+from moesaic.engine.schedule.request_state import RequestState
+from moesaic.engine.schedule.scheduler import Scheduled
+from moesaic.engine.worker.local_core import LocalCore
+from moesaic.models.tiny import materialise
+
+PARAMS = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "min_new_tokens": 9},
+)
+
+
+def make_core(asynchronous: bool, **flags: object) -> LocalCore:
+    flags = {"enable_deterministic_inference": True, "page_size": 4, **flags}
+    args = resolve(ServerArgs.from_kwargs(model_path="tiny:qwen3_moe", **flags))
+    args = replace(args, model_path=materialise(args.model_path))
+    return LocalCore(args, ModelRunner(args, asynchronous=asynchronous))
+
+
+def requests() -> list[Request]:
+    chooser, found = random.Random(5), []
+    for number in range(8):
+        params = SamplingParams(**PARAMS[number % 4], ignore_eos=number != 5)
+        prompt = [chooser.randrange(97, 123) for _ in range(chooser.randrange(1, 20))]
+        logprobs = {"return_logprob": number in (0, 1, 6), "top_logprobs_num": 2}
+        found.append(Request(str(number), prompt, params, number, 6 + number, number, **logprobs))
+    return found
+
+
+def serve(core: LocalCore, drafter: "Drafter | None" = None) -> list[Request]:
+    served = requests()
+    for request in served:
+        core.add(RequestState(request, None, lambda progress: None))
+    while core.has_work:
+        for request in served:
+            if drafter is not None and request.finish_reason is None and request.is_decoding:
+                request.drafts = drafter.propose(request)
+        core.step()
+    assert core.planner.metrics.counts.failed_steps == 0
+    assert core.planner.kv.num_used == 0
+    return served
+
+
+class Drafter:
+    """Proposes the right tokens, each of which is replaced by another with a probability."""
+
+    def __init__(self, answers: list[Request], wrong: float) -> None:
+        self.answers, self.wrong, self.chance = answers, wrong, random.Random(1)
+
+    def propose(self, request: Request) -> list[int]:
+        ahead = self.answers[int(request.rid)].output_ids[request.num_output :]
+        ahead = ahead[: self.chance.randrange(5)]
+        return [t if self.chance.random() >= self.wrong else (t + 1) % 256 for t in ahead]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "flags", [{}, {"max_total_tokens": 72, "chunked_prefill_size": 16}], ids=str
+)
+def test_drafts_change_no_token(asynchronous: bool, wrong: float, flags: dict[str, int]) -> None:
+    plain = make_core(asynchronous, **flags)
+    expected = serve(plain)
+    core = make_core(asynchronous, **flags)
+    found = serve(core, Drafter(expected, wrong))
+    for one, other in zip(expected, found, strict=True):
+        assert other.output_ids == one.output_ids and other.finish_reason == one.finish_reason
+        assert other.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-5)
+        assert len(other.output_top_logprobs) == len(one.output_top_logprobs)
+    # The same tokens come in fewer steps where proposals are right.
+    if wrong == 0.0:
+        assert core.planner.num_steps < plain.planner.num_steps
+    again = serve(core)  # the prefix cache holds nothing that was rejected
+    assert [one.output_ids for one in again] == [one.output_ids for one in expected]
+
+
+def test_a_rollback_gives_the_drafts_back() -> None:
+    (request,) = requests()[:1]
+    request.token_ids.append(5)
+    request.num_computed, request.drafts = len(request.prompt_ids), [7, 8, 9]
+    item = PlannedItem.begin(Scheduled(request, 3, True, 2))
+    assert item.drafts == [7, 8] and item.samples and request.verifying
+    assert not request.can_run_ahead and request.drafts == [] and request.pending == 1
+    item.undo()
+    assert request.drafts == [7, 8] and not request.verifying and request.pending == 0
+    assert request.num_computed == len(request.prompt_ids)
+
+
+def test_rejected_drafts_are_computed_anew() -> None:
+    (request,) = requests()[:1]
+    first = len(request.prompt_ids)
+    request.token_ids.append(5)
+    for num_tokens, computed in ((1, first + 1), (2, first + 2), (3, first + 3)):
+        request.num_computed, request.drafts = first, [7, 8]
+        item = PlannedItem.begin(Scheduled(request, 3, True, 2))
+        assert item.confirmed == first + 1
+        item.end(num_tokens)
+        assert request.num_computed == computed and request.pending == 0
