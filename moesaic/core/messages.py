@@ -7,9 +7,7 @@ from typing import Any
 import msgspec
 
 from moesaic.core.rank_state import RankSnapshot
-
-Logprobs = list[float]
-TopLogprobs = list[tuple[float, int]]
+from moesaic.core.request import FinishReason, TopLogprobs
 
 
 class Message(msgspec.Struct, tag=True, tag_field="_", array_like=True):
@@ -60,28 +58,18 @@ class QueryReply(Message):
     rank: int = -1
 
 
-class Finish(Message):
-    """Why a request ended; as core.request.FinishReason."""
-
-    type: str
-    matched: int | str | None = None
-    length: int | None = None
-    message: str | None = None
-    failed: bool = False
-
-
 class RequestDelta(Message):
     """What a request has got since the last one; logprobs only where they were asked for."""
 
     rid: str
     token_ids: list[int]
-    logprobs: Logprobs = []
+    logprobs: list[float] = []
     top_logprobs: list[TopLogprobs] = []
-    input_logprobs: Logprobs = []
+    input_logprobs: list[float] = []
     input_top_logprobs: list[TopLogprobs] = []
     cached_tokens: int = 0
     retractions: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     queue_seconds: float | None = None
 
 

@@ -1,10 +1,12 @@
-"""A request and what becomes of it: data only."""
+"""A request and its progress: data only."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from moesaic.core.sampling import SamplingParams
 
@@ -15,8 +17,7 @@ TopLogprobs = list[tuple[float, int]]
 ABORTED = "aborted by the caller"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishReason:
+class FinishReason(msgspec.Struct, frozen=True, array_like=True):
     """Why a request ended: `stop` (with what matched), `length` or `abort` (with a message)."""
 
     type: str

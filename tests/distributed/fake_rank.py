@@ -13,7 +13,6 @@ from moesaic.comm.windows.window import PlaneSpec
 from moesaic.core.messages import (
     Abort,
     Asleep,
-    Finish,
     NewRequest,
     Query,
     QueryReply,
@@ -23,6 +22,7 @@ from moesaic.core.messages import (
     Wake,
 )
 from moesaic.core.rank_state import RankState
+from moesaic.core.request import FinishReason
 
 
 class FakeRank:
@@ -80,7 +80,7 @@ class FakeRank:
                 self.open |= {request.rid: (request, 0) for request in requests}
             case Abort(rid) if rid in self.open:
                 del self.open[rid]
-                self.link.send(StepOutput([RequestDelta(rid, [], finish=Finish("abort"))]))
+                self.link.send(StepOutput([RequestDelta(rid, [], finish=FinishReason("abort"))]))
             case Query():
                 group = self.link.mesh.group_of(self.link.place)
                 answer = {"what": message.what, "rank": self.link.rank}
@@ -91,7 +91,7 @@ class FakeRank:
         for rid, (request, count) in list(self.open.items()):
             token = request.prompt_ids[count % len(request.prompt_ids)]
             done = count + 1 >= request.max_new_tokens
-            finish = Finish("length", length=count + 1) if done else None
+            finish = FinishReason("length", length=count + 1) if done else None
             deltas.append(RequestDelta(rid, [token], finish=finish))
             self.open[rid] = (request, count + 1)
             if done:

@@ -26,7 +26,6 @@ from moesaic.comm.supervise.step_watchdog import StepWatchdog
 from moesaic.core.messages import (
     Abort,
     Fault,
-    Finish,
     Message,
     NewRequest,
     Query,
@@ -37,6 +36,7 @@ from moesaic.core.messages import (
     Submit,
 )
 from moesaic.core.rank_state import RankSnapshot, RankState
+from moesaic.core.request import FinishReason
 
 TARGET = "tests.distributed.fake_rank:run"
 LONG = 10**9
@@ -85,10 +85,12 @@ def next_message(service: Service, seconds: float = 30.0) -> Message:
     return message
 
 
-def collect(service: Service, rids: set[str]) -> tuple[dict[str, list[int]], dict[str, Finish]]:
+def collect(
+    service: Service, rids: set[str]
+) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
     """Tokens and ends of the requests, when all have ended."""
     tokens: dict[str, list[int]] = {rid: [] for rid in rids}
-    ends: dict[str, Finish] = {}
+    ends: dict[str, FinishReason] = {}
     while set(ends) < rids:
         message = next_message(service)
         assert isinstance(message, StepOutput), message
@@ -406,7 +408,9 @@ def test_journal_spreads_requests():
         0,
         1,
     ]
-    fewest.record(StepOutput([RequestDelta(rid, [1], finish=Finish("length")) for rid in "bd"]))
+    fewest.record(
+        StepOutput([RequestDelta(rid, [1], finish=FinishReason("length")) for rid in "bd"])
+    )
     assert [fewest.assign(request(rid)) for rid in "ef"] == [1, 1]
     assert (fewest.requests, fewest.tokens) == ([2, 2], [10, 6])
 

@@ -7,7 +7,8 @@ from typing import Final
 
 import msgspec
 
-from moesaic.core.messages import Finish, NewRequest, RequestDelta, StepOutput
+from moesaic.core.messages import NewRequest, RequestDelta, StepOutput
+from moesaic.core.request import FinishReason
 
 # Requests that one message ends.
 ENDED_AT_ONCE: Final = 256
@@ -64,7 +65,7 @@ class Journal:
 
     def end_all(self, message: str) -> list[StepOutput]:
         """Drops all open requests and returns their last outputs."""
-        finish = Finish("abort", message=message)
+        finish = FinishReason("abort", message=message)
         deltas = [RequestDelta(rid, [], finish=finish) for rid in self.open]
         for rid in list(self.open):
             self._drop(rid)

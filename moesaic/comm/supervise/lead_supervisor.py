@@ -36,7 +36,6 @@ from moesaic.core.messages import (
     Beat,
     Failed,
     Fault,
-    Finish,
     Hello,
     Message,
     NewRequest,
@@ -56,6 +55,7 @@ from moesaic.core.messages import (
     encode,
 )
 from moesaic.core.rank_state import RankSnapshot, RankState
+from moesaic.core.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -279,9 +279,8 @@ class LeadSupervisor(NodeSupervisor):
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
-        self.send_client(
-            StepOutput([RequestDelta(rid, [], finish=Finish("abort", message=why, failed=True))])
-        )
+        reason = FinishReason("abort", message=why, failed=True)
+        self.send_client(StepOutput([RequestDelta(rid, [], finish=reason)]))
 
     def _ask(self, question: Query) -> None:
         if question.what in ("info", "stats"):

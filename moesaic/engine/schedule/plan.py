@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 from torch import Tensor
 
-from moesaic.core.messages import TopLogprobs
+from moesaic.core.request import TopLogprobs
 from moesaic.engine.sampling.sampler import SampleRow
 
 FUTURE_TOKEN: Final = -1

@@ -70,7 +70,7 @@ class Leader:
             self._add(new)
         except Exception as error:
             logger.exception("a request was refused")
-            finish = messages.Finish("abort", message=f"refused: {error!r}", failed=True)
+            finish = FinishReason("abort", message=f"refused: {error!r}", failed=True)
             self._deltas.append(messages.RequestDelta(new.rid, [], finish=finish))
 
     def _add(self, new: messages.NewRequest) -> None:
@@ -105,7 +105,6 @@ class _Reported:
     def delta(self) -> messages.RequestDelta:
         request, tokens = self._request, self._num_tokens
         seen, scored = self._num_logprobs, self._num_scored
-        reason = request.finish_reason
         self._num_tokens = len(request.token_ids)
         self._num_logprobs = len(request.output_logprobs)
         self._num_scored = len(request.input_logprobs)
@@ -118,12 +117,6 @@ class _Reported:
             input_top_logprobs=request.input_top_logprobs[scored:],
             cached_tokens=request.cached_tokens,
             retractions=request.retractions,
-            finish=None if reason is None else _finish(reason),
+            finish=request.finish_reason,
             queue_seconds=request.queue_seconds,
         )
-
-
-def _finish(reason: FinishReason) -> messages.Finish:
-    return messages.Finish(
-        reason.type, reason.matched, reason.length, reason.message, reason.failed
-    )
