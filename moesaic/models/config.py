@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json, of either generation, into what the models need."""
+"""Reads config.json, of either generation, into the models' configs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 Item = TypeVar("Item")
 
-# What no model has more of: a file that says so is broken, or meant to take all memory and time.
-# Published models have up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760
-# positions; float32, in which positions are rotated, counts to 2^24.
+# Upper limits: a larger value is an error, or an attempt to exhaust memory. Published models have
+# up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760 positions; float32, in which
+# positions are rotated, is exact up to 2^24.
 MAX_VALUES: Final = {
     "num_hidden_layers": 1024,
     "num_nextn_predict_layers": 64,
@@ -47,7 +47,7 @@ MAX_VALUES: Final = {
     "max_position_embeddings": 1 << 24,
     "original_max_position_embeddings": 1 << 24,
 }
-# In all layers together, since each has a name that is looked for.
+# In all layers together: each expert's name is looked up.
 MAX_EXPERTS: Final = 1 << 16
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_INTEGER: Final = 2**31 - 1
@@ -55,8 +55,8 @@ MAX_NUMBER: Final = 1e12
 
 
 class RawConfig:
-    """config.json with typed access; a key that is missing, mistyped or beyond what any model has
-    is an error that names it."""
+    """config.json with typed access; errors name a key that is missing, mistyped or out of
+    range."""
 
     def __init__(self, data: dict[str, Any], source: str) -> None:
         self.data, self.source = data, source
@@ -102,7 +102,7 @@ class RawConfig:
         return value
 
     def list_of(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
-        """A list whose items are all of one type; empty if the key is missing."""
+        """A list of items of one type; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
             raise ValueError(
@@ -113,7 +113,7 @@ class RawConfig:
         return value
 
     def require(self, key: str, served: str) -> None:
-        """Refuses a value that changes the model in a way which is not served."""
+        """Raises ValueError for a value that changes the model in an unsupported way."""
         if self.data.get(key, served) not in (served, None):
             raise ValueError(
                 f"{self.source}: {key} {brief(self.data[key])} is not served, only {served!r}"
@@ -126,7 +126,7 @@ class RawConfig:
         return value
 
     def num_experts(self) -> int:
-        """The number of experts of a layer, by the family's name for it; 0 if there is none."""
+        """The number of experts per layer, by the family's name for it; 0 without experts."""
         found = [(key, self.integer(key)) for key in EXPERT_COUNTS if self.has(key)]
         if not found:
             return 0
@@ -153,7 +153,7 @@ class RawConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What every family has in common."""
+    """The settings that all families have in common."""
 
     vocab_size: int
     hidden_size: int
@@ -162,9 +162,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     num_nextn_layers: int
-    """Layers for multi-token prediction behind the last one (nextn.py)."""
+    """Multi-token prediction layers behind the last layer (nextn.py)."""
     positions: int
-    """Length of the rotary tables: the context that will be served."""
+    """Length of the rotary tables: the served context length."""
     moe: MoeContext
     parallel: Parallel
 
@@ -182,13 +182,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What a model is built for, beside its config.json."""
+    """How to build a model, beside its config.json."""
 
     positions: int
     moe: MoeContext
     parallel: Parallel = field(default_factory=Parallel)
     dense: DenseWeights | None = None
-    """Projections that are kept quantised; None: all are in the model's type."""
+    """Projections that stay quantised; None: all have the model's type."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,7 +237,7 @@ def rope_config(
     given = raw.mapping("rope_scaling") or raw.mapping("rope_parameters") or dict(default or {})
     rope = RawConfig(given, f"{raw.source}: rope")
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    # Up to max_position_embeddings, which is as far as we serve, dynamic scaling changes nothing.
+    # Dynamic scaling changes nothing up to max_position_embeddings, the longest context we serve.
     kind = "default" if kind == "dynamic" else kind
     if kind not in ROPE_TYPES:
         raise ValueError(

@@ -22,7 +22,7 @@ from moesaic.moe.topk import TopK, TopKConfig
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What differs between V2 and V3."""
+    """The differences between V2 and V3."""
 
     topk: TopKConfig
     correction_bias: bool
@@ -80,7 +80,7 @@ def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Makes what a decoder layer is put together from, by its number."""
+    """Makes the parts of a decoder layer by its number."""
 
     raw: RawConfig
     config: ModelConfig
@@ -92,8 +92,7 @@ class LayerParts:
         return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
 
     def mlp(self, layer: int) -> Module:
-        """Behind the first dense layers, those whose number `moe_layer_freq` divides have
-        experts."""
+        """Behind the first dense layers, every `moe_layer_freq`-th layer has experts."""
         first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
         if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:
             return DeepseekSparseBlock(self.raw, self.config, self.variant, layer)

@@ -1,4 +1,4 @@
-"""Models that are named instead of stored: `KIND:NAME,KEY=INTEGER,…` becomes a folder."""
+"""Folders of generated models, which are named `KIND:NAME,KEY=INTEGER,…`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def parse_model_name(model_path: str, prefix: str, example: str) -> tuple[str, d
 
 
 def cached_folder(name: str, made_of: bytes, make: Callable[[Path], object]) -> Path:
-    """The folder that `make` fills, made once for everything that it is `made_of`."""
+    """The folder that `make` fills, cached by the hash of `made_of`."""
     key = hashlib.sha256(made_of).hexdigest()[:12]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
     folder = root / f"{name}-{key}"
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    # Made aside and renamed, so that nobody ever sees half a checkpoint.
+    # Filled elsewhere and renamed: no process sees half a checkpoint.
     work = Path(tempfile.mkdtemp(dir=root))
     try:
         make(work / "model")

@@ -13,7 +13,7 @@ from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.layer import MoeConfig, StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
-# What a config.json without rope settings means for this family.
+# The family's defaults for a config.json without rope settings.
 DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -60,7 +60,7 @@ def topk_of(raw: RawConfig) -> TopK:
 
 
 def is_sparse(raw: RawConfig, layer: int) -> bool:
-    """Some layers may be dense: those listed, and all that the step skips."""
+    """Layers are dense if they are listed or if the step skips them."""
     step = raw.integer("decoder_sparse_step", 1)
     return layer not in raw.list_of("mlp_only_layers", int) and (layer + 1) % step == 0
 

@@ -1,4 +1,4 @@
-"""The sizes of known models, for `--load-format dummy`: their config.json without their weights."""
+"""The config.json files of known models, for `--load-format dummy`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def known() -> list[str]:
 
 
 def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """config.json of a known model; `changes` take the place of integers in it."""
+    """config.json of a known model; `changes` replace integers in it."""
     if name not in known():
         raise ValueError(f"unknown shape {name!r}; known are {', '.join(known())}")
     config: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[st
 
 
 def shape_folder(model_path: str) -> str:
-    """A folder with nothing but the config.json of `shape:NAME` or `shape:NAME,KEY=INTEGER,…`."""
+    """Makes a folder with only the config.json of `shape:NAME` or `shape:NAME,KEY=INTEGER,…`."""
     name, changes = parse_model_name(model_path, SHAPE, "shape:mixtral-8x7b,num_hidden_layers=2")
     text = json.dumps(shape_config(name, changes), indent=2)
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made on the spot: for a first try and for tests without a download."""
+"""Generates tiny random checkpoints, for a first try and for tests without a download."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "tiny:"
 MIN_VOCAB = 258
-# 4 GiB, which are made in memory and kept in the user's cache.
+# 4 GiB, which are generated in memory and stored in the user's cache.
 MAX_PARAMETERS = 1 << 30
 _COMMON: dict[str, Any] = {
     "vocab_size": MIN_VOCAB,
@@ -90,8 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_tiny_checkpoint(
     family: str, folder: Path, seed: int = 0, changes: Mapping[str, int] | None = None
 ) -> Path:
-    """Writes a whole Hugging Face folder; the same seed gives the same bytes. `changes` take the
-    place of integers in config.json."""
+    """Writes a whole Hugging Face folder; the same seed gives the same bytes. `changes` replace
+    integers in config.json."""
     config = _config(family, changes or {})
     folder.mkdir(parents=True, exist_ok=True)
     raw = RawConfig(config, family)
@@ -146,7 +146,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def _save_tokenizer(folder: Path, eos: str) -> None:
-    """One token a byte, and the two special ones."""
+    """One token per byte, and the two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: number for number, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -159,8 +159,8 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
 
 
 def materialise(model_path: str) -> str:
-    """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes,
-    or of a shape (shapes.py); any other path as it is."""
+    """The folder of a `tiny:FAMILY` checkpoint, of `tiny:FAMILY,KEY=INTEGER,…` with other sizes, or
+    of a shape (shapes.py); any other path is returned unchanged."""
     if model_path.startswith(SHAPE):
         return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
@@ -174,7 +174,7 @@ def materialise(model_path: str) -> str:
 
 
 def _cached(family: str, changes: dict[str, int]) -> Path:
-    # The key covers the maker's source: a changed maker must not find an old checkpoint.
+    # The key covers this file, so a changed generator never finds an old checkpoint.
     made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
 
     def make(folder: Path) -> Path:
