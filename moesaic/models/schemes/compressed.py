@@ -1,4 +1,4 @@
-"""What a config of compressed-tensors says about the matrices."""
+"""Reads the quantization_config of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = (
     "naive-quantized",
     None,
 )
-# By type, bits and, of four bits, columns per scale.
+# By type, bits and, for four bits, columns per scale.
 ACTIVATIONS: dict[tuple[Any, Any, Any], str] = {
     ("float", 8, None): "fp8",
     ("int", 8, None): "int8",
@@ -38,7 +38,7 @@ HANDLED = (
 
 
 def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
-    """`row_group`: in which whole-row scales of four bits are kept."""
+    """`row_group`: the group size in which whole-row scales of four bits are kept."""
     for key, why in (
         ("sparsity_config", "sparse weights are not handled"),
         ("transform_config", "rotated weights are not handled"),
@@ -63,7 +63,7 @@ def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
 
 
 def unmet_activation(config: RawConfig, storage: Storage) -> str:
-    """A note where the config asks for activations that the matrices are not multiplied with."""
+    """A note if the config asks for quantised activations that we do not use."""
     groups = config.mapping("config_groups")
     asked = {
         _activation(RawConfig(group, f"{config.source}: {name}")) for name, group in groups.items()
@@ -76,7 +76,7 @@ def unmet_activation(config: RawConfig, storage: Storage) -> str:
 
 
 def _activation(group: RawConfig) -> str | None:
-    """The payload format that a group asks for; what is none of them, in words."""
+    """The payload format that a group asks for, or a description of an unknown one."""
     if not group.has("input_activations"):
         return None
     given = group.mapping("input_activations")

@@ -1,6 +1,6 @@
-"""Finds out how a checkpoint stores its matrices: what the config says, checked with the tensors.
+"""Detects how a checkpoint stores its matrices, from its config and its tensors.
 
-A quantisation that is not handled is refused with its value and with what is handled.
+Errors name an unsupported quantisation and the supported ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The quantisation that a checkpoint declares, and what is needed to make sense of it."""
+    """The quantisation that a checkpoint declares, with its model config and tensors."""
 
     config: RawConfig
     model: RawConfig
@@ -43,13 +43,13 @@ class QuantizationConfig:
         return value
 
     def group(self, key: str = "group_size") -> int | None:
-        """Columns per scale; None (-1 in the file): whole rows."""
+        """Columns per scale; None (-1 in the file) for whole rows."""
         size = self.config.integer(key, 128, minimum=-1)
         return None if size == -1 else size
 
     @property
     def row_group(self) -> int:
-        """A group size that fits into the rows of all experts, to keep whole-row scales in."""
+        """A group size that divides the rows of all experts, to keep whole-row scales in."""
         return whole_row_group(self.model)
 
     def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
@@ -65,8 +65,7 @@ def whole_row_group(model: RawConfig) -> int:
 
 
 def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
-    """Reads the headers of the checkpoint's files where there are any: `--load-format dummy` does
-    without."""
+    """Reads the headers of the checkpoint's files, if any (not with `--load-format dummy`)."""
     config = _declaration(raw, folder)
     num_experts = raw.num_experts()
     if config is None:
@@ -91,7 +90,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
 
 
 def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
-    """From config.json, or from the file beside it that older producers wrote."""
+    """From config.json, or from a separate file of older producers."""
     if raw.has("quantization_config"):
         given = raw.mapping("quantization_config")
         return RawConfig(given, f"{raw.source}: quantization_config")
@@ -110,7 +109,7 @@ def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
 def _expert_format(
     declared: QuantizationConfig, storage: Storage
 ) -> tuple[WeightFormat | None, str]:
-    """Of the experts that are served; layers behind the last one are not."""
+    """The format of the served experts, without layers behind the last one, and a note."""
     if storage.format is None:
         return None, (
             "experts are decoded to the model's type at load, since their form has no counterpart "
@@ -137,7 +136,7 @@ def _expert_format(
 
 
 def _quantised_suffix(storage: Storage) -> str:
-    """The end of a name that only a quantised matrix has."""
+    """The suffix of tensors that only quantised matrices have."""
     if isinstance(storage, StoredFp8Matrix):
         return f".{storage.scale}"
     if isinstance(storage, Mxfp4Stack):
@@ -157,7 +156,7 @@ def _fp8(declared: QuantizationConfig) -> Storage:
     declared.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.data.get("weight_block_size")
     if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
-        block = [BLOCK, BLOCK]  # what transformers takes an absent key to mean
+        block = [BLOCK, BLOCK]  # the default in transformers
     if block is None:
         inverse = declared.has_tensor(".weight_scale_inv")
         return StoredFp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
