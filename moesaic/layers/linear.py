@@ -37,7 +37,6 @@ from moesaic.layers.module import (
 from moesaic.layers.norm import RMSNorm
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-ALL = slice(None)
 
 
 def product(deterministic: bool) -> Product:
@@ -72,19 +71,13 @@ class StoredPart:
 
     name: str
     start: int
-    cut: Shard
-    bias_cut: Shard
-
-    @property
-    def held(self) -> tuple[range, range]:
-        rows, cols = (range(size) for size in self.cut.shape)
-        return (
-            (rows[self.cut.where[0]], cols[self.cut.where[1]]) if self.cut.where else (rows, cols)
-        )
+    shape: tuple[int, int]
+    rows: range
+    cols: range
 
     @property
     def place(self) -> slice:
-        return slice(self.start, self.start + len(self.held[0]))
+        return slice(self.start, self.start + len(self.rows))
 
 
 class Linear(Module):
@@ -106,14 +99,8 @@ class Linear(Module):
         self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
         self.product = product(config.deterministic)
         self.format: MatrixFormat | None = None
-        self.pieces: tuple[StoredPart, ...] = (
-            StoredPart(
-                "",
-                0,
-                Shard.of((config.outputs, config.inputs), outputs, inputs),
-                Shard.of((config.outputs,), outputs),
-            ),
-        )
+        shape = (config.outputs, config.inputs)
+        self.pieces: tuple[StoredPart, ...] = (StoredPart("", 0, shape, outputs, inputs),)
 
     def forward(self, x_TI: Tensor | Rows) -> Tensor:
         """`Rows` are quantised for this layer (`RowLinear.quantised_input`)."""
@@ -135,17 +122,15 @@ class Linear(Module):
         if self.deterministic:
             return "deterministic mode has no float8 product"
         for piece in self.pieces:
-            last = piece is self.pieces[-1]
-            for what, held, size, multiple in zip(
-                ("rows", "columns"), piece.held, piece.cut.shape, format.block, strict=True
+            ends_matrix = piece is self.pieces[-1]
+            for what, held, size, block, may_end in (
+                ("rows", piece.rows, piece.shape[0], format.block[0], ends_matrix),
+                ("columns", piece.cols, piece.shape[1], format.block[1], True),
             ):
-                ends = (held.start, held.stop) if what == "rows" and not last else (held.start,)
-                cut = any(end % multiple for end in ends)
-                if not held or cut or (held.stop % multiple and held.stop != size):
-                    return (
-                        f"{what} {held.start}..{held.stop} of {size} are no whole blocks of "
-                        f"{multiple}"
-                    )
+                whole_end = not held.stop % block or (may_end and held.stop == size)
+                if not held or held.start % block or not whole_end:
+                    ends = f"{held.start}..{held.stop}"
+                    return f"{what} {ends} of {size} are no whole blocks of {block}"
         return ""
 
     def use_format(self, format: MatrixFormat) -> None:
@@ -171,21 +156,18 @@ class Linear(Module):
             stem = self._stem(prefix, piece)
             yield self._matrix_slot(f"{stem}weight", piece)
             if self.bias is not None:
-                yield slot(f"{stem}bias", self.bias[piece.place], piece.bias_cut)
+                shard = Shard.of(piece.shape[:1], piece.rows)
+                yield slot(f"{stem}bias", self.bias[piece.place], shard)
 
     def _matrix_slot(self, name: str, piece: StoredPart) -> TensorSlot | MatrixSlot:
         if self.format is None:
-            return slot(name, self.weight[piece.place], piece.cut)
-        rows, cols = piece.cut.where or (ALL, ALL)
+            shard = Shard.of(piece.shape, piece.rows, piece.cols)
+            return slot(name, self.weight[piece.place], shard)
+        rows, cols = (slice(held.start, held.stop) for held in (piece.rows, piece.cols))
         block = self.format.block[0]
         scales = slice(piece.start // block, -(-piece.place.stop // block))
         planes = {"values": self.values[piece.place], "scales": self.scales[scales]}
-        return MatrixSlot(name, planes, self.format, _two(piece.cut.shape), rows, cols)
-
-
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, cols = shape
-    return rows, cols
+        return MatrixSlot(name, planes, self.format, piece.shape, rows, cols)
 
 
 def linears(module: Module, prefix: str = "") -> Iterator[tuple[str, Linear]]:
@@ -267,12 +249,7 @@ class MergedLinear(Linear):
         columns = range(config.inputs)
         starts = accumulate(sizes, initial=0)
         self.pieces = tuple(
-            StoredPart(
-                name,
-                start,
-                Shard.of((part.outputs, config.inputs), part.held, columns),
-                Shard.of((part.outputs,), part.held),
-            )
+            StoredPart(name, start, (part.outputs, config.inputs), part.held, columns)
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
 

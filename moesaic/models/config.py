@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from moesaic.layers.attention import AttentionConfig
 from moesaic.layers.linear import LinearConfig
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
@@ -224,6 +225,30 @@ def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelCon
         moe=context.moe,
         parallel=context.parallel,
     )
+
+
+def attention_config(
+    raw: RawConfig,
+    config: ModelConfig,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **options: Any,
+) -> AttentionConfig:
+    """`kv_heads`, `head_dim`: the family's defaults, if they do not follow from the query heads."""
+    heads = raw.integer("num_attention_heads")
+    return AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", kv_heads or heads),
+        head_dim=raw.integer("head_dim", head_dim or config.hidden_size // heads),
+        **options,
+    )
+
+
+def slides(raw: RawConfig, layer: int, default: bool) -> bool:
+    """Whether a layer attends to a sliding window; `default`: without `layer_types`."""
+    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
+    return types[layer] == "sliding_attention" if types else default
 
 
 def rope_config(

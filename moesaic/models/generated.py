@@ -6,8 +6,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 MAX_DIGITS = 18
 
@@ -25,6 +26,17 @@ def parse_model_name(model_path: str, prefix: str, example: str) -> tuple[str, d
             raise ValueError(f"{model_path!r} gives {key} twice")
         changes[key] = int(value)
     return name, changes
+
+
+def with_changes(
+    config: dict[str, Any], changes: Mapping[str, int], name: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Replaces integers of config.json, and sets those of `more`."""
+    known = sorted({key for key, value in config.items() if type(value) is int}.union(more))
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"{name} has no {key!r} to change; it has {', '.join(known)}")
+    return config | dict(changes)
 
 
 def cached_folder(name: str, made_of: bytes, make: Callable[[Path], object]) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.config.resolve import SHAPE
-from moesaic.models.generated import cached_folder, parse_model_name
+from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,7 @@ def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[st
     if name not in known():
         raise ValueError(f"unknown shape {name!r}; known are {', '.join(known())}")
     config: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    integers = sorted(key for key, value in config.items() if type(value) is int)
-    for key in changes or {}:
-        if key not in integers:
-            raise ValueError(f"shape {name} has no {key!r} to change; it has {', '.join(integers)}")
-    return config | dict(changes or {})
+    return with_changes(config, changes or {}, f"shape {name}")
 
 
 def shape_folder(model_path: str) -> str:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moesaic.config.resolve import SHAPE
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
-from moesaic.models.generated import cached_folder, parse_model_name
+from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 from moesaic.models.nextn import OwnWeights, build_nextn
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_folder
@@ -118,16 +118,13 @@ def _config(family: str, changes: Mapping[str, int]) -> dict[str, Any]:
     if family not in FAMILIES:
         raise ValueError(f"unknown tiny model {family!r}; known are {', '.join(FAMILIES)}")
     config = {**_COMMON, **FAMILIES[family], "model_type": family}
-    known = sorted({key for key, value in config.items() if type(value) is int} | {"head_dim"})
-    for key in changes:
-        if key not in known:
-            raise ValueError(f"tiny {family} has no {key!r} to change; it has {', '.join(known)}")
+    config = with_changes(config, changes, f"tiny {family}", ["head_dim"])
     if changes.get("vocab_size", MIN_VOCAB) < MIN_VOCAB:
         raise ValueError(
             f"vocab_size={changes['vocab_size']}: a tiny model needs at least {MIN_VOCAB}, "
             "all bytes and two special tokens"
         )
-    return config | dict(changes)
+    return config
 
 
 def _stored_shape(slot: TensorSlot | MatrixSlot, config: dict[str, Any]) -> tuple[int, ...]:
