@@ -130,7 +130,7 @@ class Linear(Module):
                 whole_end = not held.stop % block or (may_end and held.stop == size)
                 if not held or held.start % block or not whole_end:
                     ends = f"{held.start}..{held.stop}"
-                    return f"{what} {ends} of {size} are no whole blocks of {block}"
+                    return f"{what} {ends} of {size} are not whole blocks of {block}"
         return ""
 
     def use_format(self, format: MatrixFormat) -> None:

@@ -140,7 +140,7 @@ class TorchAttention(CpuAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _VisibleSpan:
+class _Visible:
     """A span without the pages before its window; `kv_len` counts from the first page kept."""
 
     span: SequenceSpan
@@ -148,17 +148,17 @@ class _VisibleSpan:
     kv_len: int
 
 
-def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _VisibleSpan:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _Visible:
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
     last = -(-span.kv_len // page_size)
-    return _VisibleSpan(span, span.pages[first:last], span.kv_len - first * page_size)
+    return _Visible(span, span.pages[first:last], span.kv_len - first * page_size)
 
 
-def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
+def _batches(views: list[_Visible]) -> Iterator[list[_Visible]]:
     """Splits sequences sorted by length into batches with little padding."""
-    batch: list[_VisibleSpan] = []
+    batch: list[_Visible] = []
     used = 0
     for view in views:
         if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
@@ -170,38 +170,32 @@ def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
         yield batch
 
 
-def _decode_group(
-    batch: list[_VisibleSpan], window: int | None, dtype: torch.dtype
-) -> AttentionBatch:
-    width = len(batch[-1].pages)
+def _decode_group(batch: list[_Visible], window: int | None, dtype: torch.dtype) -> AttentionBatch:
+    width, longest = len(batch[-1].pages), batch[-1].kv_len
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
-    lens_B = torch.tensor([v.kv_len for v in batch])
-    return AttentionBatch(
-        rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window, dtype)
-    )
+    last_B1 = torch.tensor([[v.kv_len - 1] for v in batch])
+    mask = causal_mask(last_B1, longest, window, dtype).unsqueeze(1)
+    return AttentionBatch(rows, 1, longest, table_BP, mask)
 
 
-def _prefill_group(view: _VisibleSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _prefill_group(view: _Visible, window: int | None, dtype: torch.dtype) -> AttentionBatch:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):
         return AttentionBatch(rows, span.length, view.kv_len, table_BP, None, causal=True)
-    last_Q = torch.arange(view.kv_len - span.length, view.kv_len)
-    return AttentionBatch(
-        rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window, dtype)
-    )
+    last_1Q = torch.arange(view.kv_len - span.length, view.kv_len).unsqueeze(0)
+    mask = causal_mask(last_1Q, view.kv_len, window, dtype).unsqueeze(1)
+    return AttentionBatch(rows, span.length, view.kv_len, table_BP, mask)
 
 
-def _mask(last_BQ: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest visible
-    key."""
-    keys_L = torch.arange(int(last_BQ.max()) + 1)
-    visible = keys_L <= last_BQ[..., None]
+def causal_mask(last_BQ: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[B, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest visible key."""
+    keys_L, last_BQ1 = torch.arange(length), last_BQ.unsqueeze(-1)
+    hidden = keys_L > last_BQ1
     if window is not None:
-        visible &= keys_L > last_BQ[..., None] - window
-    mask = torch.zeros(visible.shape, dtype=dtype)
-    return mask.masked_fill_(~visible, -math.inf).unsqueeze(1)
+        hidden |= keys_L <= last_BQ1 - window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
 def _attend(

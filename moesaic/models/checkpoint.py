@@ -133,8 +133,8 @@ def check_folder(path: str, has_tensors: bool) -> None:
         numbers = [int(found[1]) for name in names if (found := numbered.search(name))]
         if numbers and asked > max(numbers) + 1:
             raise ValueError(
-                f"{raw.source}: {field} is {asked}, and the tensors in {folder} are of "
-                f"{max(numbers) + 1}: mend it, or fetch the files that are missing"
+                f"{raw.source}: {field} is {asked}, but the tensors in {folder} have "
+                f"{max(numbers) + 1}: fix it, or fetch the missing files"
             )
 
 
@@ -156,8 +156,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for tensor, file in found.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(
-                f"{index}: weight_map has {tensor} in {brief(file)}, which is no safetensors file "
-                "of the folder: mend the file"
+                f"{index}: weight_map has {tensor} in {brief(file)}, which is not a safetensors "
+                "file of the folder: fix the file"
             )
     return found
 

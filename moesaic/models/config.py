@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -78,10 +78,7 @@ class RawConfig:
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value, most = self._get(key, default), MAX_VALUES.get(key, MAX_INTEGER)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= most:
-            raise ValueError(
-                f"{self.source}: {key} must be an integer from {minimum} to {most}, "
-                f"not {brief(value)}"
-            )
+            raise self._invalid(key, f"an integer from {minimum} to {most}", value)
         return value
 
     def number(
@@ -90,40 +87,35 @@ class RawConfig:
         value = self._get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:
-            raise ValueError(
-                f"{self.source}: {key} must be a number from {least:g} to {most:g}, "
-                f"not {brief(value)}"
-            )
+            raise self._invalid(key, f"a number from {least:g} to {most:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.source}: {key} must be true or false, not {brief(value)}")
+            raise self._invalid(key, "true or false", value)
         return value
 
     def list_of(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
         """A list of items of one type; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ValueError(
-                f"{self.source}: {key} must be a list of {kind.__name__}, not {brief(value)}"
-            )
+            raise self._invalid(key, f"a list of {kind.__name__}", value)
         if length is not None and value and len(value) < length:
             raise ValueError(f"{self.source}: {key} has {len(value)} entries, {length} are needed")
         return value
 
-    def require(self, key: str, served: str) -> None:
-        """Raises ValueError for a value that changes the model in an unsupported way."""
-        if self.data.get(key, served) not in (served, None):
-            raise ValueError(
-                f"{self.source}: {key} {brief(self.data[key])} is not served, only {served!r}"
-            )
+    def one_of(self, key: str, supported: Sequence[Any], default: Any = None) -> Any:
+        value = self.data.get(key, default)
+        if value not in supported:
+            names = ", ".join(repr(known) for known in supported if known is not None)
+            raise ValueError(f"{self.source}: {key} {brief(value)} is not supported, only {names}")
+        return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{self.source}: {key} must be an object, not {brief(value)}")
+            raise self._invalid(key, "an object", value)
         return value
 
     def num_experts(self) -> int:
@@ -136,12 +128,15 @@ class RawConfig:
         if number * layers > MAX_EXPERTS:
             raise ValueError(
                 f"{self.source}: {key} {number} and num_hidden_layers {layers} are "
-                f"{number * layers} experts: no more than {MAX_EXPERTS} are served"
+                f"{number * layers} experts: no more than {MAX_EXPERTS} are supported"
             )
         return number
 
     def optional_int(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None
+
+    def _invalid(self, key: str, needed: str, value: Any) -> ValueError:
+        return ValueError(f"{self.source}: {key} must be {needed}, not {brief(value)}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.data.get(key)
@@ -210,9 +205,7 @@ def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
 
 
 def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelConfig:
-    activation = raw.data.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"{raw.source}: hidden_act {brief(activation)} is not served, only 'silu'")
+    raw.one_of("hidden_act", ["silu"], "silu")
     return ModelConfig(
         vocab_size=raw.integer("vocab_size"),
         hidden_size=raw.integer("hidden_size"),
@@ -266,7 +259,7 @@ def rope_config(
     kind = "default" if kind == "dynamic" else kind
     if kind not in ROPE_TYPES:
         raise ValueError(
-            f"{raw.source}: rope type {brief(kind)} is not served, only "
+            f"{raw.source}: rope type {brief(kind)} is not supported, only "
             f"{', '.join(ROPE_TYPES)}, dynamic"
         )
     max_positions = raw.integer("max_position_embeddings")

@@ -14,7 +14,6 @@ from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
-from moesaic.models.folder import brief
 from moesaic.moe.formats import TopKOutput
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
@@ -115,13 +114,8 @@ def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> Caus
 
 
 def _topk(raw: RawConfig) -> TopKConfig:
-    raw.require("scoring_func", "softmax")
-    method = raw.data.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
-            f"{raw.source}: topk_method {brief(method)} is not served for DeepSeek-V2, "
-            "only 'greedy' and 'group_limited_greedy'"
-        )
+    raw.one_of("scoring_func", ["softmax", None])
+    method = raw.one_of("topk_method", ["greedy", "group_limited_greedy"], "greedy")
     grouped = method == "group_limited_greedy"
     return TopKConfig(
         top_k=raw.integer("num_experts_per_tok"),

@@ -116,7 +116,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply: no such file is") from None
+        raise ValueError(f"{path} is nested too deeply") from None
     except _Constant as error:
         raise ValueError(f"{path} is not valid JSON: it has {error}, give a number") from None
     except json.JSONDecodeError as error:
@@ -141,7 +141,7 @@ def checked(content: dict[str, Any], kind: type[Kind], source: str) -> Kind:
         name = field[1] if field else ""
         why = _AT.sub("", str(error)).replace("`", "")
         value = f" is {brief(content[name])}" if name in content else ""
-        raise ValueError(f"{source}: {name}{value}: {why}: mend the file") from None
+        raise ValueError(f"{source}: {name}{value}: {why}: fix the file") from None
 
 
 def brief(value: Any) -> str:

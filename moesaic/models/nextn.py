@@ -191,14 +191,14 @@ def _layers(raw: RawConfig) -> range:
     names = raw.list_of("architectures", str)
     if ARCHITECTURE not in names:
         raise ValueError(
-            f"{raw.source}: architectures {names} have no layers for multi-token prediction that "
-            f"are served, only {ARCHITECTURE} has"
+            f"{raw.source}: multi-token prediction is not supported for architectures {names}, "
+            f"only for {ARCHITECTURE}"
         )
     number = raw.integer("num_nextn_predict_layers", 0, minimum=0)
     if number == 0:
         raise ValueError(
             f"{raw.source}: num_nextn_predict_layers is 0: this checkpoint has no layers for "
-            "multi-token prediction, take one that has"
+            "multi-token prediction; use one that has"
         )
     first = raw.integer("num_hidden_layers")
     return range(first, first + number)

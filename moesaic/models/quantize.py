@@ -121,8 +121,8 @@ class Quantizer:
         elif self.form.stacked:
             yield from self._convert_stack(name)
         else:
-            matrix = Matrix(name, _two(self.source.shape(name)))
             w_NK = self._finite(name)
+            matrix = Matrix(name, (w_NK.shape[0], w_NK.shape[1]))
             for suffix, tensor in self.storage.write(w_NK, self._amax(name, w_NK)).items():
                 yield matrix.tensor(suffix), tensor
 
@@ -312,8 +312,3 @@ def _fused_with(name: str) -> list[str]:
     stem, module = name.removesuffix(".weight").rsplit(".", 1)
     family = next((names for names in FUSED if module in names), ())
     return [f"{stem}.{other}.weight" for other in family if other != module]
-
-
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, cols = shape
-    return rows, cols

@@ -22,8 +22,15 @@ def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     bias = raw.flag("attention_bias", False)
     slides = raw.flag("use_sliding_window", False)
     window = raw.integer("sliding_window", 4096) if slides else None
-    options = {"qkv_bias": bias, "output_bias": bias, "qk_norm_eps": config.rms_norm_eps}
-    attention = attention_config(raw, config, kv_heads=4, window=window, **options)
+    attention = attention_config(
+        raw,
+        config,
+        kv_heads=4,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm_eps=config.rms_norm_eps,
+        window=window,
+    )
     moe, topk = moe_config(raw, config), topk_of(raw)
     rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
 

@@ -24,7 +24,7 @@ def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ValueError(
-            f"{raw.source}: architectures {names} are not served; known are "
+            f"{raw.source}: architectures {names} are not supported; known are "
             f"{', '.join(ARCHITECTURES)}"
         )
     family = import_module(f"moesaic.models.{ARCHITECTURES[known[0]]}")

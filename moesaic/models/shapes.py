@@ -38,5 +38,5 @@ def shape_folder(model_path: str) -> str:
         (folder / "config.json").write_text(text, encoding="utf-8")
 
     folder = cached_folder(f"shape-{name}", text.encode(), make)
-    logger.info("%s has the sizes of a model and random weights, so it says nothing", model_path)
+    logger.info("%s has the sizes of a model and random weights, so its text is noise", model_path)
     return str(folder)

@@ -40,8 +40,8 @@ HANDLED = (
 def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
     """`row_group`: the group size in which whole-row scales of four bits are kept."""
     for key, why in (
-        ("sparsity_config", "sparse weights are not handled"),
-        ("transform_config", "rotated weights are not handled"),
+        ("sparsity_config", "sparse weights are not supported"),
+        ("transform_config", "rotated weights are not supported"),
     ):
         given = config.data.get(key)
         if given and given != {"format": "dense"}:
@@ -57,7 +57,7 @@ def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
     if any(storage != found[0] for storage in found):
         raise ValueError(
             f"{config.source}: config_groups {list(groups.data)} store matrices in different ways, "
-            "which is not handled: give all modules one scheme"
+            "which is not supported: give all modules one scheme"
         )
     return found[0]
 
@@ -90,19 +90,20 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
     form = group.data.get("format") or format
     if form not in FORMATS:
         raise ValueError(
-            f"{group.source}: format {brief(form)} is not handled, only "
+            f"{group.source}: format {brief(form)} is not supported, only "
             f"{', '.join(repr(known) for known in FORMATS if known)}"
         )
     if weights.data.get("actorder") == "group":
         raise ValueError(
             f"{weights.source}: actorder 'group' reorders columns (weight_g_idx), which is not "
-            "handled; only 'weight', 'static' and none"
+            "supported; only 'weight', 'static' and none"
         )
     kind = (weights.data.get("type"), weights.data.get("num_bits"))
     strategy = weights.data.get("strategy")
     asked = _activation(group)
     if kind == ("float", 8) and strategy in ("tensor", "channel", "block"):
-        _check_block(weights)
+        if strategy == "block":
+            weights.one_of("block_structure", [[BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"])
         return StoredFp8Matrix(strategy, weight_only=asked != "fp8")
     if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
         return StoredNvfp4Matrix(compressed=True, weight_only=asked != "nvfp4")
@@ -115,7 +116,7 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
         return _ints(weights, 8, row_group, packed, activation=asked == "int8")
     raise ValueError(
         f"{weights.source}: type {brief(kind[0])} of {brief(kind[1])} bits with strategy "
-        f"{brief(strategy)} is not handled, only {HANDLED}"
+        f"{brief(strategy)} is not supported, only {HANDLED}"
     )
 
 
@@ -133,14 +134,3 @@ def _ints(
         packed=packed,
         per_tensor=strategy == "tensor",
     )
-
-
-def _check_block(weights: RawConfig) -> None:
-    if weights.data["strategy"] != "block":
-        return
-    block = weights.data.get("block_structure")
-    if block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        raise ValueError(
-            f"{weights.source}: block_structure {brief(block)} is not handled, only "
-            f"{[BLOCK, BLOCK]}: the kernels have no other"
-        )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import RawConfig
@@ -32,15 +31,6 @@ class QuantizationConfig:
     config: RawConfig
     model: RawConfig
     checkpoint: Checkpoint | None
-
-    def one_of(self, key: str, handled: tuple[Any, ...], default: Any) -> Any:
-        value = self.config.data.get(key, default)
-        if value not in handled:
-            raise ValueError(
-                f"{self.config.source}: {key} {brief(value)} is not handled, only "
-                f"{', '.join(map(repr, handled))}"
-            )
-        return value
 
     def group(self, key: str = "group_size") -> int | None:
         """Columns per scale; None (-1 in the file) for whole rows."""
@@ -80,7 +70,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
-            f"{declared.config.source}: quant_method {brief(method)} is not handled, only "
+            f"{declared.config.source}: quant_method {brief(method)} is not supported, only "
             f"{', '.join(METHODS)}"
         )
     storage = METHODS[method](declared)
@@ -151,46 +141,42 @@ def _stem(name: str, suffix: str) -> str:
 
 
 def _fp8(declared: QuantizationConfig) -> Storage:
-    declared.one_of("fmt", ("e4m3", None), None)
+    declared.config.one_of("fmt", ("e4m3", None), None)
     config = declared.config
-    declared.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    declared.config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.data.get("weight_block_size")
     if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
         block = [BLOCK, BLOCK]  # the default in transformers
     if block is None:
         inverse = declared.has_tensor(".weight_scale_inv")
         return StoredFp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
-    if block != [BLOCK, BLOCK]:
-        raise ValueError(
-            f"{config.source}: weight_block_size {brief(block)} is not handled, only "
-            f"{[BLOCK, BLOCK]}: the kernels have no other"
-        )
+    config.one_of("weight_block_size", [[BLOCK, BLOCK]], block)
     return StoredFp8Matrix("block", "weight_scale_inv")
 
 
 def _awq(declared: QuantizationConfig) -> Storage:
     keys = ("bits", "group_size") if declared.config.has("bits") else ("w_bit", "q_group_size")
-    declared.one_of(keys[0], (4,), 4)
-    declared.one_of("zero_point", (True,), True)
+    declared.config.one_of(keys[0], (4,), 4)
+    declared.config.one_of("zero_point", (True,), True)
     version = declared.config.data.get("version", "gemm")
     if str(version).lower() != "gemm":
         raise ValueError(
-            f"{declared.config.source}: version {brief(version)} is not handled, only 'gemm': the "
-            "others pack their words in another order"
+            f"{declared.config.source}: version {brief(version)} is not supported, only 'gemm': "
+            "the others pack their words in another order"
         )
     group = declared.group(keys[1])
     return AwqMatrix(4, group, symmetric=False, kept_group=group or declared.row_group)
 
 
 def _gptq(declared: QuantizationConfig) -> Storage:
-    bits = declared.one_of("bits", (4, 8), None)
-    form = declared.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
+    bits = declared.config.one_of("bits", (4, 8), None)
+    form = declared.config.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
     dynamic = declared.config.mapping("dynamic")
     overrides = [rule for rule in dynamic if not rule.startswith("-:")]
     if overrides:
         raise ValueError(
             f"{declared.config.source}: dynamic {brief(overrides[0])} gives some modules other "
-            "parameters, which is not handled; only '-:' rules are"
+            "parameters, which is not supported; only '-:' rules are"
         )
     group = declared.group()
     return GptqMatrix(
@@ -204,10 +190,10 @@ def _gptq(declared: QuantizationConfig) -> Storage:
 
 
 def _modelopt(declared: QuantizationConfig) -> Storage:
-    algorithm = declared.one_of("quant_algo", ("NVFP4", "FP8"), None)
+    algorithm = declared.config.one_of("quant_algo", ("NVFP4", "FP8"), None)
     if algorithm == "FP8":
         return StoredFp8Matrix("tensor")
-    declared.one_of("group_size", (16, None), 16)
+    declared.config.one_of("group_size", (16, None), 16)
     return StoredNvfp4Matrix()
 
 
