@@ -41,7 +41,7 @@ from moesaic.kernels.attention import (
 )
 from moesaic.layers.context import CacheSpec
 from moesaic.layers.gpu_attention import GpuAttention
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
 CACHE_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 CONTEXT = 1088

@@ -30,7 +30,8 @@ from bench.common import RESULTS, machine, print_table, spare_larger
 from moesaic import Engine
 from moesaic.evals.data import write_whole
 from moesaic.evals.tasks.draw import TASKS, distinct
-from moesaic.layers.torch_attention import PagedCache, SequenceSpan, TorchAttention
+from moesaic.layers.paged_cache import PagedCache, SequenceSpan
+from moesaic.layers.torch_attention import TorchAttention
 from moesaic.models.blocks import CausalLM
 from moesaic.models.config import DTYPES, BuildContext, RawConfig, checkpoint_dtype
 from moesaic.models.nextn import NextN, load_nextn

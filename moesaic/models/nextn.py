@@ -106,12 +106,12 @@ class NextN(Module):
     """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`
     describes their KV cache, which is separate from the main model's."""
 
-    def __init__(self, parts: LayerParts, lent: MainModules, own: OwnWeights) -> None:
+    def __init__(self, parts: LayerParts, main: MainModules, own: OwnWeights) -> None:
         super().__init__()
         config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
-        self.config, self._lent = config, lent
+        self.config, self._main = config, main
         self.embed_tokens = None
-        if lent.embedding is None and not own.embeddings.issuperset(config.layers):
+        if main.embedding is None and not own.embeddings.issuperset(config.layers):
             sizes = (config.vocab_size, config.hidden_size)
             self.embed_tokens = Embedding(*sizes, config.dtype, config.parallel)
         self.layers = ModuleList(
@@ -138,8 +138,8 @@ class NextN(Module):
         """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: the
         main model's output, or at a greater `depth` that of the MTP layer before."""
         layer = self._layer(depth)
-        embedding = layer.embed_tokens or self._lent.embedding or self.embed_tokens
-        assert embedding is not None, "made where nobody lends one"
+        embedding = layer.embed_tokens or self._main.embedding or self.embed_tokens
+        assert embedding is not None, "NextN makes one if the main model has none"
         cos, sin = self.rope.at(positions_T)
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
         x_TH, residual_TH = layer(x_TH, ForwardContext(cos, sin, attention, step))
@@ -148,7 +148,7 @@ class NextN(Module):
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
         """Logits of the token after the next; `rows` as in the main model's `logits`."""
         shared = self._layer(depth).shared_head
-        return (shared.head or self._lent.head)(shared.norm(x_RH), rows)
+        return (shared.head or self._main.head)(shared.norm(x_RH), rows)
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]
