@@ -107,8 +107,8 @@ class Attention(Module):
         hidden, dim, same = config.hidden_size, config.head_dim, parallel.deterministic
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         group = parallel.attention
-        everyones = [Heads.of(config, rank, group.size) for rank in range(group.size)]
-        heads, parts = everyones[group.rank], [_channels(h.queries, dim) for h in everyones]
+        per_rank = [Heads.of(config, rank, group.size) for rank in range(group.size)]
+        heads, parts = per_rank[group.rank], [_channels(h.queries, dim) for h in per_rank]
         self.num_heads = len(heads.queries)
         held, held_kv = parts[group.rank], _channels(heads.kv, dim)
         self.qkv_proj = MergedLinear(
@@ -185,8 +185,8 @@ class LatentAttention(Module):
         hidden, rank, count = config.hidden_size, config.kv_rank, config.num_heads
         query_dim, up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
         self.deterministic, group = parallel.deterministic, parallel.attention
-        everyones = _latent_heads(count, group.size)
-        heads = everyones[group.rank]
+        per_rank = _latent_heads(count, group.size)
+        heads = per_rank[group.rank]
         self.num_heads = len(heads)
 
         def dense(inputs: int, outputs: int, bias: bool = False) -> LinearConfig:
@@ -204,7 +204,7 @@ class LatentAttention(Module):
         self.kv_b_proj = Linear(dense(rank, count * up_dim), _channels(heads, up_dim))
         self.o_proj = RowLinear(
             dense(count * config.value_dim, hidden, config.bias),
-            [_channels(heads, config.value_dim) for heads in everyones],
+            [_channels(heads, config.value_dim) for heads in per_rank],
             group,
             f"attention of layer {layer}",
         )

@@ -30,7 +30,7 @@ from moesaic.kernels.cpu import widened
 from moesaic.layers.context import AttentionSpec, LatentProjections
 from moesaic.layers.invariant import in_pieces, sigmoid
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
-from moesaic.layers.torch_attention import CpuAttention, with_sinks
+from moesaic.layers.torch_attention import CpuAttention, causal_mask, with_sinks
 
 # Key ranges begin and end at multiples of this.
 RANGE = 128
@@ -194,7 +194,8 @@ def _attend(
     k, v = (
         x.unsqueeze(2).expand(blocks, -1, products, -1, -1).flatten(1, 2) for x in (k_BMLD, v_BMLD)
     )
-    mask_BQL = _mask(group.last_B, positions, length, spec.window, q_BQND.dtype)
+    last_BQ = group.last_B[:, None] + torch.arange(positions)
+    mask_BQL = causal_mask(last_BQ, length, spec.window, q_BQND.dtype)
     # If there are several products, a block has one position.
     position_of_row = (torch.arange(ROWS) // shared).clamp(max=positions - 1)
     mask = mask_BQL[:, position_of_row].unsqueeze(1)
@@ -208,15 +209,3 @@ def _attend(
     if spec.sinks_N is None:
         return out_BQND
     return with_sinks(out_BQND, sigmoid(by_query(lse) - spec.sinks_N.float()))
-
-
-def _mask(
-    last_B: Tensor, positions: int, length: int, window: int | None, dtype: torch.dtype
-) -> Tensor:
-    """[B, Q, L]: 0 where a query sees a key, -inf elsewhere."""
-    last_BQ1 = (last_B[:, None] + torch.arange(positions)).unsqueeze(-1)
-    keys_L = torch.arange(length)
-    hidden = keys_L > last_BQ1
-    if window is not None:
-        hidden |= keys_L <= last_BQ1 - window
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)

@@ -36,7 +36,6 @@ from moesaic.kernels.attention import (
     PrefillRows,
     Queries,
     Softmax,
-    Splits,
     choose_splits,
     decode_attention,
     enter_and_decode,
@@ -192,15 +191,13 @@ class GpuAttention(AttentionStep):
         groups = decoding.arrays() + chunks.arrays()
         packed = to_device(np.concatenate([slot[order], position[order], *groups, pages]), device)
         sizes = [len(row)] * 2 + [len(decoding)] * 4 + [len(chunks)] * 4 + [len(pages)]
-        slots_T, positions_T, *parts = packed.split(sizes)
-        return cls(
-            cache,
-            slots_T,
-            positions_T,
-            _decode_rows(cache, decoding, parts[:4], parts[-1]) if len(decoding) else None,
-            Prefill(chunks, parts[4:8], parts[-1]) if len(chunks) else None,
-            deterministic,
-        )
+        slots_T, positions_T, rows_B, _, kv_lens_B, first_B, *parts = packed.split(sizes)
+        pages_on_device, decode = parts[-1], None
+        if len(decoding):
+            longest = int(decoding.kv_lens_B.max())
+            decode = _decode_rows(cache, rows_B, kv_lens_B, first_B, pages_on_device, longest)
+        prefill = Prefill(chunks, parts[:4], pages_on_device) if len(chunks) else None
+        return cls(cache, slots_T, positions_T, decode, prefill, deterministic)
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor | Rows:
         q_norm, k_norm = spec.q_norm, spec.k_norm
@@ -315,19 +312,19 @@ def _slots(page_size: int, pages: Ints, first: Ints, position: Ints) -> Ints:
 
 
 def _decode_rows(
-    cache: PagedCache, host: Sequences, arrays: Sequence[Tensor], pages: Tensor
+    cache: PagedCache,
+    rows_B: Tensor,
+    kv_lens_B: Tensor,
+    first_B: Tensor,
+    pages: Tensor,
+    max_kv_len: int,
 ) -> DecodeRows:
-    rows_B, _, kv_lens_B, first_B = arrays
-    splits = _splits(cache, len(host), int(host.kv_lens_B.max()))
-    counters = torch.zeros(len(host) * COUNTERS, dtype=torch.int32, device=pages.device)
-    return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters)
-
-
-def _splits(cache: PagedCache, batch: int, max_kv_len: int) -> Splits:
     heads = FP8_HEADS if cache.keys.dtype == FP8 else HEADS
-    cut = heads if cache.values.shape[-1] else LATENTS
-    kv_heads, device = cache.keys.shape[-2], cache.keys.device
-    return choose_splits(batch, kv_heads, max_kv_len, processors(device), cut)
+    policy = heads if cache.values.shape[-1] else LATENTS
+    batch, kv_heads, device = len(rows_B), cache.keys.shape[-2], cache.keys.device
+    splits = choose_splits(batch, kv_heads, max_kv_len, processors(device), policy)
+    counters = torch.zeros(batch * COUNTERS, dtype=torch.int32, device=device)
+    return DecodeRows(rows_B, kv_lens_B, first_B, pages, splits, counters)
 
 
 def _latent_groups(
@@ -419,14 +416,9 @@ class DecodeBuffers:
             prefill = _single_queries(kv_lens_T, first_T, pages)
             self.attention = GpuAttention(cache, slots_T, positions_T, None, prefill, True)
             return
-        decode = DecodeRows(
-            torch.arange(rows, dtype=torch.int32, device=device),
-            kv_lens_T,
-            first_T,
-            pages,
-            _splits(cache, rows, max_pages * cache.page_size),
-            torch.zeros(rows * COUNTERS, dtype=torch.int32, device=device),
-        )
+        rows_T = torch.arange(rows, dtype=torch.int32, device=device)
+        max_kv_len = max_pages * cache.page_size
+        decode = _decode_rows(cache, rows_T, kv_lens_T, first_T, pages, max_kv_len)
         self.attention = GpuAttention(cache, slots_T, positions_T, decode)
         self.attention.fused = queries == 1
 

@@ -1,4 +1,4 @@
-"""Dense projections, whole or cut over ranks. T tokens, I inputs, O outputs, N heads."""
+"""Dense projections, whole or sharded over ranks. T tokens, I inputs, O outputs, N heads."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ from moesaic.layers.module import (
 from moesaic.layers.norm import RMSNorm
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-ALL = slice(None)
 
 
 def product(deterministic: bool) -> Product:
-    """What computes x W' + bias; in deterministic mode no row depends on its neighbours."""
+    """Computes x W' + bias; in deterministic mode rows are independent of each other."""
     return invariant.linear if deterministic else linear
 
 
 def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
-    """A product for each head."""
+    """One product per head."""
     if not deterministic:
         return widened.bmm(x_NTI, w_NOI.transpose(1, 2))
     if x_NTI.is_cuda:
@@ -57,7 +56,7 @@ def head_products(x_NTI: Tensor, w_NOI: Tensor, deterministic: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Sizes are those of the whole layer."""
+    """The sizes of the whole layer."""
 
     inputs: int
     outputs: int
@@ -72,27 +71,19 @@ class StoredPart:
 
     name: str
     start: int
-    cut: Shard
-    bias_cut: Shard
-
-    @property
-    def held(self) -> tuple[range, range]:
-        rows, cols = (range(size) for size in self.cut.shape)
-        return (
-            (rows[self.cut.where[0]], cols[self.cut.where[1]]) if self.cut.where else (rows, cols)
-        )
+    shape: tuple[int, int]
+    rows: range
+    cols: range
 
     @property
     def place(self) -> slice:
-        return slice(self.start, self.start + len(self.held[0]))
+        return slice(self.start, self.start + len(self.rows))
 
 
 class Linear(Module):
-    """`outputs` and `inputs`: those that this rank holds, all of them unless told otherwise.
-
-    The matrix is `weight`, in the model's type; or with a `format` the planes `values` and
-    `scales`, which are multiplied as they are.
-    """
+    """Holds `outputs` and `inputs` of the matrix on this rank, by default all. The matrix is
+    `weight` in the model's type; or with a `format` the planes `values` and `scales`, which are
+    multiplied as stored."""
 
     values: nn.Parameter
     scales: nn.Parameter
@@ -108,17 +99,11 @@ class Linear(Module):
         self.bias = parameter(len(outputs), dtype=config.dtype) if config.bias else None
         self.product = product(config.deterministic)
         self.format: MatrixFormat | None = None
-        self.pieces: tuple[StoredPart, ...] = (
-            StoredPart(
-                "",
-                0,
-                Shard.of((config.outputs, config.inputs), outputs, inputs),
-                Shard.of((config.outputs,), outputs),
-            ),
-        )
+        shape = (config.outputs, config.inputs)
+        self.pieces: tuple[StoredPart, ...] = (StoredPart("", 0, shape, outputs, inputs),)
 
     def forward(self, x_TI: Tensor | Rows) -> Tensor:
-        """`Rows`: quantised for this layer, as it multiplies them."""
+        """`Rows` are quantised for this layer (`RowLinear.quantised_input`)."""
         return self.multiply(x_TI, self.bias)
 
     def multiply(self, x_TI: Tensor | Rows, bias_O: Tensor | None) -> Tensor:
@@ -133,25 +118,23 @@ class Linear(Module):
         return Fp8Matrix(self.values, self.scales, format.block[0])
 
     def unsupported_reason(self, format: MatrixFormat) -> str:
-        """Why the matrix cannot be kept so; nothing if it can."""
+        """Why the matrix cannot be stored in this format; empty if it can."""
         if self.deterministic:
             return "deterministic mode has no float8 product"
         for piece in self.pieces:
-            last = piece is self.pieces[-1]
-            for what, held, size, multiple in zip(
-                ("rows", "columns"), piece.held, piece.cut.shape, format.block, strict=True
+            ends_matrix = piece is self.pieces[-1]
+            for what, held, size, block, may_end in (
+                ("rows", piece.rows, piece.shape[0], format.block[0], ends_matrix),
+                ("columns", piece.cols, piece.shape[1], format.block[1], True),
             ):
-                ends = (held.start, held.stop) if what == "rows" and not last else (held.start,)
-                cut = any(end % multiple for end in ends)
-                if not held or cut or (held.stop % multiple and held.stop != size):
-                    return (
-                        f"{what} {held.start}..{held.stop} of {size} are no whole blocks of "
-                        f"{multiple}"
-                    )
+                whole_end = not held.stop % block or (may_end and held.stop == size)
+                if not held or held.start % block or not whole_end:
+                    ends = f"{held.start}..{held.stop}"
+                    return f"{what} {ends} of {size} are not whole blocks of {block}"
         return ""
 
     def use_format(self, format: MatrixFormat) -> None:
-        """From now on, and before anything is loaded: the matrix is held in planes."""
+        """Stores the matrix as planes. Call it before weights are loaded."""
         assert not self.unsupported_reason(format), self.unsupported_reason(format)
         rows, cols = self.weight.shape
         device = self.weight.device
@@ -162,7 +145,7 @@ class Linear(Module):
             setattr(self, name, nn.Parameter(plane, requires_grad=False))
 
     def matrix_names(self, prefix: str) -> list[str]:
-        """In the checkpoint."""
+        """Names of its matrices in the checkpoint."""
         return [f"{self._stem(prefix, piece)}weight" for piece in self.pieces]
 
     def _stem(self, prefix: str, piece: StoredPart) -> str:
@@ -173,25 +156,22 @@ class Linear(Module):
             stem = self._stem(prefix, piece)
             yield self._matrix_slot(f"{stem}weight", piece)
             if self.bias is not None:
-                yield slot(f"{stem}bias", self.bias[piece.place], piece.bias_cut)
+                shard = Shard.of(piece.shape[:1], piece.rows)
+                yield slot(f"{stem}bias", self.bias[piece.place], shard)
 
     def _matrix_slot(self, name: str, piece: StoredPart) -> TensorSlot | MatrixSlot:
         if self.format is None:
-            return slot(name, self.weight[piece.place], piece.cut)
-        rows, cols = piece.cut.where or (ALL, ALL)
+            shard = Shard.of(piece.shape, piece.rows, piece.cols)
+            return slot(name, self.weight[piece.place], shard)
+        rows, cols = (slice(held.start, held.stop) for held in (piece.rows, piece.cols))
         block = self.format.block[0]
         scales = slice(piece.start // block, -(-piece.place.stop // block))
         planes = {"values": self.values[piece.place], "scales": self.scales[scales]}
-        return MatrixSlot(name, planes, self.format, _two(piece.cut.shape), rows, cols)
-
-
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, cols = shape
-    return rows, cols
+        return MatrixSlot(name, planes, self.format, piece.shape, rows, cols)
 
 
 def linears(module: Module, prefix: str = "") -> Iterator[tuple[str, Linear]]:
-    """All below a module, each with what its names in the checkpoint begin with."""
+    """All projections of a module, each with the prefix of its names in the checkpoint."""
     for name, child in module.named_children():
         assert isinstance(child, Module)
         path = f"{prefix}{module.renamed.get(name, name)}."
@@ -202,25 +182,24 @@ def linears(module: Module, prefix: str = "") -> Iterator[tuple[str, Linear]]:
 
 
 class RowLinear(Linear):
-    """The ranks of a group bring some of the inputs each, which follow each other in `parts`.
+    """Each rank of a group multiplies its part of the inputs with its columns of the weights; the
+    result is the sum over ranks. The bias is added once, to the sum.
 
-    Each multiplies what it brings with its columns of the weights, and the sum over ranks is the
-    result; the bias is added to the sum, once. Such a sum rounds otherwise than that of one rank:
-    in deterministic mode every rank holds all the columns, and the inputs are put together.
+    A sum over ranks rounds differently than a single product: in deterministic mode every rank
+    holds all columns, and the inputs are gathered.
     """
 
     def __init__(
         self, config: LinearConfig, parts: Sequence[range], group: Collective, operation: str
     ) -> None:
-        """`parts`: the inputs that each rank of the group brings."""
+        """`parts`: the inputs of each rank, in order."""
         super().__init__(config, inputs=None if config.deterministic else parts[group.rank])
         self.group, self.operation, self.gathers = group, operation, config.deterministic
         self.widths = [len(part) for part in parts]
         assert len(parts) == group.size and sum(self.widths) == config.inputs, parts
 
     def forward(self, x_TI: Tensor | Rows, rows: slice | None = None) -> Tensor:
-        """`rows`: those that this rank wants of the result; all by default. `Rows` as `room` has
-        them are all wanted."""
+        """`rows`: the rows of the result that this rank needs, by default all; `Rows` need all."""
         if isinstance(x_TI, Rows):
             assert rows is None and not self.gathers
         elif self.group.size == 1:
@@ -237,8 +216,8 @@ class RowLinear(Linear):
         return sum_TO if self.bias is None else sum_TO + self.bias
 
     def quantised_input(self, like: Tensor) -> Rows | None:
-        """For `like`'s number of rows, quantised as this layer multiplies them: whoever computes
-        them can write them so. Nothing if it takes them as they are."""
+        """An empty buffer for `like`'s number of input rows in float8, which a kernel may fill
+        directly; None if this layer takes unquantised rows."""
         if self.format is None:
             return None
         rows, inputs = len(like), self.values.shape[1]
@@ -252,18 +231,15 @@ class RowLinear(Linear):
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """One of several projections: its outputs, and those of them that this rank holds."""
+    """One of several merged projections: its outputs, and those on this rank."""
 
     outputs: int
     held: range
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one matrix product.
-
-    `parts` has the checkpoint name of each, e.g. {"q_proj": Part(64, range(64)), …}; the outputs of
-    the whole layer are theirs together.
-    """
+    """Several projections of one input as one matrix product. `parts` maps the checkpoint name of
+    each to its outputs."""
 
     def __init__(self, config: LinearConfig, parts: Mapping[str, OutputPart]) -> None:
         assert config.outputs == sum(part.outputs for part in parts.values())
@@ -273,19 +249,14 @@ class MergedLinear(Linear):
         columns = range(config.inputs)
         starts = accumulate(sizes, initial=0)
         self.pieces = tuple(
-            StoredPart(
-                name,
-                start,
-                Shard.of((part.outputs, config.inputs), part.held, columns),
-                Shard.of((part.outputs,), part.held),
-            )
+            StoredPart(name, start, (part.outputs, config.inputs), part.held, columns)
             for start, (name, part) in zip(starts, parts.items(), strict=False)
         )
 
     def norm_and_project(
         self, norm: RMSNorm, x_TH: Tensor | PairSum, residual_TH: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The product of what `norm.add` gives, and the sum."""
+        """Projects the output of `norm.add`; also returns the sum."""
         if residual_TH is None or not len(x_TH) or self.deterministic:
             normed_TH, sum_TH = norm.add(x_TH, residual_TH)
             some = self(normed_TH) if len(x_TH) else normed_TH.new_empty(0, sum(self.sizes))
@@ -299,7 +270,7 @@ class MergedLinear(Linear):
         return linear_fp8(normed, matrix, self.bias, self.dtype), sum_TH
 
     def gated(self, x_TI: Tensor) -> Tensor:
-        """silu of the first part times the second."""
+        """silu of the first half of the outputs times the second half."""
         if self.format is not None:
             return gate_up_silu_fp8(Rows(x_TI), self._fp8(self.format), self.bias, x_TI.dtype)
         if not self.deterministic:
@@ -307,5 +278,5 @@ class MergedLinear(Linear):
         return silu_mul(self(x_TI))
 
     def _stem(self, prefix: str, piece: StoredPart) -> str:
-        # The merged layer has no name of its own in the checkpoint: drop the last part of the path.
+        # The merged layer has no name in the checkpoint: drop the last part of the path.
         return f"{prefix.rstrip('.').rpartition('.')[0]}.{piece.name}."

@@ -12,11 +12,11 @@ from moesaic.layers.parallel import Parallel
 
 
 class GatedMLP(Module):
-    """Cut over `parallel.dense_tp` ranks by its inner size. Where these are of several attention
-    groups, the tokens of all groups come together first."""
+    """Split over `parallel.dense_tp` ranks by its inner size. If these ranks belong to several
+    attention groups, the tokens of all groups are gathered first."""
 
     def __init__(self, config: LinearConfig, parallel: Parallel, operation: str) -> None:
-        """`config`: inputs are the hidden size, outputs the inner one."""
+        """`config.inputs` is the hidden size, `config.outputs` the inner size."""
         super().__init__()
         self.parallel, self.operation = parallel, operation
         group, rank, size = parallel.shard_group(parallel.dense_tp)

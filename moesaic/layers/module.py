@@ -1,4 +1,4 @@
-"""The base of all layers: a module that knows which checkpoint tensors it needs."""
+"""The base of all layers: a module that declares its checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that a rank holds: `where` of `shape`, nothing in it for the whole."""
+    """The part of a tensor on this rank; without `where` all of it."""
 
     shape: tuple[int, ...]
     where: tuple[slice, ...] = ()
@@ -27,33 +27,32 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A place to fill from a checkpoint.
-
-    `shape` is the whole tensor's shape in the checkpoint; with `index` only that entry of its first
-    dimension is read, with `cut` only that part; `arrange` turns what was read into the layout of
-    `into`.
-    """
+    """A tensor to fill from a checkpoint."""
 
     name: str
     into: Tensor
     shape: tuple[int, ...]
+    """Shape of the whole tensor in the checkpoint."""
     index: int | None = None
+    """If given, reads only this entry of the first dimension."""
     arrange: Callable[[Tensor], Tensor] | None = None
+    """Turns the tensor that was read into the layout of `into`."""
     cut: tuple[slice, ...] = ()
+    """If given, reads only this part."""
 
 
 class MatrixFormat(Protocol):
-    """How a matrix is stored, as named planes."""
+    """How a matrix is stored as named planes."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that cannot be cut apart."""
+        """Rows and columns of a block, which cannot be split."""
 
     def planes(self, rows: int, cols: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and types."""
+        """Shape and type of each plane."""
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]: ...
 
@@ -62,23 +61,21 @@ class MatrixFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlot:
-    """A matrix [N, K] to fill that may be quantised, as its format says: `into` holds its planes.
-
-    `shape` is that of the whole matrix, of which this rank holds `rows` and `cols`. A stacked
-    checkpoint holds it as entry `index` of [E, N, K]; `interleaved`: its rows are every second one
-    of the stacked ones, from this one on. `set_input_scale` is called with the calibrated scale of
-    what the matrix is multiplied with, where the checkpoint has one.
-    """
+    """A matrix [N, K] to fill, possibly quantised: `into` has the planes of `format`."""
 
     name: str
     into: Mapping[str, Tensor]
     format: MatrixFormat
     shape: tuple[int, int]
+    """Shape of the whole matrix; this rank holds `rows` and `cols` of it."""
     rows: slice
     cols: slice
     index: int | None = None
+    """Its entry in a stack [E, N, K]."""
     interleaved: int | None = None
+    """If given, its rows are every second one of the stacked rows, from this row on."""
     set_input_scale: Callable[[float], None] | None = None
+    """Receives the calibrated scale of the matrix's input, if the checkpoint has one."""
 
 
 def slot(name: str, into: Tensor, cut: Shard | None = None) -> TensorSlot:
@@ -91,8 +88,8 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Module(nn.Module):
-    """Attribute names are checkpoint names but for those in `renamed`; `cuts` says which of the
-    parameters are parts of a tensor; a layer that fuses tensors overrides `slots`."""
+    """Attribute names are checkpoint names, except those in `renamed`. `shards` has the parameters
+    that are parts of a tensor. A layer that fuses tensors overrides `slots`."""
 
     renamed: Mapping[str, str] = MappingProxyType({})
     shards: Mapping[str, Shard] = MappingProxyType({})

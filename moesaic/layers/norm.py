@@ -20,7 +20,7 @@ class RMSNorm(Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x_TH: Tensor | PairSum, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of their sum, and the sum; of `x_TH` alone where there is nothing to add."""
+        """The norm of the sum, and the sum; without a residual the sum is `x_TH`."""
         if residual_TH is None:
             x_TH = finished(x_TH)
             return self(x_TH), x_TH

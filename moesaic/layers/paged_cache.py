@@ -11,8 +11,8 @@ from moesaic.layers.context import CacheSpec
 
 
 class SequenceSpan(NamedTuple):
-    """The new tokens of one sequence: rows [start, start + length) of the step, the last `length`
-    of its `kv_len` tokens, whose keys and values live in `pages`."""
+    """The new tokens of one sequence: rows [start, start + length) of the step are the last
+    `length` of its `kv_len` tokens, which are stored in `pages`."""
 
     start: int
     length: int
@@ -25,16 +25,14 @@ class SequenceSpan(NamedTuple):
         return range(self.kv_len - self.length, self.kv_len)
 
     def slots(self, positions: range, page_size: int) -> list[int]:
-        """Token slots of the cache that hold these positions."""
+        """The cache slots of these positions."""
         pages = self.pages
         return [pages[p // page_size] * page_size + p % page_size for p in positions]
 
 
 class PagedCache:
-    """Keys and values of all layers. Page 0 is nobody's: it pads page tables, and stays zero.
-
-    On a GPU they may be in float8_e4m3fn: the real numbers are those of the cache times `k_scale`
-    and `v_scale`."""
+    """Keys and values of all layers. Page 0 pads page tables and stays zero. In float8_e4m3fn (on a
+    GPU) the numbers are scaled by `k_scale` and `v_scale`."""
 
     def __init__(
         self,
@@ -53,9 +51,9 @@ class PagedCache:
         self.clear([0])
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages before use: what lies behind a sequence's last token is masked, but masked
-        garbage that is not finite would still spoil the result. The kernels of a GPU never let it
-        reach one, so nothing is done there."""
+        """Zeroes pages before use: tokens behind the end of a sequence are masked, but NaN or
+        infinity there would still reach the result. GPU kernels never read them, so there this does
+        nothing."""
         if self.keys.is_cuda:
             return
         index = torch.tensor(pages)

@@ -1,4 +1,4 @@
-"""How a layer's work is cut over ranks."""
+"""How a layer's work is split over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moesaic.comm.mesh import share
 
 @dataclass(frozen=True)
 class Parallel:
-    """Who shares what in this rank's stage of the model.
+    """The groups of ranks in this rank's pipeline stage.
 
-    `attention`: the ranks that share each request's attention and its embedding. `stage`: all
-    tensor-parallel ranks of the stage, attention group after attention group; `dp` groups of them.
-    `dense_tp`, `vocab_tp`: over how many ranks dense layers and logits are cut: 1, the size of
-    `attention`, or that of `stage`. `layers`: the decoder layers of this stage, None for all.
+    `attention`: the ranks that share each request's attention and embedding. `stage`: all
+    tensor-parallel ranks of the stage, in `dp` attention groups one after the other. `dense_tp`,
+    `vocab_tp`: the number of ranks that split dense layers and logits: 1, or the size of
+    `attention` or `stage`. `layers`: the decoder layers of this stage, None for all.
     """
 
     attention: Collective = field(default_factory=SingleRank)
@@ -34,7 +34,8 @@ class Parallel:
         return self.stage.rank // self.attention.size
 
     def shard_group(self, size: int) -> tuple[Collective, int, int]:
-        """Who shares a layer that is cut over `size` ranks, this one's part, and the parts."""
+        """The group that splits a layer over `size` ranks, this rank's part, and the number of
+        parts."""
         if size == self.attention.size:
             return self.attention, self.attention.rank, size
         if size == self.stage.size:
@@ -43,34 +44,34 @@ class Parallel:
         return SingleRank(), 0, 1
 
     def spans_groups(self, size: int) -> bool:
-        """Whether a layer that is cut over `size` ranks needs the tokens of all groups."""
+        """Whether a layer split over `size` ranks needs the tokens of all groups."""
         return size not in (1, self.attention.size)
 
     def stage_layer(self, layer: int) -> int:
-        """The number of a layer among those of the stage."""
+        """The index of a layer in this stage."""
         return layer - (0 if self.layers is None else self.layers.start)
 
     def own_rows(self, count: int) -> slice:
-        """This rank's part of its group's `count` rows, where each row is to be brought once."""
+        """This rank's part of its group's `count` rows."""
         rows = share(count, self.attention.rank, self.attention.size)
         return slice(rows.start, rows.stop)
 
     def own_tokens(self, tokens: int, count: int) -> int:
-        """How many rows of its part are among the group's first `tokens`."""
+        """The number of this rank's rows among the group's first `tokens`."""
         own = self.own_rows(count)
         return max(0, min(tokens, own.stop) - own.start)
 
     def most_rows(self, count: int) -> int:
-        """In the largest part of so many rows of a group."""
+        """The largest part of `count` rows in a group."""
         return -(-count // self.attention.size)
 
     def row_counts(self, counts: Sequence[int]) -> list[int]:
-        """How many rows each rank of the groups brings then; `counts`: the rows of each group."""
+        """The rows of each rank, from the rows of each group."""
         size = self.attention.size
         return [len(share(count, rank, size)) for count in counts for rank in range(size)]
 
     def group_rows(self, counts: Sequence[int]) -> slice:
-        """Where the rows of this rank's group lie among those of all."""
+        """The rows of this rank's group among those of all groups."""
         assert len(counts) == self.dp, f"counts of {len(counts)} groups, and there are {self.dp}"
         start = sum(counts[: self.dp_rank])
         return slice(start, start + counts[self.dp_rank])

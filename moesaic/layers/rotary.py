@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequency tables of the served families and their application."""
+"""Rotary position embedding: frequency tables of the served families, and rotation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`dim` channels of a head are rotated; `interleaved` pairs channel 2i with 2i+1 (DeepSeek)
-    instead of i with i + dim/2."""
+    """Rotates `dim` channels of a head; `interleaved` pairs channel 2i with 2i+1 (DeepSeek) instead
+    of i with i + dim/2."""
 
     dim: int
     theta: float = 10000.0
@@ -83,7 +83,7 @@ ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
 
 
 class RotaryTable:
-    """cos and sin of every position, in float32, half of `dim` wide: shared by all layers."""
+    """cos and sin of every position in float32, half of `dim` wide, shared by all layers."""
 
     def __init__(self, rope: RopeConfig, positions: int) -> None:
         self.interleaved = rope.interleaved
@@ -99,15 +99,15 @@ class RotaryTable:
         return self.cos.nbytes + self.sin.nbytes
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for each token, with a dimension of one for the heads. The table moves to
-        where positions are."""
+        """cos and sin of each token, with a dimension of one for the heads. Moves the table to the
+        device of `positions_T`."""
         if self.cos.device != positions_T.device:
             self.cos, self.sin = (x.to(positions_T.device) for x in (self.cos, self.sin))
         return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
 
     def rotate(self, x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates T tokens of N heads; an interleaved input comes out with its halves apart,
-        which leaves products of queries and keys as they are."""
+        """Rotates T tokens of N heads. Interleaved pairs come out as two halves, which does not
+        change products of queries and keys."""
         if self.interleaved:
             a, b = x_TND[..., 0::2].float(), x_TND[..., 1::2].float()
         else:

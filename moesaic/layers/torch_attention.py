@@ -1,7 +1,7 @@
-"""Paged attention with torch's own fused kernel on CPU.
+"""Paged attention with torch's fused kernel on CPU.
 
-T tokens of the step · N query heads · M key/value heads · G = N / M · D head size ·
-B sequences of a group · Q new tokens of each · L gathered tokens · P pages.
+T tokens of the step · N query heads · M key/value heads · G = N / M · D head size · B sequences of
+a group · Q new tokens of each · L gathered tokens · P pages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moesaic.layers.context import (
 )
 from moesaic.layers.paged_cache import PagedCache, SequenceSpan
 
-# Sequences are gathered together while at most this share of the gathered tokens is padding.
+# Largest share of padding in a batch of gathered sequences.
 MAX_PADDING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Sequences that attend in one kernel call: either B of one new token, or one of Q."""
+    """Sequences of one kernel call: B with one new token each, or one with Q."""
 
     rows: slice | Tensor
     queries: int
@@ -58,8 +58,7 @@ class CpuAttention(AttentionStep):
     def attend_latent(
         self, spec: AttentionSpec, q_TND: Tensor, latents_TC: Tensor, projections: LatentProjections
     ) -> Tensor:
-        """Stores the new latents, then returns the mixed values [T, N, V]; for each sequence in
-        whichever form takes fewer operations."""
+        """Stores the new latents, then returns the mixed values [T, N, V]."""
 
     def attend_heads(self, spec: HeadSpec, qkv_TX: Tensor, angles: Angles) -> Tensor:
         dim, queries, kv = spec.head_dim, spec.num_heads, spec.num_kv_heads
@@ -125,7 +124,7 @@ class TorchAttention(CpuAttention):
         return out_TNV
 
     def groups(self, window: int | None) -> list[AttentionBatch]:
-        """The same for all layers with that window: computed once a step."""
+        """Cached for all layers with this window."""
         if window not in self._groups:
             self._groups[window] = list(self._make_groups(window))
         return self._groups[window]
@@ -141,25 +140,25 @@ class TorchAttention(CpuAttention):
 
 
 @dataclass(frozen=True, slots=True)
-class _VisibleSpan:
-    """A span with the pages before its window cut off; `kv_len` counts from the first page kept."""
+class _Visible:
+    """A span without the pages before its window; `kv_len` counts from the first page kept."""
 
     span: SequenceSpan
     pages: Sequence[int]
     kv_len: int
 
 
-def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _VisibleSpan:
+def _visible(span: SequenceSpan, window: int | None, page_size: int) -> _Visible:
     first = 0
     if window is not None:
         first = max(0, span.kv_len - span.length - window + 1) // page_size
     last = -(-span.kv_len // page_size)
-    return _VisibleSpan(span, span.pages[first:last], span.kv_len - first * page_size)
+    return _Visible(span, span.pages[first:last], span.kv_len - first * page_size)
 
 
-def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
-    """Cuts sequences sorted by length into batches with little padding."""
-    batch: list[_VisibleSpan] = []
+def _batches(views: list[_Visible]) -> Iterator[list[_Visible]]:
+    """Splits sequences sorted by length into batches with little padding."""
+    batch: list[_Visible] = []
     used = 0
     for view in views:
         if batch and used + view.kv_len < (1 - MAX_PADDING) * view.kv_len * (len(batch) + 1):
@@ -171,37 +170,32 @@ def _batches(views: list[_VisibleSpan]) -> Iterator[list[_VisibleSpan]]:
         yield batch
 
 
-def _decode_group(
-    batch: list[_VisibleSpan], window: int | None, dtype: torch.dtype
-) -> AttentionBatch:
-    width = len(batch[-1].pages)
+def _decode_group(batch: list[_Visible], window: int | None, dtype: torch.dtype) -> AttentionBatch:
+    width, longest = len(batch[-1].pages), batch[-1].kv_len
     table_BP = torch.tensor([[*v.pages, *[0] * (width - len(v.pages))] for v in batch])
     rows = torch.tensor([v.span.start for v in batch])
-    lens_B = torch.tensor([v.kv_len for v in batch])
-    return AttentionBatch(
-        rows, 1, batch[-1].kv_len, table_BP, _mask(lens_B[:, None] - 1, window, dtype)
-    )
+    last_B1 = torch.tensor([[v.kv_len - 1] for v in batch])
+    mask = causal_mask(last_B1, longest, window, dtype).unsqueeze(1)
+    return AttentionBatch(rows, 1, longest, table_BP, mask)
 
 
-def _prefill_group(view: _VisibleSpan, window: int | None, dtype: torch.dtype) -> AttentionBatch:
+def _prefill_group(view: _Visible, window: int | None, dtype: torch.dtype) -> AttentionBatch:
     span, table_BP = view.span, torch.tensor([list(view.pages)])
     rows = slice(span.start, span.start + span.length)
     if view.kv_len == span.length and (window is None or window >= span.length):
         return AttentionBatch(rows, span.length, view.kv_len, table_BP, None, causal=True)
-    last_Q = torch.arange(view.kv_len - span.length, view.kv_len)
-    return AttentionBatch(
-        rows, span.length, view.kv_len, table_BP, _mask(last_Q[None, :], window, dtype)
-    )
+    last_1Q = torch.arange(view.kv_len - span.length, view.kv_len).unsqueeze(0)
+    mask = causal_mask(last_1Q, view.kv_len, window, dtype).unsqueeze(1)
+    return AttentionBatch(rows, span.length, view.kv_len, table_BP, mask)
 
 
-def _mask(last_BQ: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest it sees."""
-    keys_L = torch.arange(int(last_BQ.max()) + 1)
-    visible = keys_L <= last_BQ[..., None]
+def causal_mask(last_BQ: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[B, Q, L]: 0 where a query sees a key, -inf elsewhere; `last` is the newest visible key."""
+    keys_L, last_BQ1 = torch.arange(length), last_BQ.unsqueeze(-1)
+    hidden = keys_L > last_BQ1
     if window is not None:
-        visible &= keys_L > last_BQ[..., None] - window
-    mask = torch.zeros(visible.shape, dtype=dtype)
-    return mask.masked_fill_(~visible, -math.inf).unsqueeze(1)
+        hidden |= keys_L <= last_BQ1 - window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
 def _attend(
@@ -210,7 +204,7 @@ def _attend(
     k_BMLD, v_BMLD = k_BLMD.transpose(1, 2), v_BLMD.transpose(1, 2)
     q_RMGD = q_RND.unflatten(1, (k_BMLD.shape[1], -1))
     if group.queries == 1:
-        # All heads that share keys are rows of one product, so that each key is read once.
+        # Heads that share keys are rows of one product, so each key is read once.
         q = q_RMGD
     else:
         q = q_RMGD.permute(2, 1, 0, 3)
@@ -226,15 +220,14 @@ def _attend(
 
 
 def with_sinks(out: Tensor, kept: Tensor) -> Tensor:
-    """A sink is one more logit whose value is zero: scales the output of each query and head by the
-    share that it leaves."""
+    """A sink is one more logit with a value of zero: `kept` is the share of the other logits."""
     return (out.float() * kept.unsqueeze(-1)).to(out.dtype)
 
 
 def _attend_padded(
     group: AttentionBatch, spec: AttentionSpec, q_RND: Tensor, k_LND: Tensor, v_LNV: Tensor
 ) -> Tensor:
-    """The kernel wants keys and values of one size: fills up the smaller with zeros."""
+    """Pads keys and values to one size, which the kernel needs."""
     size = max(k_LND.shape[-1], v_LNV.shape[-1])
     q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q_RND, k_LND, v_LNV))
     out_RND = _attend(group, spec, q, k.unsqueeze(0), v.unsqueeze(0))
@@ -242,7 +235,7 @@ def _attend_padded(
 
 
 def _gather(cache: Tensor, group: AttentionBatch) -> Tensor:
-    """[B, L, M, D] of one layer's pages [P, page, M, D]."""
+    """[B, L, M, D] from one layer's pages [P, page, M, D]."""
     pages = cache.flatten(1).index_select(0, group.table_BP.flatten())
     gathered = pages.view(group.table_BP.shape[0], -1, *cache.shape[-2:])
     return gathered[:, : group.kv_len]

@@ -1,4 +1,4 @@
-"""The safetensors of a folder: which tensors there are, and pieces of them."""
+"""The safetensors files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor must look like: one of the shapes, one of the types."""
+    """The shapes and types that a tensor may have."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = FLOATS
 
 
 class Checkpoint:
-    """The tensors of a folder by name; files are opened when first needed. What is read goes
-    through `upload`, where it is to lie elsewhere than in host memory."""
+    """The tensors of a folder by name; files are opened on first use. `upload` moves what is read
+    to another device than the host."""
 
     def __init__(self, folder: Path, upload: Callable[[Tensor], Tensor] | None = None) -> None:
         self.folder, self._upload = folder, upload
@@ -50,8 +50,8 @@ class Checkpoint:
         return name in self.location
 
     def _locate(self) -> dict[str, str]:
-        """Which file holds which tensor, by the files themselves: some producers change tensors and
-        leave the index as it was."""
+        """The file of each tensor, from the files themselves: some producers change tensors and do
+        not update the index."""
         if (self.folder / INDEX).is_file():
             files = sorted(set(_weight_map(self.folder).values()))
         else:
@@ -79,26 +79,26 @@ class Checkpoint:
         return tuple(self._piece(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it: BF16, F8_E4M3, …"""
+        """The name in safetensors: BF16, F8_E4M3, …"""
         return str(self._piece(name).get_dtype())
 
     def read(self, name: str, *cut: int | slice | range) -> Tensor:
-        """A tensor, or a part of it: only the bytes of that part are read."""
+        """Reads a tensor or a part of it; only the bytes of that part are read."""
         where = tuple(
             slice(at.start, at.stop, at.step) if isinstance(at, range) else at for at in cut
         )
         if self._upload is None:
             tensor: Tensor = self._piece(name)[where or ...]
             return tensor
-        with torch.device("cpu"):  # else safetensors makes them on the default device by itself
+        with torch.device("cpu"):  # else safetensors uses the default device
             return self._upload(self._piece(name)[where or ...])
 
     def is_empty(self, name: str) -> bool:
-        """A tensor of no elements, as transformers writes for parts of size zero."""
+        """Transformers writes tensors without elements for parts of size zero."""
         return 0 in self.shape(name)
 
     def check(self, name: str, spec: TensorSpec) -> None:
-        """Shape and type of a tensor, without reading it."""
+        """Checks shape and type without reading the tensor."""
         shape, dtype = self.shape(name), self.dtype(name)
         if shape not in spec.shapes:
             raise ValueError(
@@ -113,8 +113,8 @@ class Checkpoint:
 
 
 def check_folder(path: str, has_tensors: bool) -> None:
-    """ValueError for what is no checkpoint, or has a config.json that asks for more layers or
-    experts than there are tensors of: before anything is made that large."""
+    """Raises ValueError if the folder is no checkpoint, or if config.json has more layers or
+    experts than the tensors: before anything that large is allocated."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
@@ -133,14 +133,14 @@ def check_folder(path: str, has_tensors: bool) -> None:
         numbers = [int(found[1]) for name in names if (found := numbered.search(name))]
         if numbers and asked > max(numbers) + 1:
             raise ValueError(
-                f"{raw.source}: {field} is {asked}, and the tensors in {folder} are of "
-                f"{max(numbers) + 1}: mend it, or fetch the files that are missing"
+                f"{raw.source}: {field} is {asked}, but the tensors in {folder} have "
+                f"{max(numbers) + 1}: fix it, or fetch the missing files"
             )
 
 
 def _tensor_names(folder: Path) -> Iterable[str]:
-    """By the index where there is one: it is a single file, and its numbers are right also where
-    tensors were renamed behind it."""
+    """From the index if there is one: it is a single file, and its layer and expert numbers are
+    right even if tensors were renamed."""
     if (folder / INDEX).is_file():
         return _weight_map(folder)
     with Checkpoint(folder) as checkpoint:
@@ -148,7 +148,7 @@ def _tensor_names(folder: Path) -> Iterable[str]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, by the index: a name in the folder, and no path out of it."""
+    """The file of each tensor, from the index; only file names in the folder are allowed."""
     index = folder / INDEX
     found = read_as(index, TensorIndex).weight_map
     if not found:
@@ -156,8 +156,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for tensor, file in found.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(
-                f"{index}: weight_map has {tensor} in {brief(file)}, which is no safetensors file "
-                "of the folder: mend the file"
+                f"{index}: weight_map has {tensor} in {brief(file)}, which is not a safetensors "
+                "file of the folder: fix the file"
             )
     return found
 

@@ -1,14 +1,15 @@
-"""Reads a checkpoint's config.json, of either generation, into what the models need."""
+"""Reads config.json, of either generation, into the models' configs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 
+from moesaic.layers.attention import AttentionConfig
 from moesaic.layers.linear import LinearConfig
 from moesaic.layers.parallel import Parallel
 from moesaic.layers.rotary import ROPE_TYPES, RopeConfig
@@ -20,9 +21,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 Item = TypeVar("Item")
 
-# What no model has more of: a file that says so is broken, or meant to take all memory and time.
-# Published models have up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760
-# positions; float32, in which positions are rotated, counts to 2^24.
+# Upper limits: a larger value is an error, or an attempt to exhaust memory. Published models have
+# up to 126 layers, 512 experts, a vocabulary of 262,208 and 10,485,760 positions; float32, in which
+# positions are rotated, is exact up to 2^24.
 MAX_VALUES: Final = {
     "num_hidden_layers": 1024,
     "num_nextn_predict_layers": 64,
@@ -47,7 +48,7 @@ MAX_VALUES: Final = {
     "max_position_embeddings": 1 << 24,
     "original_max_position_embeddings": 1 << 24,
 }
-# In all layers together, since each has a name that is looked for.
+# In all layers together: each expert's name is looked up.
 MAX_EXPERTS: Final = 1 << 16
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_INTEGER: Final = 2**31 - 1
@@ -55,8 +56,8 @@ MAX_NUMBER: Final = 1e12
 
 
 class RawConfig:
-    """config.json with typed access; a key that is missing, mistyped or beyond what any model has
-    is an error that names it."""
+    """config.json with typed access; errors name a key that is missing, mistyped or out of
+    range."""
 
     def __init__(self, data: dict[str, Any], source: str) -> None:
         self.data, self.source = data, source
@@ -77,10 +78,7 @@ class RawConfig:
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value, most = self._get(key, default), MAX_VALUES.get(key, MAX_INTEGER)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= most:
-            raise ValueError(
-                f"{self.source}: {key} must be an integer from {minimum} to {most}, "
-                f"not {brief(value)}"
-            )
+            raise self._invalid(key, f"an integer from {minimum} to {most}", value)
         return value
 
     def number(
@@ -89,44 +87,39 @@ class RawConfig:
         value = self._get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:
-            raise ValueError(
-                f"{self.source}: {key} must be a number from {least:g} to {most:g}, "
-                f"not {brief(value)}"
-            )
+            raise self._invalid(key, f"a number from {least:g} to {most:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.source}: {key} must be true or false, not {brief(value)}")
+            raise self._invalid(key, "true or false", value)
         return value
 
     def list_of(self, key: str, kind: type[Item], length: int | None = None) -> list[Item]:
-        """A list whose items are all of one type; empty if the key is missing."""
+        """A list of items of one type; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ValueError(
-                f"{self.source}: {key} must be a list of {kind.__name__}, not {brief(value)}"
-            )
+            raise self._invalid(key, f"a list of {kind.__name__}", value)
         if length is not None and value and len(value) < length:
             raise ValueError(f"{self.source}: {key} has {len(value)} entries, {length} are needed")
         return value
 
-    def require(self, key: str, served: str) -> None:
-        """Refuses a value that changes the model in a way which is not served."""
-        if self.data.get(key, served) not in (served, None):
-            raise ValueError(
-                f"{self.source}: {key} {brief(self.data[key])} is not served, only {served!r}"
-            )
+    def one_of(self, key: str, supported: Sequence[Any], default: Any = None) -> Any:
+        value = self.data.get(key, default)
+        if value not in supported:
+            names = ", ".join(repr(known) for known in supported if known is not None)
+            raise ValueError(f"{self.source}: {key} {brief(value)} is not supported, only {names}")
+        return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{self.source}: {key} must be an object, not {brief(value)}")
+            raise self._invalid(key, "an object", value)
         return value
 
     def num_experts(self) -> int:
-        """The number of experts of a layer, by the family's name for it; 0 if there is none."""
+        """The number of experts per layer, by the family's name for it; 0 without experts."""
         found = [(key, self.integer(key)) for key in EXPERT_COUNTS if self.has(key)]
         if not found:
             return 0
@@ -135,12 +128,15 @@ class RawConfig:
         if number * layers > MAX_EXPERTS:
             raise ValueError(
                 f"{self.source}: {key} {number} and num_hidden_layers {layers} are "
-                f"{number * layers} experts: no more than {MAX_EXPERTS} are served"
+                f"{number * layers} experts: no more than {MAX_EXPERTS} are supported"
             )
         return number
 
     def optional_int(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None
+
+    def _invalid(self, key: str, needed: str, value: Any) -> ValueError:
+        return ValueError(f"{self.source}: {key} must be {needed}, not {brief(value)}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.data.get(key)
@@ -153,7 +149,7 @@ class RawConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What every family has in common."""
+    """The settings that all families have in common."""
 
     vocab_size: int
     hidden_size: int
@@ -162,9 +158,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     num_nextn_layers: int
-    """Layers for multi-token prediction behind the last one (nextn.py)."""
+    """Multi-token prediction layers behind the last layer (nextn.py)."""
     positions: int
-    """Length of the rotary tables: the context that will be served."""
+    """Length of the rotary tables: the served context length."""
     moe: MoeContext
     parallel: Parallel
 
@@ -182,13 +178,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What a model is built for, beside its config.json."""
+    """How to build a model, beside its config.json."""
 
     positions: int
     moe: MoeContext
     parallel: Parallel = field(default_factory=Parallel)
     dense: DenseWeights | None = None
-    """Projections that are kept quantised; None: all are in the model's type."""
+    """Projections that stay quantised; None: all have the model's type."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,9 +205,7 @@ def checkpoint_dtype(raw: RawConfig) -> torch.dtype:
 
 
 def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelConfig:
-    activation = raw.data.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"{raw.source}: hidden_act {brief(activation)} is not served, only 'silu'")
+    raw.one_of("hidden_act", ["silu"], "silu")
     return ModelConfig(
         vocab_size=raw.integer("vocab_size"),
         hidden_size=raw.integer("hidden_size"),
@@ -226,6 +220,30 @@ def common_config(raw: RawConfig, context: BuildContext, eps: float) -> ModelCon
     )
 
 
+def attention_config(
+    raw: RawConfig,
+    config: ModelConfig,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **options: Any,
+) -> AttentionConfig:
+    """`kv_heads`, `head_dim`: the family's defaults, if they do not follow from the query heads."""
+    heads = raw.integer("num_attention_heads")
+    return AttentionConfig(
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", kv_heads or heads),
+        head_dim=raw.integer("head_dim", head_dim or config.hidden_size // heads),
+        **options,
+    )
+
+
+def slides(raw: RawConfig, layer: int, default: bool) -> bool:
+    """Whether a layer attends to a sliding window; `default`: without `layer_types`."""
+    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
+    return types[layer] == "sliding_attention" if types else default
+
+
 def rope_config(
     raw: RawConfig,
     dim: int,
@@ -237,11 +255,11 @@ def rope_config(
     given = raw.mapping("rope_scaling") or raw.mapping("rope_parameters") or dict(default or {})
     rope = RawConfig(given, f"{raw.source}: rope")
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    # Up to max_position_embeddings, which is as far as we serve, dynamic scaling changes nothing.
+    # Dynamic scaling changes nothing up to max_position_embeddings, the longest context we serve.
     kind = "default" if kind == "dynamic" else kind
     if kind not in ROPE_TYPES:
         raise ValueError(
-            f"{raw.source}: rope type {brief(kind)} is not served, only "
+            f"{raw.source}: rope type {brief(kind)} is not supported, only "
             f"{', '.join(ROPE_TYPES)}, dynamic"
         )
     max_positions = raw.integer("max_position_embeddings")

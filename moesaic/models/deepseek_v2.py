@@ -10,14 +10,13 @@ from moesaic.layers.module import Module
 from moesaic.layers.rotary import RopeConfig, RotaryTable, yarn_mscale
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp
 from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
-from moesaic.models.folder import brief
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What differs between V2 and V3."""
+    """The differences between V2 and V3."""
 
     topk: TopKConfig
     correction_bias: bool
@@ -61,7 +60,7 @@ def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Makes what a decoder layer is put together from, by its number."""
+    """Makes the parts of a decoder layer by its number."""
 
     raw: RawConfig
     config: ModelConfig
@@ -73,8 +72,7 @@ class LayerParts:
         return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
 
     def mlp(self, layer: int) -> Module:
-        """Behind the first dense layers, those whose number `moe_layer_freq` divides have
-        experts."""
+        """Behind the first dense layers, every `moe_layer_freq`-th layer has experts."""
         first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
         if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:
             return sparse_block(self.raw, self.config, self.variant, layer)
@@ -97,13 +95,8 @@ def build_variant(raw: RawConfig, config: ModelConfig, variant: Variant) -> Caus
 
 
 def _topk(raw: RawConfig) -> TopKConfig:
-    raw.require("scoring_func", "softmax")
-    method = raw.data.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
-            f"{raw.source}: topk_method {brief(method)} is not served for DeepSeek-V2, "
-            "only 'greedy' and 'group_limited_greedy'"
-        )
+    raw.one_of("scoring_func", ["softmax", None])
+    method = raw.one_of("topk_method", ["greedy", "group_limited_greedy"], "greedy")
     grouped = method == "group_limited_greedy"
     return TopKConfig(
         top_k=raw.integer("num_experts_per_tok"),

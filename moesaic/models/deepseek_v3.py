@@ -9,8 +9,8 @@ from moesaic.moe.topk import TopKConfig
 
 
 def variant_of(raw: RawConfig) -> Variant:
-    raw.require("scoring_func", "sigmoid")
-    raw.require("topk_method", "noaux_tc")
+    raw.one_of("scoring_func", ["sigmoid", None])
+    raw.one_of("topk_method", ["noaux_tc", None])
     topk = TopKConfig(
         top_k=raw.integer("num_experts_per_tok"),
         scoring="sigmoid",

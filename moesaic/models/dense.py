@@ -1,6 +1,6 @@
-"""Which projections of a model are kept as float8 numbers, and multiplied as such.
+"""Which projections of a model stay in float8.
 
-Embedding, head, routers and norms never are: they are not `Linear`.
+Embedding, head, routers and norms never do: they are not `Linear`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from moesaic.moe.quant.weights import WeightFormat
 logger = logging.getLogger(__name__)
 
 FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
-# Used head by head, in the model's type (MLA); and a single row, not worth it.
+# kv_b_proj is used per head in the model's type (MLA); shared_expert_gate has a single row.
 NEVER_QUANTISED = re.compile(r"\.(kv_b_proj|shared_expert_gate)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    """Projections whose matrices are all among `names` (None: any) are kept in `format`."""
+    """Keeps projections in `format` if all their matrices are in `names` (None: any)."""
 
     format: WeightFormat
     names: frozenset[str] | None = None
 
     def apply(self, model: Module) -> None:
-        """Before weights are loaded. What does not fit stays in the model's type, and is decoded at
-        load if need be."""
+        """Call it before weights are loaded. Other projections stay in the model's type and are
+        decoded at load."""
         stay: Counter[tuple[str, str]] = Counter()
         kept = 0
         for prefix, linear in linears(model):
@@ -47,8 +47,8 @@ class DenseWeights:
             logger.info("dense: %d of %s stay unquantised: %s", count, name, reason)
 
     def _reason(self, prefix: str, linear: Linear) -> str | None:
-        """Why a projection is not kept in the format: None where it is, nothing where that is as
-        it should be."""
+        """Why a projection does not stay in the format: None if it does, empty if that is
+        expected."""
         names = linear.matrix_names(prefix)
         if any(map(NEVER_QUANTISED.search, names)):
             return ""

@@ -1,6 +1,5 @@
-"""The JSON and text files of a Hugging Face folder, which anybody may have written: what does not
-fit is a ValueError that names the file, the field and its value. No torch here.
-"""
+"""Reads the JSON and text files of a Hugging Face folder. They are untrusted: errors are
+ValueErrors that name the file, the field and its value. No torch here."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ import msgspec
 Kind = TypeVar("Kind")
 
 MAX_VALUE_LENGTH: Final = 60
-# Where msgspec says that a value does not fit.
+# The field in msgspec's error messages.
 _AT: Final = re.compile(r" - at `(?:key` in `)?\$\.?(\w*).*`$")
 
 
 class TokenEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token with its flags, as tokenizer_config.json and special_tokens_map.json write it."""
+    """A token with its flags, as in tokenizer_config.json and special_tokens_map.json."""
 
     content: str
     single_word: bool | None = None
@@ -38,7 +37,7 @@ class NamedTemplate(msgspec.Struct, frozen=True):
 
 
 class TokenNames(msgspec.Struct, frozen=True):
-    """The tokens that every tokenizer may name; folders name others by keys of the same form."""
+    """The tokens that every tokenizer may name; other keys of the same form name more."""
 
     bos_token: Token | None = None
     eos_token: Token | None = None
@@ -52,7 +51,7 @@ class TokenNames(msgspec.Struct, frozen=True):
 
 
 class TokenizerConfig(TokenNames, frozen=True):
-    """The fields of tokenizer_config.json that are read."""
+    """The fields of tokenizer_config.json that we read."""
 
     added_tokens_decoder: dict[int, TokenEntry] | None = None
     chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
@@ -60,7 +59,7 @@ class TokenizerConfig(TokenNames, frozen=True):
     add_eos_token: bool | None = None
 
 
-# No vocabulary is larger; what is counts as a mistake in a file.
+# No vocabulary is larger: the file has a mistake.
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
@@ -74,8 +73,8 @@ class EosTokens(msgspec.Struct, frozen=True):
 
 
 class ModelEosTokens(EosTokens, frozen=True):
-    """The end tokens of config.json: models with several parts keep those of their text model
-    apart."""
+    """The end tokens of config.json; multimodal models keep those of their text model
+    separately."""
 
     text_config: EosTokens | None = None
 
@@ -86,7 +85,7 @@ class ModelEosTokens(EosTokens, frozen=True):
 
 
 class GenerationConfig(ModelEosTokens, frozen=True):
-    """The fields of generation_config.json that are read."""
+    """The fields of generation_config.json that we read."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -110,14 +109,14 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one if there is no such file."""
+    """Reads a JSON object; an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     text = read_text(path)
     try:
         content = json.loads(text, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply: no such file is") from None
+        raise ValueError(f"{path} is nested too deeply") from None
     except _Constant as error:
         raise ValueError(f"{path} is not valid JSON: it has {error}, give a number") from None
     except json.JSONDecodeError as error:
@@ -130,7 +129,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[Kind]) -> Kind:
-    """The fields of a file that are known, with their types checked; others are left alone."""
+    """Reads and checks the known fields of a file; other fields are ignored."""
     return checked(read_object(path), kind, str(path))
 
 
@@ -142,20 +141,20 @@ def checked(content: dict[str, Any], kind: type[Kind], source: str) -> Kind:
         name = field[1] if field else ""
         why = _AT.sub("", str(error)).replace("`", "")
         value = f" is {brief(content[name])}" if name in content else ""
-        raise ValueError(f"{source}: {name}{value}: {why}: mend the file") from None
+        raise ValueError(f"{source}: {name}{value}: {why}: fix the file") from None
 
 
 def brief(value: Any) -> str:
-    """A value for a message: the beginning of what it looks like."""
+    """The beginning of a value's repr, for messages."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return "a number of very many digits"
     return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "…"
 
 
 class _Constant(Exception):
-    """NaN or Infinity, which Python reads and JSON does not have."""
+    """NaN or Infinity, which Python parses and JSON does not allow."""
 
 
 def _refuse(constant: str) -> None:

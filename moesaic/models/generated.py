@@ -1,4 +1,4 @@
-"""Models that are named instead of stored: `KIND:NAME,KEY=INTEGER,…` becomes a folder."""
+"""Folders of generated models, which are named `KIND:NAME,KEY=INTEGER,…`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 MAX_DIGITS = 18
 
@@ -27,15 +28,26 @@ def parse_model_name(model_path: str, prefix: str, example: str) -> tuple[str, d
     return name, changes
 
 
+def with_changes(
+    config: dict[str, Any], changes: Mapping[str, int], name: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Replaces integers of config.json, and sets those of `more`."""
+    known = sorted({key for key, value in config.items() if type(value) is int}.union(more))
+    for key in changes:
+        if key not in known:
+            raise ValueError(f"{name} has no {key!r} to change; it has {', '.join(known)}")
+    return config | dict(changes)
+
+
 def cached_folder(name: str, made_of: bytes, make: Callable[[Path], object]) -> Path:
-    """The folder that `make` fills, made once for everything that it is `made_of`."""
+    """The folder that `make` fills, cached by the hash of `made_of`."""
     key = hashlib.sha256(made_of).hexdigest()[:12]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
     folder = root / f"{name}-{key}"
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    # Made aside and renamed, so that nobody ever sees half a checkpoint.
+    # Filled elsewhere and renamed: no process sees half a checkpoint.
     work = Path(tempfile.mkdtemp(dir=root))
     try:
         make(work / "model")

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.attention import Attention
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
-from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
+from moesaic.models.config import (
+    BuildContext,
+    RawConfig,
+    attention_config,
+    common_config,
+    rope_config,
+    slides,
+)
 from moesaic.moe.activations import clamped_swiglu
 from moesaic.moe.layer import MoeConfig, StackedMoE
 from moesaic.moe.topk import TopK, TopKConfig
 
-# What a config.json without rope settings means for this family.
+# The family's defaults for a config.json without rope settings.
 DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -27,23 +34,15 @@ class GptOssBlock(SparseBlock):
 
 
 def _window(raw: RawConfig, layer: int) -> int | None:
-    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
-    slides = types[layer] == "sliding_attention" if types else layer % 2 == 0
-    return raw.integer("sliding_window", 128) if slides else None
+    sliding = slides(raw, layer, default=layer % 2 == 0)
+    return raw.integer("sliding_window", 128) if sliding else None
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-5)
     bias = raw.flag("attention_bias", True)
-    attention = AttentionConfig(
-        hidden_size=config.hidden_size,
-        num_heads=raw.integer("num_attention_heads"),
-        num_kv_heads=raw.integer("num_key_value_heads", 8),
-        head_dim=raw.integer("head_dim", 64),
-        qkv_bias=bias,
-        output_bias=bias,
-        sinks=True,
-    )
+    options = {"qkv_bias": bias, "output_bias": bias, "sinks": True}
+    attention = attention_config(raw, config, kv_heads=8, head_dim=64, **options)
     moe = MoeConfig(
         num_experts=raw.integer("num_local_experts"),
         hidden_size=config.hidden_size,

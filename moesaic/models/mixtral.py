@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.attention import Attention
 from moesaic.layers.rotary import RotaryTable
 from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, kv_cache
-from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
+from moesaic.models.config import (
+    BuildContext,
+    RawConfig,
+    attention_config,
+    common_config,
+    rope_config,
+)
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-5)
-    heads = raw.integer("num_attention_heads")
-    attention = AttentionConfig(
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=raw.integer("num_key_value_heads", heads),
-        head_dim=raw.integer("head_dim", config.hidden_size // heads),
-        window=raw.optional_int("sliding_window"),
-    )
+    attention = attention_config(raw, config, window=raw.optional_int("sliding_window"))
     moe = MoeConfig(
         num_experts=raw.integer("num_local_experts"),
         hidden_size=config.hidden_size,

@@ -1,11 +1,11 @@
 """Multi-token prediction (MTP, "next-n") of DeepSeek-V3: layers behind the last one that predict
 the token after the next.
 
-Row i of the first one joins the main model's output for token i, after its final norm, with the
-embedding of token i + 1, and predicts token i + 2. A further one takes the states that the one
-before it gave, and looks one token further.
+Row i of the first MTP layer joins the main model's normed output for token i with the embedding of
+token i + 1, and predicts token i + 2. Each further layer takes the output of the layer before it
+and predicts one token further.
 
-T tokens · H hidden · R rows whose logits are wanted.
+T tokens · H hidden · R rows with logits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class OwnWeights:
-    """The layers, by number, that have an embedding and a head of their own in the checkpoint; the
-    others take those of the main model."""
+    """The layers, by number, that have their own embedding or head in the checkpoint; the others
+    use those of the main model."""
 
     embeddings: frozenset[int] = frozenset()
     heads: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ class OwnWeights:
 
 
 class SharedHead(Module):
-    """`head` is None where the main model's is used."""
+    """`head` is None if the main model's is used."""
 
     def __init__(self, config: ModelConfig, own_head: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SharedHead(Module):
 
 
 class NextNLayer(DecoderLayer):
-    """A decoder layer with what joins its two inputs, and a head."""
+    """A decoder layer with a projection that joins its two inputs, and a head."""
 
     def __init__(
         self,
@@ -96,22 +96,22 @@ class NextNLayer(DecoderLayer):
 
 @dataclass(frozen=True, slots=True)
 class MainModules:
-    """What the main model lends. Not a module: its weights are not loaded with ours."""
+    """The main model's modules. Not a module itself: their weights are already loaded."""
 
     embedding: Embedding | None
     head: LMHead
 
 
 class NextN(Module):
-    """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`:
-    what tokens leave behind in these layers, apart from the main model's."""
+    """All MTP layers of a model, or a rank's part of them; they belong to the last stage. `cache`
+    describes their KV cache, which is separate from the main model's."""
 
-    def __init__(self, parts: LayerParts, lent: MainModules, own: OwnWeights) -> None:
+    def __init__(self, parts: LayerParts, main: MainModules, own: OwnWeights) -> None:
         super().__init__()
         config, self.rope, self.cache = parts.config, parts.rope, parts.cache()
-        self.config, self._lent = config, lent
+        self.config, self._main = config, main
         self.embed_tokens = None
-        if lent.embedding is None and not own.embeddings.issuperset(config.layers):
+        if main.embedding is None and not own.embeddings.issuperset(config.layers):
             sizes = (config.vocab_size, config.hidden_size)
             self.embed_tokens = Embedding(*sizes, config.dtype, config.parallel)
         self.layers = ModuleList(
@@ -135,20 +135,20 @@ class NextN(Module):
         step: Step = PREFILL,
         depth: int = 0,
     ) -> Tensor:
-        """`next_ids_T`: the token after that of each row, whose position is the row's. `hidden_TH`:
-        what the main model gave, or at a greater `depth` what the layer before gave."""
+        """`next_ids_T`: the token after that of each row, at the row's position. `hidden_TH`: the
+        main model's output, or at a greater `depth` that of the MTP layer before."""
         layer = self._layer(depth)
-        embedding = layer.embed_tokens or self._lent.embedding or self.embed_tokens
-        assert embedding is not None, "made where nobody lends one"
+        embedding = layer.embed_tokens or self._main.embedding or self.embed_tokens
+        assert embedding is not None, "NextN makes one if the main model has none"
         cos, sin = self.rope.at(positions_T)
         x_TH = layer.join(embedding(next_ids_T), hidden_TH)
         x_TH, residual_TH = layer(x_TH, ForwardContext(cos, sin, attention, step))
         return residual_TH + finished(x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = (), depth: int = 0) -> Tensor:
-        """Of the token after the next; `rows` as in the main model's `logits`."""
+        """Logits of the token after the next; `rows` as in the main model's `logits`."""
         shared = self._layer(depth).shared_head
-        return (shared.head or self._lent.head)(shared.norm(x_RH), rows)
+        return (shared.head or self._main.head)(shared.norm(x_RH), rows)
 
     def _layer(self, depth: int) -> NextNLayer:
         layer = self.layers[depth]
@@ -159,13 +159,13 @@ class NextN(Module):
         return self.slots("model.")
 
     def is_optional(self, name: str) -> bool:
-        """All that belongs to the main model."""
+        """Whether the tensor belongs to the main model."""
         ours = any(name.startswith(_stem(layer)) for layer in self.config.layers)
         return not ours or name.endswith("rotary_emb.inv_freq")
 
 
 def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
-    """With weights still unset; `main`: the whole model or its last stage."""
+    """Weights are not loaded yet. `main`: the whole model or its last stage."""
     assert main.lm_head is not None, "only the last stage predicts"
     config = replace(main.config, parallel=replace(main.config.parallel, layers=_layers(raw)))
     parts = LayerParts(raw, config, variant_of(raw), main.rope)
@@ -173,7 +173,7 @@ def build_nextn(raw: RawConfig, main: CausalLM, own: OwnWeights) -> NextN:
 
 
 def load_nextn(main: CausalLM, folder: Path, scheme: Scheme | None = None) -> NextN:
-    """The MTP layers of `main`'s checkpoint, cut over ranks and quantised as `main` is."""
+    """The MTP layers of `main`'s checkpoint, sharded and quantised like `main`."""
     raw = RawConfig.read(folder)
     with Checkpoint(folder) as checkpoint:
         own = OwnWeights.of(checkpoint, _layers(raw))
@@ -191,14 +191,14 @@ def _layers(raw: RawConfig) -> range:
     names = raw.list_of("architectures", str)
     if ARCHITECTURE not in names:
         raise ValueError(
-            f"{raw.source}: architectures {names} have no layers for multi-token prediction that "
-            f"are served, only {ARCHITECTURE} has"
+            f"{raw.source}: multi-token prediction is not supported for architectures {names}, "
+            f"only for {ARCHITECTURE}"
         )
     number = raw.integer("num_nextn_predict_layers", 0, minimum=0)
     if number == 0:
         raise ValueError(
             f"{raw.source}: num_nextn_predict_layers is 0: this checkpoint has no layers for "
-            "multi-token prediction, take one that has"
+            "multi-token prediction; use one that has"
         )
     first = raw.integer("num_hidden_layers")
     return range(first, first + number)

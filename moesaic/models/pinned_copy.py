@@ -1,4 +1,4 @@
-"""Tensors from a file to a device, through pinned memory, while the next ones are read."""
+"""Copies tensors from files to a device through pinned memory, while the next ones are read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PIECES = 2
 
 
 class PinnedCopy:
-    """Copies go through a ring of pinned buffers: a copy out of pageable memory would wait for the
-    device, and would be slower. Never more of a model than the ring lies in host memory."""
+    """Copies through a ring of pinned buffers: a copy from pageable memory is slower and blocks.
+    Host memory never holds more of a model than the ring."""
 
     def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
         self.device, pinned = device, device.type == "cuda"
@@ -37,7 +37,7 @@ class PinnedCopy:
         place = self._next = (self._next + 1) % PIECES
         event, buffer = self._read[place], self._ring[place][: len(piece)]
         if event is not None:
-            event.synchronize()  # until the copy out of this buffer, two pieces ago, is done
+            event.synchronize()  # the buffer's previous copy is done
         buffer.copy_(piece)
         to.copy_(buffer, non_blocking=True)
         if event is not None:

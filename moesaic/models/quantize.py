@@ -1,4 +1,4 @@
-"""Writes a checkpoint anew with quantised matrices, a shard at a time.
+"""Writes a checkpoint with quantised matrices, a shard at a time.
 
 N rows · K columns · E experts.
 """
@@ -40,14 +40,14 @@ PROJECTION = re.compile(
     r"((q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa|w[123])\.weight"
 )
 STACK = re.compile(r"model\.layers\.\d+\..*\.experts\.(gate_up|down)_proj")
-# Others run these as one matrix and take the first one's global scale for all of it.
+# Other engines run these as one matrix, with the first one's global scale.
 FUSED = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
 @dataclass(frozen=True)
 class QuantizeJob:
-    """What to write: `form` names it, `group_size` None is the form's own."""
+    """What to write; without `group_size` the format's default."""
 
     form: str
     group_size: int | None = None
@@ -64,7 +64,7 @@ class QuantizeReport:
 
 @dataclass
 class ShardWriter:
-    """Tensors into files of about `limit` bytes, and the index over them."""
+    """Writes tensors into files of about `limit` bytes, and their index."""
 
     folder: Path
     limit: int
@@ -76,7 +76,7 @@ class ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         if self._shard and self._pending + tensor.nbytes > self.limit:
             self._flush()
-        # A copy: views of a mapped file would keep all of it, and safetensors wants whole storages.
+        # A copy: views of a mapped file would keep all of it, and safetensors needs whole storages.
         self._shard[name] = tensor.clone(memory_format=torch.contiguous_format)
         self._pending += tensor.nbytes
         self.written += tensor.nbytes
@@ -90,7 +90,7 @@ class ShardWriter:
         return self.folder / f"shard-{number}"
 
     def finish(self) -> None:
-        """Only now the number of files is known, which is part of their names."""
+        """Names the files, now that their number is known, and writes the index."""
         self._flush()
         count = len(self._names)
         weight_map: dict[str, str] = {}
@@ -121,13 +121,13 @@ class Quantizer:
         elif self.form.stacked:
             yield from self._convert_stack(name)
         else:
-            matrix = Matrix(name, _two(self.source.shape(name)))
             w_NK = self._finite(name)
+            matrix = Matrix(name, (w_NK.shape[0], w_NK.shape[1]))
             for suffix, tensor in self.storage.write(w_NK, self._amax(name, w_NK)).items():
                 yield matrix.tensor(suffix), tensor
 
     def _convert_stack(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """[E, K, N] with inputs first; rows stay interleaved as they are."""
+        """[E, K, N] with inputs first; rows stay interleaved."""
         experts, size_K, size_N = self.source.shape(name)
         matrix = Matrix(name, (size_N, size_K), index=0)
         parts: dict[str, list[Tensor]] = {}
@@ -156,7 +156,7 @@ class Quantizer:
         return self.form.config(self.group, self._ignored())
 
     def _ignored(self) -> list[str]:
-        """Linear modules that stay as they are; every convention understands full names."""
+        """Linear modules that stay unquantised, by full name, which every convention accepts."""
         return sorted(
             name.removesuffix(".weight")
             for name in self.source.location
@@ -168,7 +168,7 @@ class Quantizer:
 
 
 def quantize(source: Path, target: Path, job: QuantizeJob) -> QuantizeReport:
-    """`target` appears when all of it is written, or not at all."""
+    """Creates `target` only when all of it is written."""
     raw = RawConfig.read(source)
     form = _form(raw, source, job)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -271,7 +271,7 @@ def _check_fit(
 def _write(quantizer: Quantizer, source: Path, work: Path, job: QuantizeJob) -> QuantizeReport:
     location = quantizer.source.location
     writer = ShardWriter(work, job.shard_bytes)
-    # In the files' order, so that each is read from front to end.
+    # In file order, so each file is read sequentially.
     names = sorted(location, key=lambda name: (location[name], name))
     for name in tqdm(names, desc="Quantising", unit="tensor", disable=None, leave=False):
         for written, tensor in quantizer.convert(name):
@@ -288,14 +288,14 @@ def _write(quantizer: Quantizer, source: Path, work: Path, job: QuantizeJob) -> 
 
 
 def _copy_files(source: Path, work: Path) -> None:
-    """Tokenizer, templates, licence: all but weights and what is written anew."""
+    """Copies tokenizer, templates and licence: all but weights and rewritten files."""
     for path in source.iterdir():
         if path.is_file() and path.suffix not in WEIGHT_FILES and not path.name.endswith(INDEX):
             shutil.copy(path, work / path.name)
 
 
 def _modelopt_file(config: dict[str, Any]) -> dict[str, Any]:
-    """The file beside config.json in which older readers look."""
+    """The content of hf_quant_config.json, for older readers."""
     group = config["config_groups"]["group_0"]["weights"]["group_size"]
     return {
         "producer": config["producer"],
@@ -312,8 +312,3 @@ def _fused_with(name: str) -> list[str]:
     stem, module = name.removesuffix(".weight").rsplit(".", 1)
     family = next((names for names in FUSED if module in names), ())
     return [f"{stem}.{other}.weight" for other in family if other != module]
-
-
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, cols = shape
-    return rows, cols

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.attention import Attention
 from moesaic.layers.linear import Linear
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import (
-    CausalLM,
-    DecoderLayer,
-    Router,
-    SparseBlock,
-    dense_mlp,
-    kv_cache,
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, kv_cache
+from moesaic.models.config import (
+    BuildContext,
+    ModelConfig,
+    RawConfig,
+    attention_config,
+    common_config,
+    rope_config,
+    slides,
 )
-from moesaic.models.config import BuildContext, ModelConfig, RawConfig, common_config, rope_config
 from moesaic.moe.layer import FusedMoE, MoeConfig
 from moesaic.moe.topk import TopK, TopKConfig
 
@@ -54,7 +55,7 @@ def topk_of(raw: RawConfig) -> TopK:
 
 
 def is_sparse(raw: RawConfig, layer: int) -> bool:
-    """Some layers may be dense: those listed, and all that the step skips."""
+    """Layers are dense if they are listed or if the step skips them."""
     step = raw.integer("decoder_sparse_step", 1)
     return layer not in raw.list_of("mlp_only_layers", int) and (layer + 1) % step == 0
 
@@ -62,23 +63,13 @@ def is_sparse(raw: RawConfig, layer: int) -> bool:
 def _window(raw: RawConfig, layer: int) -> int | None:
     if not raw.flag("use_sliding_window", False):
         return None
-    types = raw.list_of("layer_types", str, raw.integer("num_hidden_layers"))
-    slides = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
-    if types:
-        slides = types[layer] == "sliding_attention"
-    return raw.integer("sliding_window", 4096) if slides else None
+    default = layer % 2 == 0 and layer < raw.integer("max_window_layers", 28, minimum=0)
+    return raw.integer("sliding_window", 4096) if slides(raw, layer, default) else None
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
-    heads = raw.integer("num_attention_heads")
-    attention = AttentionConfig(
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=raw.integer("num_key_value_heads", heads),
-        head_dim=raw.integer("head_dim", config.hidden_size // heads),
-        qkv_bias=raw.flag("qkv_bias", True),
-    )
+    attention = attention_config(raw, config, qkv_bias=raw.flag("qkv_bias", True))
     rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)
 
     def make_layer(layer: int) -> DecoderLayer:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from moesaic.layers.attention import Attention, AttentionConfig
+from moesaic.layers.attention import Attention
 from moesaic.layers.module import Module
 from moesaic.layers.rotary import RotaryTable
-from moesaic.models.blocks import (
-    CausalLM,
-    DecoderLayer,
-    Router,
-    SparseBlock,
-    dense_mlp,
-    kv_cache,
+from moesaic.models.blocks import CausalLM, DecoderLayer, Router, SparseBlock, dense_mlp, kv_cache
+from moesaic.models.config import (
+    BuildContext,
+    RawConfig,
+    attention_config,
+    common_config,
+    rope_config,
 )
-from moesaic.models.config import BuildContext, RawConfig, common_config, rope_config
 from moesaic.models.qwen2_moe import is_sparse, moe_config, topk_of
 from moesaic.moe.layer import FusedMoE
 
 
 def build(raw: RawConfig, context: BuildContext) -> CausalLM:
     config = common_config(raw, context, eps=1e-6)
-    heads = raw.integer("num_attention_heads")
     bias = raw.flag("attention_bias", False)
     slides = raw.flag("use_sliding_window", False)
-    attention = AttentionConfig(
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=raw.integer("num_key_value_heads", 4),
-        head_dim=raw.integer("head_dim", config.hidden_size // heads),
+    window = raw.integer("sliding_window", 4096) if slides else None
+    attention = attention_config(
+        raw,
+        config,
+        kv_heads=4,
         qkv_bias=bias,
         output_bias=bias,
         qk_norm_eps=config.rms_norm_eps,
-        window=raw.integer("sliding_window", 4096) if slides else None,
+        window=window,
     )
     moe, topk = moe_config(raw, config), topk_of(raw)
     rope = RotaryTable(rope_config(raw, attention.head_dim), context.positions)

@@ -1,4 +1,4 @@
-"""Which architectures are served, and by which file."""
+"""The served architectures and their modules."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ARCHITECTURES = {
 
 
 def build_model(raw: RawConfig, context: BuildContext) -> CausalLM:
-    """The model with its weights still unset."""
+    """Builds the model; weights are not loaded yet."""
     raw.num_experts()
     names = raw.list_of("architectures", str)
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ValueError(
-            f"{raw.source}: architectures {names} are not served; known are "
+            f"{raw.source}: architectures {names} are not supported; known are "
             f"{', '.join(ARCHITECTURES)}"
         )
     family = import_module(f"moesaic.models.{ARCHITECTURES[known[0]]}")
     try:
         model: CausalLM = family.build(raw, context)
-    except ValueError as error:  # of a layer, which does not know where its sizes are from
+    except ValueError as error:  # a layer does not know the config's path
         named = raw.source in str(error)
         raise error if named else ValueError(f"{raw.source}: {error}") from error
     if context.dense is not None:

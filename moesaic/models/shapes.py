@@ -1,4 +1,4 @@
-"""The sizes of known models, for `--load-format dummy`: their config.json without their weights."""
+"""The config.json files of known models, for `--load-format dummy`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.config.resolve import SHAPE
-from moesaic.models.generated import cached_folder, parse_model_name
+from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +21,15 @@ def known() -> list[str]:
 
 
 def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """config.json of a known model; `changes` take the place of integers in it."""
+    """config.json of a known model; `changes` replace integers in it."""
     if name not in known():
         raise ValueError(f"unknown shape {name!r}; known are {', '.join(known())}")
     config: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    integers = sorted(key for key, value in config.items() if type(value) is int)
-    for key in changes or {}:
-        if key not in integers:
-            raise ValueError(f"shape {name} has no {key!r} to change; it has {', '.join(integers)}")
-    return config | dict(changes or {})
+    return with_changes(config, changes or {}, f"shape {name}")
 
 
 def shape_folder(model_path: str) -> str:
-    """A folder with nothing but the config.json of `shape:NAME` or `shape:NAME,KEY=INTEGER,…`."""
+    """Makes a folder with only the config.json of `shape:NAME` or `shape:NAME,KEY=INTEGER,…`."""
     name, changes = parse_model_name(model_path, SHAPE, "shape:mixtral-8x7b,num_hidden_layers=2")
     text = json.dumps(shape_config(name, changes), indent=2)
 
@@ -42,5 +38,5 @@ def shape_folder(model_path: str) -> str:
         (folder / "config.json").write_text(text, encoding="utf-8")
 
     folder = cached_folder(f"shape-{name}", text.encode(), make)
-    logger.info("%s has the sizes of a model and random weights, so it says nothing", model_path)
+    logger.info("%s has the sizes of a model and random weights, so its text is noise", model_path)
     return str(folder)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made on the spot: for a first try and for tests without a download."""
+"""Generates tiny random checkpoints, for a first try and for tests without a download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moesaic.config.resolve import SHAPE
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
-from moesaic.models.generated import cached_folder, parse_model_name
+from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 from moesaic.models.nextn import OwnWeights, build_nextn
 from moesaic.models.registry import build_model
 from moesaic.models.shapes import shape_folder
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "tiny:"
 MIN_VOCAB = 258
-# 4 GiB, which are made in memory and kept in the user's cache.
+# 4 GiB, which are generated in memory and stored in the user's cache.
 MAX_PARAMETERS = 1 << 30
 _COMMON: dict[str, Any] = {
     "vocab_size": MIN_VOCAB,
@@ -90,8 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_tiny_checkpoint(
     family: str, folder: Path, seed: int = 0, changes: Mapping[str, int] | None = None
 ) -> Path:
-    """Writes a whole Hugging Face folder; the same seed gives the same bytes. `changes` take the
-    place of integers in config.json."""
+    """Writes a whole Hugging Face folder; the same seed gives the same bytes. `changes` replace
+    integers in config.json."""
     config = _config(family, changes or {})
     folder.mkdir(parents=True, exist_ok=True)
     raw = RawConfig(config, family)
@@ -118,16 +118,13 @@ def _config(family: str, changes: Mapping[str, int]) -> dict[str, Any]:
     if family not in FAMILIES:
         raise ValueError(f"unknown tiny model {family!r}; known are {', '.join(FAMILIES)}")
     config = {**_COMMON, **FAMILIES[family], "model_type": family}
-    known = sorted({key for key, value in config.items() if type(value) is int} | {"head_dim"})
-    for key in changes:
-        if key not in known:
-            raise ValueError(f"tiny {family} has no {key!r} to change; it has {', '.join(known)}")
+    config = with_changes(config, changes, f"tiny {family}", ["head_dim"])
     if changes.get("vocab_size", MIN_VOCAB) < MIN_VOCAB:
         raise ValueError(
             f"vocab_size={changes['vocab_size']}: a tiny model needs at least {MIN_VOCAB}, "
             "all bytes and two special tokens"
         )
-    return config | dict(changes)
+    return config
 
 
 def _stored_shape(slot: TensorSlot | MatrixSlot, config: dict[str, Any]) -> tuple[int, ...]:
@@ -146,7 +143,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def _save_tokenizer(folder: Path, eos: str) -> None:
-    """One token a byte, and the two special ones."""
+    """One token per byte, and the two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: number for number, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -159,8 +156,8 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
 
 
 def materialise(model_path: str) -> str:
-    """The folder of a `tiny:FAMILY` checkpoint, or of `tiny:FAMILY,KEY=INTEGER,…` with other sizes,
-    or of a shape (shapes.py); any other path as it is."""
+    """The folder of a `tiny:FAMILY` checkpoint, of `tiny:FAMILY,KEY=INTEGER,…` with other sizes, or
+    of a shape (shapes.py); any other path is returned unchanged."""
     if model_path.startswith(SHAPE):
         return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
@@ -174,7 +171,7 @@ def materialise(model_path: str) -> str:
 
 
 def _cached(family: str, changes: dict[str, int]) -> Path:
-    # The key covers the maker's source: a changed maker must not find an old checkpoint.
+    # The key covers this file, so a changed generator never finds an old checkpoint.
     made_of = Path(__file__).read_bytes() + repr(sorted(changes.items())).encode()
 
     def make(folder: Path) -> Path:

@@ -1,13 +1,13 @@
-"""The chat template of tiny models, apart from what needs torch."""
+"""The chat template of tiny models; needs no torch."""
 
 from __future__ import annotations
 
 from typing import Final
 
 EOS, TURN = "<|end|>", "<|turn|>"
-# What else ends answers: in gpt-oss <|end|> is a marker within them.
+# Other end tokens: in gpt-oss <|end|> is a marker within answers.
 OTHER_EOS = {"gpt_oss": "<|return|>"}
-# Tools, calls and reasoning are written as Qwen3's template writes them.
+# Tools, calls and reasoning follow Qwen3's template.
 _TOOLS = (
     "{% if tools %}" + TURN + "tools\n"
     "{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}" + EOS + "{% endif %}"
@@ -48,5 +48,4 @@ def chat_template(eos: str) -> str:
     return CHAT_TEMPLATE.replace(EOS, eos)
 
 
-# All that tiny models have.
 CHAT_TEMPLATES: Final = frozenset(chat_template(eos) for eos in (EOS, *OTHER_EOS.values()))

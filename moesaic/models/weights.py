@@ -1,4 +1,4 @@
-"""Fills a model from safetensors: lazily, by slice, and with every mismatch named."""
+"""Loads a model from safetensors: lazily, by slice, with every mismatch named."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class Loadable(Protocol):
-    """A model, or a part of one that is loaded by itself."""
+    """A model, or a part of one that is loaded separately."""
 
     def checkpoint_slots(self) -> Iterator[Slot]: ...
 
     def is_optional(self, name: str) -> bool:
-        """Tensors that the checkpoint may hold and that are not needed."""
+        """Whether the checkpoint may hold this tensor although the model does not need it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Loader:
     scheme: Scheme
 
     def matrix(self, slot: Slot) -> Matrix | None:
-        """What may be quantised: experts, and all other matrices that are whole tensors."""
+        """The slot's matrix if it may be quantised: experts, and other matrices that are whole
+        tensors."""
         if isinstance(slot, MatrixSlot):
             experts = self.scheme.num_experts
             return Matrix(slot.name, slot.shape, slot.index, slot.interleaved, experts)
@@ -63,7 +64,7 @@ class Loader:
         if isinstance(slot, MatrixSlot):
             self._fill_planes(slot)
             return
-        if not slot.into.numel():  # there are more ranks than rows to cut
+        if not slot.into.numel():  # more ranks than rows
             return
         tensor = self._read(slot)
         slot.into.copy_(tensor if slot.arrange is None else slot.arrange(tensor))
@@ -96,8 +97,8 @@ def load_weights(
     scheme: Scheme | None = None,
     whole: Callable[[RawConfig], Loadable] = build_whole,
 ) -> None:
-    """`whole` makes the same on one rank: it is asked which tensors belong to other ranks. Tensors
-    are decoded and encoded where the model lies."""
+    """`whole` builds the same on one rank, to find the tensors of other ranks. Tensors are decoded
+    and encoded on the model's device."""
     slots = list(model.checkpoint_slots())
     scheme = scheme or detect_scheme(RawConfig.read(folder), folder)
     device = _device(slots[0]) if slots else torch.device("cpu")
@@ -118,7 +119,7 @@ def load_weights(
 
 
 def sync_input_scales(model: Module, folder: Path) -> None:
-    """Once all ranks have loaded: they agree on the scales of activations."""
+    """Agrees with the other ranks on the scales of activations, after all have loaded."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     for layer in layers:
         layer.sync_input_scales()
@@ -156,13 +157,13 @@ def _check_names(
 
 
 def _optional_names(slots: Iterable[Slot], loader: Loader) -> set[str]:
-    """Tensors that may lie beside those of the slots."""
+    """Tensors that the checkpoint may hold beside those of the slots."""
     matrices = [matrix for slot in slots if (matrix := loader.matrix(slot)) is not None]
     return {name for matrix in matrices for name in loader.scheme.optional_tensors(matrix)}
 
 
 def _all_names(loader: Loader, whole: Callable[[RawConfig], Loadable]) -> set[str]:
-    """Tensors of the whole model, whichever rank holds them."""
+    """Tensors of the whole model, on any rank."""
     with torch.device("meta"):
         model = whole(RawConfig.read(loader.checkpoint.folder))
     slots = list(model.checkpoint_slots())
@@ -183,11 +184,12 @@ def _copy(planes: dict[str, Tensor], slot: MatrixSlot) -> None:
 
 
 def fill_randomly(model: CausalLM, seed: int, *, direct: bool | None = None) -> None:
-    """`--load-format dummy`: random weights of a sensible size, to measure without a checkpoint.
+    """`--load-format dummy`: random weights of a realistic magnitude, to measure without a
+    checkpoint.
 
-    They follow from the seed and the name, so that ranks agree whatever each of them holds.
-    `direct`: numbers are drawn where the weights lie and in the format that they have, as on a GPU,
-    which takes seconds for a large model; on CPU they are drawn whole and encoded.
+    They depend on the seed and the name only, so ranks agree. `direct` draws numbers on the
+    weights' device and in their format, which is the default on a GPU and takes seconds for a large
+    model; otherwise whole tensors are drawn and encoded.
     """
     slots = list(model.checkpoint_slots())
     if direct is None:
@@ -211,8 +213,8 @@ def _fill_whole(slot: Slot, seed: int) -> None:
 
 
 def _fill_directly(slot: Slot, seed: int) -> None:
-    """Embeddings are as large as what layers add to them, so that tokens stay apart and are routed
-    apart, however many layers mix them."""
+    """Embeddings are as large as the layers' outputs, so tokens stay distinct and are routed
+    differently through any number of layers."""
     if isinstance(slot, TensorSlot) and slot.into.dim() == 1:
         slot.into.fill_(_constant(slot))
         return

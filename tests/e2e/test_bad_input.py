@@ -279,7 +279,7 @@ BAD_FOLDERS: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     (
         "more_experts_than_weights",
         lambda f: edit_config(f, num_local_experts=9),
-        ["num_local_experts is 9", "are of 8"],
+        ["num_local_experts is 9", "have 8"],
     ),
     (
         "unknown_architecture",

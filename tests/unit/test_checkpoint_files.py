@@ -209,12 +209,12 @@ def test_other_files(folder: Path, name: str) -> None:
         (
             "tokenizer_config.json",
             {"added_tokens_decoder": [1]},
-            r"added_tokens_decoder is \[1\]: Expected object \| null, got array: mend the file",
+            r"added_tokens_decoder is \[1\]: Expected object \| null, got array: fix the file",
         ),
         (
             "config.json",
             {"eos_token_id": {"a": 1}},
-            r"eos_token_id is {'a': 1}: Expected int \| array \| null, got object: mend the file",
+            r"eos_token_id is {'a': 1}: Expected int \| array \| null, got object: fix the file",
         ),
     ],
 )
@@ -286,7 +286,7 @@ def test_more_layers_or_experts_than_there_are_tensors_of(tmp_path: Path, indexe
     check_folder(str(folder), has_tensors=True)
     for field, asked, held in (("num_hidden_layers", 1000, 2), ("num_experts", 4000, 8)):
         (folder / "config.json").write_text(json.dumps({**config, field: asked}))
-        words = f"{field} is {asked}, and the tensors in .* are of {held}: mend it"
+        words = f"{field} is {asked}, but the tensors in .* have {held}: fix it"
         with pytest.raises(ValueError, match=words):
             Engine(model_path=str(folder), num_threads=1)
     assert materialise(str(folder)) == str(folder)

@@ -166,11 +166,11 @@ def test_parts_must_be_whole_blocks() -> None:
     assert merged(128, 256, 100).unsupported_reason(BLOCK) == ""
     assert (
         merged(128, 64, 64).unsupported_reason(BLOCK)
-        == "rows 0..64 of 64 are no whole blocks of 128"
+        == "rows 0..64 of 64 are not whole blocks of 128"
     )
     assert merged(128, 64, 64).unsupported_reason(CHANNEL) == ""
     cut = Linear(LinearConfig(256, 128, torch.float32), inputs=range(64, 192))
-    assert cut.unsupported_reason(BLOCK) == "columns 64..192 of 256 are no whole blocks of 128"
+    assert cut.unsupported_reason(BLOCK) == "columns 64..192 of 256 are not whole blocks of 128"
     same = Linear(LinearConfig(128, 128, torch.float32, deterministic=True))
     assert same.unsupported_reason(BLOCK) == "deterministic mode has no float8 product"
 
@@ -187,7 +187,7 @@ def test_what_stays_is_said(plain: Path, caplog: pytest.LogCaptureFixture) -> No
     lines = [record.getMessage() for record in caplog.records if record.name.endswith("dense")]
     assert lines == [
         "dense: 3 projections are kept as fp8_block",
-        "dense: 1 of qkv_proj stay unquantised: rows 0..64 of 64 are no whole blocks of 128",
+        "dense: 1 of qkv_proj stay unquantised: rows 0..64 of 64 are not whole blocks of 128",
         "dense: 1 projections are kept as fp8_block",
         "dense: 1 of gate_up_proj stay unquantised: the checkpoint has quantised only some of its "
         "parts",

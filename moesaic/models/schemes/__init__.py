@@ -1,4 +1,4 @@
-"""How checkpoints store their matrices: `detect_scheme` tells which way one does."""
+"""How checkpoints store their matrices; `detect_scheme` finds out."""
 
 from moesaic.models.schemes.detect import detect_scheme
 from moesaic.models.schemes.scheme import Scheme

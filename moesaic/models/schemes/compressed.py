@@ -1,4 +1,4 @@
-"""What a config of compressed-tensors says about the matrices."""
+"""Reads the quantization_config of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = (
     "naive-quantized",
     None,
 )
-# By type, bits and, of four bits, columns per scale.
+# By type, bits and, for four bits, columns per scale.
 ACTIVATIONS: dict[tuple[Any, Any, Any], str] = {
     ("float", 8, None): "fp8",
     ("int", 8, None): "int8",
@@ -38,10 +38,10 @@ HANDLED = (
 
 
 def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
-    """`row_group`: in which whole-row scales of four bits are kept."""
+    """`row_group`: the group size in which whole-row scales of four bits are kept."""
     for key, why in (
-        ("sparsity_config", "sparse weights are not handled"),
-        ("transform_config", "rotated weights are not handled"),
+        ("sparsity_config", "sparse weights are not supported"),
+        ("transform_config", "rotated weights are not supported"),
     ):
         given = config.data.get(key)
         if given and given != {"format": "dense"}:
@@ -57,13 +57,13 @@ def compressed_tensors(config: RawConfig, row_group: int) -> Storage:
     if any(storage != found[0] for storage in found):
         raise ValueError(
             f"{config.source}: config_groups {list(groups.data)} store matrices in different ways, "
-            "which is not handled: give all modules one scheme"
+            "which is not supported: give all modules one scheme"
         )
     return found[0]
 
 
 def unmet_activation(config: RawConfig, storage: Storage) -> str:
-    """A note where the config asks for activations that the matrices are not multiplied with."""
+    """A note if the config asks for quantised activations that we do not use."""
     groups = config.mapping("config_groups")
     asked = {
         _activation(RawConfig(group, f"{config.source}: {name}")) for name, group in groups.items()
@@ -76,7 +76,7 @@ def unmet_activation(config: RawConfig, storage: Storage) -> str:
 
 
 def _activation(group: RawConfig) -> str | None:
-    """The payload format that a group asks for; what is none of them, in words."""
+    """The payload format that a group asks for, or a description of an unknown one."""
     if not group.has("input_activations"):
         return None
     given = group.mapping("input_activations")
@@ -90,19 +90,20 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
     form = group.data.get("format") or format
     if form not in FORMATS:
         raise ValueError(
-            f"{group.source}: format {brief(form)} is not handled, only "
+            f"{group.source}: format {brief(form)} is not supported, only "
             f"{', '.join(repr(known) for known in FORMATS if known)}"
         )
     if weights.data.get("actorder") == "group":
         raise ValueError(
             f"{weights.source}: actorder 'group' reorders columns (weight_g_idx), which is not "
-            "handled; only 'weight', 'static' and none"
+            "supported; only 'weight', 'static' and none"
         )
     kind = (weights.data.get("type"), weights.data.get("num_bits"))
     strategy = weights.data.get("strategy")
     asked = _activation(group)
     if kind == ("float", 8) and strategy in ("tensor", "channel", "block"):
-        _check_block(weights)
+        if strategy == "block":
+            weights.one_of("block_structure", [[BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"])
         return StoredFp8Matrix(strategy, weight_only=asked != "fp8")
     if kind == ("float", 4) and strategy == "tensor_group" and weights.integer("group_size") == 16:
         return StoredNvfp4Matrix(compressed=True, weight_only=asked != "nvfp4")
@@ -115,7 +116,7 @@ def _group(group: RawConfig, format: Any, row_group: int) -> Storage:
         return _ints(weights, 8, row_group, packed, activation=asked == "int8")
     raise ValueError(
         f"{weights.source}: type {brief(kind[0])} of {brief(kind[1])} bits with strategy "
-        f"{brief(strategy)} is not handled, only {HANDLED}"
+        f"{brief(strategy)} is not supported, only {HANDLED}"
     )
 
 
@@ -133,14 +134,3 @@ def _ints(
         packed=packed,
         per_tensor=strategy == "tensor",
     )
-
-
-def _check_block(weights: RawConfig) -> None:
-    if weights.data["strategy"] != "block":
-        return
-    block = weights.data.get("block_structure")
-    if block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        raise ValueError(
-            f"{weights.source}: block_structure {brief(block)} is not handled, only "
-            f"{[BLOCK, BLOCK]}: the kernels have no other"
-        )

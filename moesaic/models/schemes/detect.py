@@ -1,6 +1,6 @@
-"""Finds out how a checkpoint stores its matrices: what the config says, checked with the tensors.
+"""Detects how a checkpoint stores its matrices, from its config and its tensors.
 
-A quantisation that is not handled is refused with its value and with what is handled.
+Errors name an unsupported quantisation and the supported ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import RawConfig
@@ -27,29 +26,20 @@ EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.")
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The quantisation that a checkpoint declares, and what is needed to make sense of it."""
+    """The quantisation that a checkpoint declares, with its model config and tensors."""
 
     config: RawConfig
     model: RawConfig
     checkpoint: Checkpoint | None
 
-    def one_of(self, key: str, handled: tuple[Any, ...], default: Any) -> Any:
-        value = self.config.data.get(key, default)
-        if value not in handled:
-            raise ValueError(
-                f"{self.config.source}: {key} {brief(value)} is not handled, only "
-                f"{', '.join(map(repr, handled))}"
-            )
-        return value
-
     def group(self, key: str = "group_size") -> int | None:
-        """Columns per scale; None (-1 in the file): whole rows."""
+        """Columns per scale; None (-1 in the file) for whole rows."""
         size = self.config.integer(key, 128, minimum=-1)
         return None if size == -1 else size
 
     @property
     def row_group(self) -> int:
-        """A group size that fits into the rows of all experts, to keep whole-row scales in."""
+        """A group size that divides the rows of all experts, to keep whole-row scales in."""
         return whole_row_group(self.model)
 
     def has_tensor(self, suffix: str, dims: int | None = None) -> bool:
@@ -65,8 +55,7 @@ def whole_row_group(model: RawConfig) -> int:
 
 
 def detect_scheme(raw: RawConfig, folder: Path) -> Scheme:
-    """Reads the headers of the checkpoint's files where there are any: `--load-format dummy` does
-    without."""
+    """Reads the headers of the checkpoint's files, if any (not with `--load-format dummy`)."""
     config = _declaration(raw, folder)
     num_experts = raw.num_experts()
     if config is None:
@@ -81,7 +70,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
     method = str(declared.config.data.get("quant_method", "?")).lower()
     if method not in METHODS:
         raise ValueError(
-            f"{declared.config.source}: quant_method {brief(method)} is not handled, only "
+            f"{declared.config.source}: quant_method {brief(method)} is not supported, only "
             f"{', '.join(METHODS)}"
         )
     storage = METHODS[method](declared)
@@ -91,7 +80,7 @@ def _scheme(declared: QuantizationConfig, num_experts: int) -> Scheme:
 
 
 def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
-    """From config.json, or from the file beside it that older producers wrote."""
+    """From config.json, or from a separate file of older producers."""
     if raw.has("quantization_config"):
         given = raw.mapping("quantization_config")
         return RawConfig(given, f"{raw.source}: quantization_config")
@@ -110,7 +99,7 @@ def _declaration(raw: RawConfig, folder: Path) -> RawConfig | None:
 def _expert_format(
     declared: QuantizationConfig, storage: Storage
 ) -> tuple[WeightFormat | None, str]:
-    """Of the experts that are served; layers behind the last one are not."""
+    """The format of the served experts, without layers behind the last one, and a note."""
     if storage.format is None:
         return None, (
             "experts are decoded to the model's type at load, since their form has no counterpart "
@@ -137,7 +126,7 @@ def _expert_format(
 
 
 def _quantised_suffix(storage: Storage) -> str:
-    """The end of a name that only a quantised matrix has."""
+    """The suffix of tensors that only quantised matrices have."""
     if isinstance(storage, StoredFp8Matrix):
         return f".{storage.scale}"
     if isinstance(storage, Mxfp4Stack):
@@ -152,46 +141,42 @@ def _stem(name: str, suffix: str) -> str:
 
 
 def _fp8(declared: QuantizationConfig) -> Storage:
-    declared.one_of("fmt", ("e4m3", None), None)
+    declared.config.one_of("fmt", ("e4m3", None), None)
     config = declared.config
-    declared.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    declared.config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.data.get("weight_block_size")
     if "weight_block_size" not in config.data and declared.has_tensor(".weight_scale_inv", dims=2):
-        block = [BLOCK, BLOCK]  # what transformers takes an absent key to mean
+        block = [BLOCK, BLOCK]  # the default in transformers
     if block is None:
         inverse = declared.has_tensor(".weight_scale_inv")
         return StoredFp8Matrix("tensor", "weight_scale_inv" if inverse else "weight_scale")
-    if block != [BLOCK, BLOCK]:
-        raise ValueError(
-            f"{config.source}: weight_block_size {brief(block)} is not handled, only "
-            f"{[BLOCK, BLOCK]}: the kernels have no other"
-        )
+    config.one_of("weight_block_size", [[BLOCK, BLOCK]], block)
     return StoredFp8Matrix("block", "weight_scale_inv")
 
 
 def _awq(declared: QuantizationConfig) -> Storage:
     keys = ("bits", "group_size") if declared.config.has("bits") else ("w_bit", "q_group_size")
-    declared.one_of(keys[0], (4,), 4)
-    declared.one_of("zero_point", (True,), True)
+    declared.config.one_of(keys[0], (4,), 4)
+    declared.config.one_of("zero_point", (True,), True)
     version = declared.config.data.get("version", "gemm")
     if str(version).lower() != "gemm":
         raise ValueError(
-            f"{declared.config.source}: version {brief(version)} is not handled, only 'gemm': the "
-            "others pack their words in another order"
+            f"{declared.config.source}: version {brief(version)} is not supported, only 'gemm': "
+            "the others pack their words in another order"
         )
     group = declared.group(keys[1])
     return AwqMatrix(4, group, symmetric=False, kept_group=group or declared.row_group)
 
 
 def _gptq(declared: QuantizationConfig) -> Storage:
-    bits = declared.one_of("bits", (4, 8), None)
-    form = declared.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
+    bits = declared.config.one_of("bits", (4, 8), None)
+    form = declared.config.one_of("checkpoint_format", ("gptq", "gptq_v2", None), None)
     dynamic = declared.config.mapping("dynamic")
     overrides = [rule for rule in dynamic if not rule.startswith("-:")]
     if overrides:
         raise ValueError(
             f"{declared.config.source}: dynamic {brief(overrides[0])} gives some modules other "
-            "parameters, which is not handled; only '-:' rules are"
+            "parameters, which is not supported; only '-:' rules are"
         )
     group = declared.group()
     return GptqMatrix(
@@ -205,10 +190,10 @@ def _gptq(declared: QuantizationConfig) -> Storage:
 
 
 def _modelopt(declared: QuantizationConfig) -> Storage:
-    algorithm = declared.one_of("quant_algo", ("NVFP4", "FP8"), None)
+    algorithm = declared.config.one_of("quant_algo", ("NVFP4", "FP8"), None)
     if algorithm == "FP8":
         return StoredFp8Matrix("tensor")
-    declared.one_of("group_size", (16, None), 16)
+    declared.config.one_of("group_size", (16, None), 16)
     return StoredNvfp4Matrix()
 
 

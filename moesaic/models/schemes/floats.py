@@ -1,4 +1,4 @@
-"""Matrices of float8 and float4 numbers in checkpoints.
+"""Float8 and float4 matrices in checkpoints.
 
 N rows · K columns.
 """
@@ -30,7 +30,7 @@ def kept_as(name: str, weight_only: bool) -> WeightFormat:
 
 @dataclass(frozen=True)
 class StoredFp8Matrix(Storage):
-    """X.weight in e4m3 and X.`scale`, which is multiplied whatever it is called."""
+    """X.weight in e4m3 and X.`scale`, a factor even if its name says inverse."""
 
     layout: Layout
     scale: str = "weight_scale"
@@ -114,7 +114,7 @@ class StoredNvfp4Matrix(Storage):
         }
 
     def input_scale(self, source: Source) -> float | None:
-        """The global scale of the activations, where the checkpoint has been calibrated."""
+        """The calibrated global scale of the activations, if any."""
         suffix = "input_global_scale" if self.compressed else "input_scale"
         if not source.has(suffix):
             return None
@@ -122,7 +122,7 @@ class StoredNvfp4Matrix(Storage):
         return 1 / stored if self.compressed else stored
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
-        """ModelOpt's form. Nothing was calibrated, so activations have a global scale of 1."""
+        """Writes ModelOpt's form. Without calibration activations have a global scale of 1."""
         assert not self.compressed
         whole = numerics.absmax_scales(amax, numerics.FP4_MAX * numerics.FP8_MAX)
         packed, scales, _ = numerics.encode_nvfp4(w_NK, whole)
@@ -137,7 +137,7 @@ class StoredNvfp4Matrix(Storage):
 @dataclass(frozen=True)
 class StoredMxfp4Matrix(Storage):
     """compressed-tensors: X.weight_packed [N, K / 2] of e2m1 pairs, the even column in the low
-    half of a byte, and X.weight_scale [N, K / 32], exponents of two plus 127."""
+    nibble, and X.weight_scale [N, K / 32], exponents of two plus 127."""
 
     optional_suffixes: ClassVar[frozenset[str]] = frozenset({"input_global_scale"})
 

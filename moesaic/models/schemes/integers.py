@@ -1,7 +1,7 @@
-"""Matrices of four- and eight-bit integers in checkpoints, packed into 32-bit words.
+"""Four- and eight-bit integer matrices in checkpoints, packed into 32-bit words.
 
-N rows · K columns · G groups of columns. A word's bytes lie lowest first, as in the planes: pairs
-of four-bit numbers with the even column in the low half.
+N rows · K columns · G groups of columns. Words are little-endian, as in the planes: pairs of
+four-bit numbers have the even column in the low nibble.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moesaic.moe.quant.weights import WEIGHT_FORMATS, Planes, WeightFormat, int4
 
 WORDS = ("I32",)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column that is in nibble 0, 1, … of a word."""
+"""The column in nibble 0, 1, … of a word."""
 AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble that holds column 0, 1, …"""
+"""The nibble of column 0, 1, …"""
 HALF = torch.finfo(torch.float16)
 
 
@@ -39,11 +39,9 @@ class IntegerPlanes(NamedTuple):
 
 @dataclass(frozen=True)
 class IntegerMatrix(Storage):
-    """w = (q - zero) * scale with a scale per `group` columns, or (None) per row.
-
-    Four bits are kept in groups of `kept` columns. Eight bits with several groups or with zero
-    points have no format, so they are decoded.
-    """
+    """w = (q - zero) * scale, with a scale per `group` columns, or (None) per row. Four bits are
+    kept in groups of `kept_group` columns. Eight bits with several groups or with zero points have
+    no format and are decoded."""
 
     bits: int
     group: int | None
@@ -107,7 +105,7 @@ class IntegerMatrix(Storage):
 
 @dataclass(frozen=True)
 class CompressedInts(IntegerMatrix):
-    """compressed-tensors: X.weight in int8, whatever the bits, or X.weight_packed along K with
+    """compressed-tensors: X.weight in int8 for any number of bits, or X.weight_packed along K with
     X.weight_shape."""
 
     packed: bool = True
@@ -176,10 +174,10 @@ class CompressedInts(IntegerMatrix):
 
 @dataclass(frozen=True)
 class Float16Scaled(IntegerMatrix):
-    """AutoAWQ's and GPTQ's: tensors lie inputs first, scales are float16."""
+    """AutoAWQ and GPTQ: tensors have inputs first, scales are float16."""
 
     def encode(self, w_NK: Tensor) -> Planes:
-        """The numbers are chosen for the scale as it will be read, after its rounding."""
+        """Rounds the numbers with the rounded scale, which readers will use."""
         planes = super().encode(w_NK)
         scales = _rounded_up(planes["scales"].clamp(HALF.tiny, HALF.max)).float()
         if self.bits == 8:
@@ -227,10 +225,8 @@ class AwqMatrix(Float16Scaled):
 @dataclass(frozen=True)
 class GptqMatrix(Float16Scaled):
     """qweight [K / P, N] packed along K, qzeros [G, N / P] along N, scales [G, N], g_idx [K].
-
-    `plus_one`: the first version of the format stores zeros less one. `act_order`: g_idx gives each
-    column its group, in any order, for which there is no format.
-    """
+    `plus_one`: version 1 of the format stores zeros minus one. `act_order`: g_idx maps columns to
+    groups in any order, for which there is no format."""
 
     plus_one: bool = True
     act_order: bool = False
@@ -327,7 +323,7 @@ class GptqMatrix(Float16Scaled):
 
 
 def _rounded_up(scales: Tensor) -> Tensor:
-    """To float16, never down: the largest numbers of a group must not be cut off."""
+    """Rounds up to float16, so the largest numbers of a group are not clipped."""
     halves = scales.half()
     return (
         (halves.view(torch.int16) + (halves.float() < scales)).to(torch.int16).view(torch.float16)
@@ -347,7 +343,7 @@ def _pairs(numbers: Tensor) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Bytes to 32-bit words; the last one of a row is filled up with zeros."""
+    """Bytes to 32-bit words; pads rows with zeros."""
     padded = F.pad(values, (0, -values.shape[1] % 4))
     return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
 

@@ -1,4 +1,4 @@
-"""The forms in which `moesaic quantize` writes checkpoints: tensors, and what config.json says."""
+"""The formats that `moesaic quantize` writes: tensors, and quantization_config."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ NO_GROUP = 0
 
 @dataclass(frozen=True)
 class QuantizeFormat:
-    """`storage` for a group size, `config` for that and the modules that stay unquantised.
-
-    `stacked`: the experts lie in stacks.
-    """
+    """`storage` takes a group size, `config` also the modules that stay unquantised. `stacked`:
+    experts are stored in stacks."""
 
     storage: Callable[[int], Storage]
     config: Callable[[int, Sequence[str]], Config]
@@ -169,5 +167,5 @@ QUANTIZE_FORMATS = {
     "nvfp4": QuantizeFormat(lambda _: StoredNvfp4Matrix(), _nvfp4),
     "mxfp4": QuantizeFormat(lambda _: StoredMxfp4Matrix(), _mxfp4),
 }
-# Of families that store the experts of a layer together (gpt-oss).
+# For families that store the experts of a layer in stacks (gpt-oss).
 STACKED_FORMATS = {"mxfp4": QuantizeFormat(lambda _: Mxfp4Stack(), _mxfp4_stacks, stacked=True)}

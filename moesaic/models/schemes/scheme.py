@@ -1,4 +1,4 @@
-"""A checkpoint's way to store its matrices, whichever of them are quantised.
+"""How a checkpoint stores its matrices, quantised or not.
 
 N rows · K columns.
 """
@@ -16,7 +16,7 @@ from moesaic.models.schemes.storage import Matrix, Source, Storage, Unquantised
 from moesaic.moe.quant.weights import Planes, WeightFormat
 
 ALL = slice(None)
-# Scales of a quantised KV cache, which is kept in the model's type here.
+# Scales of a quantised KV cache; ours has the model's type.
 CACHE_SCALES = re.compile(
     r"\.self_attn\.(attn\.)?([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale))$"
 )
@@ -24,11 +24,11 @@ CACHE_SCALES = re.compile(
 
 @dataclass(frozen=True)
 class Scheme:
-    """`storage`: of the quantised matrices; None: there are none. Which matrices are quantised is
-    seen from the tensors, since skip lists are matched differently by every producer.
+    """`storage` is that of the quantised matrices, None without any. The tensors decide which
+    matrices are quantised: producers interpret skip lists differently.
 
-    `expert_format`: in which the routed experts are kept without a change of their numbers; None:
-    in the model's own type. `note`: what a user should know about that.
+    `expert_format` keeps the routed experts' numbers unchanged; None: the model's type. `note` is
+    for the user.
     """
 
     method: str = "none"
@@ -45,9 +45,9 @@ class Scheme:
         rows: slice = ALL,
         cols: slice = ALL,
     ) -> Planes:
-        """Planes of a part, in the wanted format: as stored, decoded, or encoded anew.
+        """Planes of a part in `format`: as stored, decoded, or encoded.
 
-        Encoding looks at the whole matrix, so that a rank's part does not depend on the cut.
+        Encodes the whole matrix, so a rank's part does not depend on the sharding.
         """
         source, storage = Source(checkpoint, matrix), self.storage_of(checkpoint, matrix)
         cut_N, cut_K = (
@@ -63,13 +63,12 @@ class Scheme:
     def dense(
         self, checkpoint: Checkpoint, matrix: Matrix, rows: slice = ALL, cols: slice = ALL
     ) -> Tensor:
-        """The numbers of a part: float32 where they were decoded, else as they are stored."""
+        """The numbers of a part: float32 if decoded, else as stored."""
         source, storage = Source(checkpoint, matrix), self.storage_of(checkpoint, matrix)
         return storage.dense(source, range(matrix.shape[0])[rows], range(matrix.shape[1])[cols])
 
     def input_scale(self, checkpoint: Checkpoint, matrix: Matrix) -> float | None:
-        """The calibrated global scale of the activations that a matrix of nvfp4 is multiplied
-        with; None: not given."""
+        """The calibrated global scale of an nvfp4 matrix's input; None without calibration."""
         storage = self.storage_of(checkpoint, matrix)
         if not isinstance(storage, StoredNvfp4Matrix):
             return None
@@ -81,11 +80,11 @@ class Scheme:
         return Unquantised()
 
     def tensors(self, checkpoint: Checkpoint, matrix: Matrix) -> dict[str, TensorSpec]:
-        """What must be there for a matrix."""
+        """The tensors that a matrix needs."""
         return dict(self.storage_of(checkpoint, matrix).tensors(matrix))
 
     def optional_tensors(self, matrix: Matrix) -> set[str]:
-        """Names that may lie beside a matrix."""
+        """Names of tensors that the checkpoint may hold beside a matrix."""
         if matrix.index is not None:
             return {matrix.tensor("bias")}
         sides = self.storage.optional_suffixes if self.storage is not None else ()
@@ -95,7 +94,8 @@ class Scheme:
         return self.storage is not None and CACHE_SCALES.search(name) is not None
 
     def _is_quantised(self, checkpoint: Checkpoint, matrix: Matrix, storage: Storage) -> bool:
-        """One tensor that only quantised matrices have is enough: others are missing then."""
+        """One tensor that only quantised matrices have is enough: the others are then reported as
+        missing."""
         for name, spec in storage.tensors(matrix).items():
             if name != matrix.name and name in checkpoint:
                 return True

@@ -1,4 +1,4 @@
-"""How a matrix lies in a checkpoint.
+"""How a matrix is stored in a checkpoint.
 
 N rows (outputs) · K columns (inputs) · E experts · G groups of columns with a scale each.
 """
@@ -20,11 +20,9 @@ from moesaic.moe.quant.weights import Planes, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix [N, K] by its name in an unquantised checkpoint, as "X.weight".
-
-    With `index` it is that entry of a stack of `experts` matrices, "X"; `interleaved`: its rows are
-    every second one of the stacked ones, from this one on.
-    """
+    """A matrix [N, K] by its name in an unquantised checkpoint, "X.weight". With `index` it is that
+    entry of a stack "X" of `experts` matrices; with `interleaved` its rows are every second one of
+    the stacked rows, from this row on."""
 
     name: str
     shape: tuple[int, int]
@@ -33,7 +31,7 @@ class Matrix:
     experts: int = 0
 
     def tensor(self, suffix: str) -> str:
-        """X.weight -> X.suffix; of a stack X -> X_suffix."""
+        """X.weight -> X.suffix; in a stack X -> X_suffix."""
         if self.index is None:
             return f"{self.name.removesuffix('.weight')}.{suffix}"
         return f"{self.name}_{suffix}"
@@ -63,15 +61,13 @@ class Source:
 
 
 class Storage(ABC):
-    """One way to store a matrix: to read any part of it, and to write it.
-
-    `format` is that in which its numbers can be kept as they are; None: there is none, and they
-    are decoded. `sides`: tensors that may lie beside a matrix and that are not needed.
-    """
+    """One way to store a matrix: reads any part of it, and writes it. `format` keeps its numbers
+    unchanged; None: they are decoded. `optional_suffixes` name tensors that may accompany a matrix
+    and are not needed."""
 
     optional_suffixes: ClassVar[frozenset[str]] = frozenset()
     shares_amax: ClassVar[bool] = False
-    """Matrices that others run as one (gate and up) must be written with the same scale."""
+    """Matrices that other engines fuse (gate and up) must be written with one scale."""
 
     @property
     @abstractmethod
@@ -79,26 +75,26 @@ class Storage(ABC):
 
     @property
     def unit(self) -> tuple[int, int]:
-        """Rows and columns that lie in one word of the file, so that they are read together."""
+        """Rows and columns in one word of the file, which are read together."""
         return 1, 1
 
     @abstractmethod
     def tensors(self, matrix: Matrix) -> Mapping[str, TensorSpec]:
-        """What must be there, by full name."""
+        """The tensors that a matrix needs, by full name."""
 
     def read(self, source: Source, rows: range, cols: range) -> Planes:
-        """Planes of `format`; cuts are multiples of `multiple` or the matrix's ends."""
+        """Planes of `format`; ranges end at multiples of `multiple` or at the matrix's ends."""
         raise NotImplementedError(f"{type(self).__name__} has no format")
 
     def decode(self, source: Source, rows: range, cols: range) -> Tensor:
-        """The numbers themselves; cuts as in `read`."""
+        """The numbers themselves; ranges as in `read`."""
         assert self.format is not None
         out = torch.empty(len(rows), len(cols))
         return self.format.decode(self.read(source, rows, cols), out)
 
     def write(self, w_NK: Tensor, amax: Tensor) -> dict[str, Tensor]:
-        """The tensors of a matrix by suffix; `amax`: the largest size in it and those it shares a
-        scale with."""
+        """The tensors of a matrix by suffix; `amax`: the largest magnitude in all matrices that
+        share its scale."""
         raise NotImplementedError(f"{type(self).__name__} is not written")
 
     @property
@@ -107,7 +103,7 @@ class Storage(ABC):
         return lcm(self.unit[0], block[0]), lcm(self.unit[1], block[1])
 
     def planes(self, source: Source, rows: range, cols: range) -> Planes:
-        """Planes of any part that `format` can be cut into."""
+        """Planes of any part that does not split blocks of `format`."""
         assert self.format is not None
         self._check_cut(source.matrix, rows, cols)
         wide_N, wide_K = self._widened(source.matrix, rows, cols)
@@ -117,7 +113,7 @@ class Storage(ABC):
         return self.format.slice(planes, within(rows, wide_N), within(cols, wide_K))
 
     def dense(self, source: Source, rows: range, cols: range) -> Tensor:
-        """Any part at all."""
+        """The numbers of any part."""
         wide_N, wide_K = self._widened(source.matrix, rows, cols)
         return self.decode(source, wide_N, wide_K)[within(rows, wide_N), within(cols, wide_K)]
 
@@ -161,7 +157,7 @@ class Unquantised(Storage):
 
 
 def blocks(cut: range, size: int) -> range:
-    """The blocks of `size` that a cut touches."""
+    """The blocks of `size` that a range touches."""
     return range(cut.start // size, -(-cut.stop // size))
 
 
