@@ -285,10 +285,10 @@ def called_back(group: RankGroup) -> float:
     with pytest.raises(WindowAborted, match="the supervisor calls this rank back") as caught:
         watch.check()
     with pytest.raises(StepRolledBack):
-        watch.explain(caught.value)
+        watch.raise_if_rolled_back(caught.value)
     seat.generation = 1
     group.barrier("abandoned")
-    with watch.quiet:
+    with watch.paused():
         comm.restart(1)
     comm.check_sum()
     return seconds

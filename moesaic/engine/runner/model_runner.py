@@ -149,7 +149,7 @@ class ModelRunner:
         if not args.skip_server_warmup:
             # NCCL's kernels wait for other ranks all the same, so all ranks begin together.
             self.ranks.least(0, "load the weights")
-            with self.watchdog.apart():
+            with self.watchdog.compiling_only():
                 self.warm_up(args, steps)
         give_back()  # before a rank on the same GPU measures free memory
 
@@ -274,7 +274,7 @@ class ModelRunner:
         self.abandon(f"a step failed: {error}")
         if self.ranks.seat is None:  # else the supervisor orders a restart
             self.moe.restart()
-        self.watchdog.explain(error)
+        self.watchdog.raise_if_rolled_back(error)
 
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also where they wait for other ranks. A rank calls this
@@ -285,7 +285,7 @@ class ModelRunner:
 
     def restart(self, generation: int) -> None:
         """Follows an abandoned step; all ranks give one number, higher than any before."""
-        with self.watchdog.quiet:
+        with self.watchdog.paused():
             self.moe.restart(generation)
             self.ranks.restart(generation)
             for layer in self.moe_layers:

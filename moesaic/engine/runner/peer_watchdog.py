@@ -1,9 +1,8 @@
-"""A rank's eye on the memory by which its kernels and those of other ranks exchange rows.
+"""Ends kernels that wait for other ranks once the supervisor rolls this rank back.
 
-A kernel that waits for another rank does not come back before that is there, its time is over, or
-the host gives it up. So one thread looks whether the supervisor calls the rank back, which it does
-as soon as another rank has failed or died, and then makes the kernels give up. NCCL's are no
-different, though it has no window.
+A kernel that waits for another rank returns when that rank arrives, when its time is over, or when
+the host aborts it. One thread polls the rank's status, which the supervisor changes as soon as
+another rank fails or dies, and aborts the kernels then; also NCCL's, which have no window.
 """
 
 from __future__ import annotations
@@ -21,62 +20,64 @@ from moesaic.comm.windows.device_window import DeviceWindow
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.moe.context import MoeContext
 
-# How soon kernels give up once the rank is called back.
-LOOK_SECONDS = 0.02
-CALLED_BACK = "the supervisor calls this rank back"
+POLL_SECONDS = 0.02
+ROLLED_BACK = "the supervisor calls this rank back"
 
 
-class Owner(Protocol):
+class WindowOwner(Protocol):
     """A dispatcher's exchange, or a collective."""
 
     window: DeviceWindow
 
     def check(self) -> None:
-        """Raises what a kernel has found wrong."""
+        """Raises the error that a kernel has found."""
 
 
 class PeerWatchdog:
+    """`collective`: one that waits on the device without a window."""
+
     def __init__(
-        self, owners: Sequence[Owner], seat: RankStatus | None, collective: Collective | None = None
+        self,
+        owners: Sequence[WindowOwner],
+        status: RankStatus | None,
+        collective: Collective | None = None,
     ) -> None:
-        """`collective`: what waits on the device and is no window's."""
         self.owners = tuple(owners)
-        self._seat = seat if self.owners or collective is not None else None
+        self._status = status if self.owners or collective is not None else None
         self._collective = SingleRank() if collective is None else collective
         self._lock = threading.Lock()
-        if self._seat is not None:
-            args = (self._seat,)
-            threading.Thread(target=self._watch, args=args, daemon=True, name="recall").start()
+        if self._status is not None:
+            threading.Thread(target=self._watch, daemon=True, name="peer-watchdog").start()
 
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> PeerWatchdog:
-        """Of dispatchers and collectives on a device."""
+        """Watches dispatchers and collectives on a device."""
         owners = [*moe.comm.buffers.values(), ranks.on_device]
         found = [one for one in owners if isinstance(getattr(one, "window", None), DeviceWindow)]
         return cls(found, ranks.seat, None if ranks.on_device in found else ranks.on_device)
 
     @property
     def nbytes(self) -> int:
-        """What windows take of the device; torch's allocator does not know of it."""
+        """Device memory of windows, which torch's allocator does not count."""
         return sum(owner.window.region_bytes for owner in self.owners)
 
     def check(self) -> None:
-        """Raises what a kernel has found wrong."""
+        """Raises the error that a kernel has found."""
         for owner in self.owners:
             owner.check()
         self._collective.check()
 
-    def explain(self, error: Exception) -> None:
-        """Raises why kernels gave up where that is the error: the rank is called back."""
-        if isinstance(error, WindowAborted) and self._seat is not None:
-            self._seat.check()
+    def raise_if_rolled_back(self, error: Exception) -> None:
+        """Raises StepRolledBack if that is why kernels were aborted."""
+        if isinstance(error, WindowAborted) and self._status is not None:
+            self._status.check()
 
-    def patient(self, seconds: float) -> AbstractContextManager[object]:
-        """Kernels that are launched inside wait so long for other ranks, if that is longer."""
+    def waiting_longer(self, seconds: float) -> AbstractContextManager[object]:
+        """Lets kernels launched inside wait at least this long for other ranks."""
         return _all(owner.window.patient(seconds) for owner in self.owners)
 
-    def apart(self) -> AbstractContextManager[object]:
-        """Kernels that are launched inside are compiled, and that is all."""
+    def compiling_only(self) -> AbstractContextManager[object]:
+        """Compiles the kernels launched inside without exchanging anything."""
         return _all(owner.window.apart() for owner in self.owners)
 
     def abort(self, reason: str) -> None:
@@ -85,23 +86,23 @@ class PeerWatchdog:
         self._collective.abandon(reason)
 
     @property
-    def keep_graphs(self) -> bool:
-        """Whether graphs captured before can be replayed once all has restarted."""
+    def keeps_graphs(self) -> bool:
+        """Whether captured graphs can be replayed after a restart."""
         return self._collective.keeps_graphs
 
-    @property
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """While windows restart: what was true before must not abort them after."""
+    def paused(self) -> Iterator[None]:
+        """Windows restart inside: an earlier rollback must not abort them afterwards."""
         with self._lock:
             yield
 
-    def _watch(self, seat: RankStatus) -> None:
+    def _watch(self) -> None:
+        assert self._status is not None
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             with self._lock:
-                if seat.changed:
-                    self.abort(CALLED_BACK)
+                if self._status.changed:
+                    self.abort(ROLLED_BACK)
 
 
 def _all(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:

@@ -135,7 +135,7 @@ class AsynchronousSteps:
         """Captures graphs, and runs steps without tokens of this rank, so that no other rank waits
         for their kernels to compile. `idle_steps`: most tokens of a rank, and whether any
         prefills."""
-        with self._runner.watchdog.patient(COMPILE_SECONDS):
+        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
             if self._runner.device.type == "cuda":
                 self.graphs.capture()
             groups = self._runner.ranks.mesh.dp
@@ -330,7 +330,7 @@ class AsynchronousSteps:
         if self._runner.device.type == "cuda" and not self.stuck:
             try:
                 torch.cuda.synchronize(self._runner.device)
-                if not self._runner.watchdog.keep_graphs:
+                if not self._runner.watchdog.keeps_graphs:
                     self.graphs.drop()
                 torch.cuda.empty_cache()
             except RuntimeError as error:
