@@ -224,11 +224,11 @@ class ModelRunner:
         tokenizer = Tokenizer.from_folder(args.tokenizer_path)
         return Compiler(tokenizer, self.vocab_size, tokenizer.eos_ids or self.eos_ids)
 
-    def _announce_layers(self, seat: RankStatus) -> None:
+    def _announce_layers(self, status: RankStatus) -> None:
         """Shows the supervisor which layer is computed: a long step is not a hang."""
         assert self.parallel.layers is not None
         for number, layer in zip(self.parallel.layers, self.model.model.layers, strict=True):
-            begin = partial(seat.enter, RankState.COMPUTING, f"layer {number}")
+            begin = partial(status.enter, RankState.COMPUTING, f"layer {number}")
             layer.register_forward_pre_hook(lambda *_, begin=begin: begin())
 
     @property
