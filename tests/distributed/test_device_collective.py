@@ -286,7 +286,7 @@ def called_back(group: RankGroup) -> float:
     with pytest.raises(WindowAborted, match="the supervisor calls this rank back") as caught:
         watch.check()
     with pytest.raises(StepRolledBack):
-        watch.explain(caught.value)
+        watch.raise_if_rolled_back(caught.value)
     status.generation = 1
     group.barrier("abandoned")
     group.lifecycle.restart()

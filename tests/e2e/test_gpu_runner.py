@@ -1,5 +1,5 @@
-"""The runner of a GPU on CPU tensors: buckets, padding, seats and tokens to come, against the plain
-runner; and on a GPU where there is one."""
+"""Asynchronous steps on CPU tensors, against synchronous ones: buckets, padding and future tokens;
+and on a GPU if there is one."""
 
 from __future__ import annotations
 

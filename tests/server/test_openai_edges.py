@@ -301,7 +301,7 @@ def test_no_answer_ends_within_its_grammar(engine: Engine) -> None:
     for seed in range(5):
         assert answer(f'start: "a" (<[{eos}]> "b" | "c")', seed)["text"].startswith("ac")
         assert answer(f'start: "a" <[{eos}]>', seed)["output_ids"][-1] == eos
-    with pytest.raises(RuntimeError, match="wants a token within it that ends answers"):
+    with pytest.raises(RuntimeError, match="requires an end token before its end"):
         answer(f'start: "a" <[{eos}]> "b"', 0)
 
 

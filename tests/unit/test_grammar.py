@@ -315,7 +315,7 @@ def test_matchers_follow_the_data_and_forget(tokenizer: Tokenizer) -> None:
         matchers.begin(plan_of(outputs, ended, "a[bc]d"))
         found = matchers.wait()
         keys = list(outputs)
-        assert {keys[n]: allowed_tokens(one.mask) for n, one in found.items()} == expected
+        assert {keys[n]: allowed_tokens(one.bits) for n, one in found.items()} == expected
     assert len(matchers) == 2 and len(made) == 1
     matchers.begin(plan_of({4: [b]}, none, "a[bc]d"))
     assert "grammar failed" in matchers.wait()[0].broken and len(matchers) == 2
@@ -328,12 +328,12 @@ def test_without_an_end_token_the_request_just_ends(tokenizer: Tokenizer) -> Non
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a], 2: [a, b]}, [], "ab"))
     first, second = matchers.wait().values()
-    assert allowed_tokens(first.mask) == [b] and not first.ended
-    assert second.ended and second.mask is None
+    assert allowed_tokens(first.bits) == [b] and not first.ended
+    assert second.ended and second.bits is None
 
 
 def test_several_end_tokens_all_work(tokenizer: Tokenizer) -> None:
     matchers = Matchers(lambda: Compiler(tokenizer, VOCAB + 50, [EOS, EOS + 1, 5000]), limit=3)
     a, b = tokenizer.encode("ab")
     matchers.begin(plan_of({1: [a, b]}, [], "ab"))
-    assert allowed_tokens(matchers.wait()[0].mask) == [EOS, EOS + 1]
+    assert allowed_tokens(matchers.wait()[0].bits) == [EOS, EOS + 1]

@@ -75,7 +75,7 @@ def test_kernels_give_up_when_the_rank_is_called_back(page: ControlPage):
     with pytest.raises(WindowAborted) as caught:
         watch.check()
     with pytest.raises(StepRolledBack) as recalled:
-        watch.explain(caught.value)
+        watch.raise_if_rolled_back(caught.value)
     assert recalled.value.generation == status.generation + 1
     # Both adopt it and go on.
     status.generation += 1
@@ -105,14 +105,14 @@ def test_a_rank_that_does_not_come_is_named(page: ControlPage):
     meet(mine)
     with pytest.raises(PeerTimeout, match=f"rank 1 did not reach '{OPERATION}' within 0.1 s") as e:
         watch.check()
-    watch.explain(e.value)  # the rank is not called back
+    watch.raise_if_rolled_back(e.value)  # the rank is not called back
     assert e.value.missing == (1,)
 
 
 def test_waits_may_last_longer_for_a_while(page: ControlPage):
     mine, other = owners(timeout=0.2)
     watch = watchdog(mine, None)
-    with watch.patient(30.0):
+    with watch.waiting_longer(30.0):
         threading.Timer(0.6, lambda: signal(other.window.call(0, OPERATION))).start()
         meet(mine)
         watch.check()
@@ -125,7 +125,7 @@ def test_kernels_of_a_rank_apart_leave_no_trace(page: ControlPage):
     mine, other = owners(timeout=0.2)
     watch = watchdog(mine, None)
     before = [window.signals.state.tolist() for window in (mine.window, other.window)]
-    with watch.apart():
+    with watch.compiling_only():
         meet(mine)  # does not wait
     watch.check()
     assert [window.signals.state.tolist() for window in (mine.window, other.window)] == before

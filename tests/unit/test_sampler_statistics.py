@@ -6,7 +6,7 @@ chance with a probability of at most SIGNIFICANCE, shared between them (Bonferro
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -141,7 +141,7 @@ def one_token_less(real):
         flat = found.scores.blocks_RNW.flatten(1)
         above = flat.masked_fill(flat <= found.floor_R1, float("inf")).amin(-1, keepdim=True)
         floor = torch.where(above < float("inf"), above, found.floor_R1)
-        return replace(found, floor_R1=floor)
+        return found._replace(floor_R1=floor)
 
     return near
 
@@ -149,10 +149,10 @@ def one_token_less(real):
 def temperature_last(real):
     """top-p counts probabilities before temperature."""
 
-    def weights(scores, knobs, floor_R1=None, min_p=False):
+    def weights(scores, params, floor_R1=None, min_p=False):
         if not min_p:
-            knobs = replace(knobs, temperature=torch.ones_like(knobs.temperature))
-        return real(scores, knobs, floor_R1, min_p)
+            params = params._replace(temperature=torch.ones_like(params.temperature))
+        return real(scores, params, floor_R1, min_p)
 
     return weights
 
@@ -163,7 +163,7 @@ def without(field):
 
 
 DEFECTS = {
-    "top_p drops one token more": ("_near", one_token_less),
+    "top_p drops one token more": ("_nearest_blocks", one_token_less),
     "top_p before temperature": ("_weights", temperature_last),
     "repetition_penalty forgets the prompt": (
         "_repeated",
@@ -178,12 +178,14 @@ DEFECTS = {
         without(lambda row: {"output_ids": sorted({*row.output_ids})}),
     ),
     "min_p is a half of what was asked for": (
-        "_knobs",
-        lambda real: lambda *a: replace(knobs := real(*a), min_p=knobs.min_p / 2),
+        "_draw_params",
+        lambda real: lambda *a: (params := real(*a))._replace(min_p=params.min_p / 2),
     ),
     "temperature is 5 % too high": (
-        "_knobs",
-        lambda real: lambda *a: replace(knobs := real(*a), temperature=knobs.temperature * 1.05),
+        "_draw_params",
+        lambda real: (
+            lambda *a: (params := real(*a))._replace(temperature=params.temperature * 1.05)
+        ),
     ),
     "the bias is doubled": (
         "_counted",

@@ -150,7 +150,7 @@ class ModelRunner:
         if not args.skip_server_warmup:
             # NCCL's kernels wait for other ranks all the same, so all ranks begin together.
             self.ranks.least(0, "load the weights")
-            with self.watchdog.apart():
+            with self.watchdog.compiling_only():
                 self.warm_up(args, steps)
         release_unused()  # before a rank on the same GPU measures free memory
 
@@ -275,7 +275,7 @@ class ModelRunner:
         self.abandon(f"a step failed: {error}")
         if self.ranks.status is None:  # else the supervisor orders a restart
             self.moe.comm.group.lifecycle.restart()
-        self.watchdog.explain(error)
+        self.watchdog.raise_if_rolled_back(error)
 
     def abandon(self, reason: str) -> None:
         """Ends in-flight steps on a device, also where they wait for other ranks. A rank calls this

@@ -1,9 +1,8 @@
-"""A rank's eye on the memory by which its kernels and those of other ranks exchange rows.
+"""Ends kernels that wait for other ranks once the supervisor rolls this rank back.
 
-A kernel that waits for another rank does not come back before that is there, its time is over, or
-the host gives it up. So one thread looks whether the supervisor calls the rank back, which it does
-as soon as another rank has failed or died, and then makes the kernels give up. NCCL's are no
-different, though it has no window.
+A kernel that waits for another rank returns when that rank arrives, when its time is over, or when
+the host aborts it. One thread polls the rank's status, which the supervisor changes as soon as
+another rank fails or dies, and aborts the kernels then; also NCCL's, which have no window.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from moesaic.comm.windows.device_window import DeviceWindow
 from moesaic.engine.worker.rank_context import RankContext
 from moesaic.moe.context import MoeContext
 
-# How soon kernels give up once the rank is called back.
-LOOK_SECONDS = 0.02
-CALLED_BACK = "the supervisor calls this rank back"
+POLL_SECONDS = 0.02
+ROLLED_BACK = "the supervisor rolls this rank back"
 
 
 class PeerWatchdog:
     def __init__(
         self, lifecycle: Lifecycle, status: RankStatus | None, windows: Sequence[DeviceWindow] = ()
     ) -> None:
-        """`status`: None where no supervisor calls the rank back."""
+        """`status`: None if no supervisor rolls the rank back."""
         self.lifecycle, self.windows, self._status = lifecycle, tuple(windows), status
         if status is not None:
-            threading.Thread(target=self._watch, args=(status,), daemon=True, name="recall").start()
+            threading.Thread(
+                target=self._watch, args=(status,), daemon=True, name="peer-watchdog"
+            ).start()
 
     @classmethod
     def of(cls, moe: MoeContext, ranks: RankContext) -> PeerWatchdog:
@@ -45,24 +45,24 @@ class PeerWatchdog:
 
     @property
     def nbytes(self) -> int:
-        """What windows take of the device; torch's allocator does not know of it."""
+        """Device memory of windows, which torch's allocator does not count."""
         return sum(window.region_bytes for window in self.windows)
 
     def check(self) -> None:
-        """Raises what a kernel has found wrong."""
+        """Raises the error that a kernel has found."""
         self.lifecycle.check()
 
-    def explain(self, error: Exception) -> None:
-        """Raises why kernels gave up where that is the error: the rank is called back."""
+    def raise_if_rolled_back(self, error: Exception) -> None:
+        """Raises StepRolledBack if that is why kernels were aborted."""
         if isinstance(error, WindowAborted) and self._status is not None:
             self._status.check()
 
-    def patient(self, seconds: float) -> AbstractContextManager[object]:
-        """Kernels that are launched inside wait so long for other ranks, if that is longer."""
+    def waiting_longer(self, seconds: float) -> AbstractContextManager[object]:
+        """Lets kernels launched inside wait at least this long for other ranks."""
         return _all(window.longer_timeout(seconds) for window in self.windows)
 
-    def apart(self) -> AbstractContextManager[object]:
-        """Kernels that are launched inside are compiled, and that is all."""
+    def compiling_only(self) -> AbstractContextManager[object]:
+        """Compiles the kernels launched inside without exchanging anything."""
         return _all(window.isolated() for window in self.windows)
 
     def abort(self, reason: str) -> None:
@@ -70,10 +70,10 @@ class PeerWatchdog:
 
     def _watch(self, status: RankStatus) -> None:
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             with self.lifecycle.lock:
                 if status.changed:
-                    self.abort(CALLED_BACK)
+                    self.abort(ROLLED_BACK)
 
 
 def _all(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 from msgspec import structs
@@ -137,21 +138,13 @@ class ScoreQueue:
         )
 
     def score_next(self, logits_RV: Tensor) -> None:
-        rows = [self._waiting.popleft() for _ in range(len(logits_RV))]
-        for start, stop in _runs([(id(result), top) for result, _, top in rows]):
-            result, _, top = rows[start]
-            targets = [target for _, target, _ in rows[start:stop]]
-            logprobs, tops = token_logprobs(logits_RV[start:stop], targets, top)
+        rows, start = [self._waiting.popleft() for _ in range(len(logits_RV))], 0
+        for _, group in groupby(rows, key=lambda row: id(row[0])):
+            results, targets, tops = zip(*group, strict=True)
+            some_RV = logits_RV[start : start + len(targets)]
+            start += len(targets)
+            logprobs, top_logprobs = token_logprobs(some_RV, targets, tops[0])
             if not all(map(math.isfinite, logprobs)):
-                result.broken = NOT_FINITE
-            result.input_logprobs += logprobs
-            result.input_top_logprobs += tops
-
-
-def _runs(keys: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """[start, stop) of each run of equal keys."""
-    start = 0
-    for stop in range(1, len(keys) + 1):
-        if stop == len(keys) or keys[stop] != keys[start]:
-            yield start, stop
-            start = stop
+                results[0].broken = NOT_FINITE
+            results[0].input_logprobs += logprobs
+            results[0].input_top_logprobs += top_logprobs

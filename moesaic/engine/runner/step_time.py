@@ -1,4 +1,4 @@
-"""How long steps usually take, and which took much longer."""
+"""Detects steps that take much longer than usual."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Final
 
 SLOW_TIMES: Final = 10
 SLOW_SECONDS: Final = 1.0
-# Until so many steps of a kind were seen, nothing is usual.
-LEARNED: Final = 8
-NEWEST: Final = 0.1
+# Steps of a kind before their usual time is known.
+MIN_STEPS: Final = 8
+NEWEST_WEIGHT: Final = 0.1
 
 
 class SlowStepDetector:
-    """Decode steps are compared with each other; a step with prompts by its tokens, as nothing is
-    as different in length as these, but it may always take as long as a decode step."""
+    """Compares decode steps with each other, and steps with prompts by their tokens, as these
+    differ the most in length; each of these may take as long as a decode step."""
 
     def __init__(self) -> None:
         self._decode, self._decodes = 0.0, 0
@@ -24,8 +24,7 @@ class SlowStepDetector:
         usual, known = self._usual(prefill, tokens)
         slow = known and seconds > max(SLOW_SECONDS, SLOW_TIMES * usual)
         if slow:
-            # One that stood still says nothing of the next, and a machine that got slower is
-            # believed after some steps.
+            # One stall must not become usual; a slower machine becomes so after some steps.
             seconds = SLOW_TIMES * usual
         if prefill:
             each = seconds / max(1, tokens)
@@ -38,10 +37,10 @@ class SlowStepDetector:
 
     def _usual(self, prefill: bool, tokens: int) -> tuple[float, bool]:
         if not prefill:
-            return self._decode, self._decodes >= LEARNED
-        return max(self._decode, self._token * tokens), self._prefills >= LEARNED
+            return self._decode, self._decodes >= MIN_STEPS
+        return max(self._decode, self._token * tokens), self._prefills >= MIN_STEPS
 
 
 def _mean(before: float, value: float, count: int) -> float:
-    """All weigh alike at first, then the newest most."""
-    return before + (value - before) * max(NEWEST, 1 / (count + 1))
+    """The plain mean at first, later an exponential one."""
+    return before + (value - before) * max(NEWEST_WEIGHT, 1 / (count + 1))

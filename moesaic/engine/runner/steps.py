@@ -135,7 +135,7 @@ class AsynchronousSteps:
         """Captures graphs, and runs steps without tokens of this rank, so that no other rank waits
         for their kernels to compile. `idle_steps`: most tokens of a rank, and whether any
         prefills."""
-        with self._runner.watchdog.patient(COMPILE_SECONDS):
+        with self._runner.watchdog.waiting_longer(COMPILE_SECONDS):
             if self._runner.device.type == "cuda":
                 self.graphs.capture()
             groups = self._runner.ranks.mesh.dp
@@ -242,7 +242,7 @@ class AsynchronousSteps:
         output: BatchOutput,
     ) -> DeviceStep:
         """Draws tokens for random rows, leaves others to the host, and starts the download."""
-        if len(rows) < len(output.logits_RV):
+        if len(rows) < output.found_2R.shape[1]:
             (rows_R,) = self._uploads.upload(list(plan.logit_rows()))
             output.logits_RV = output.logits_RV[rows_R]
             output.found_2R = output.found_2R[:, rows_R]
@@ -291,9 +291,8 @@ class AsynchronousSteps:
             return StepResult([])
         tokens, broken = step.found.tolist()
         found = [ItemResult(token_ids=[token]) for token in tokens]
-        if any(broken):
-            for n in (n for n, bad in enumerate(broken) if bad):
-                found[n] = ItemResult(broken=NOT_FINITE)
+        for n in (n for n, bad in enumerate(broken) if bad):
+            found[n] = ItemResult(broken=NOT_FINITE)
         if step.logits_LV is not None:
             self._sample_on_host(step, step.logits_LV, found)
         results = item_results(plan, found)

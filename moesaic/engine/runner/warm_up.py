@@ -1,11 +1,11 @@
-"""Steps that are run once at start, so that nothing is compiled while somebody waits.
+"""Steps that run once at start, so that no request waits for a kernel to compile.
 
-Kernels differ by the power of two that the tokens of a step reach, and by whether these are odd;
-those of logits by the rows that sample; attention of single tokens by their number and the length
-of their context. What decodes alone is run when its graphs are captured; between ranks that may be
-another mode of dispatch, so steps for which there is no graph are run here. Several ranks run the
-same steps in the same order, though their kernels do not wait for each other meanwhile
-(DeviceWindow.apart): who compiles for long holds up nobody. NCCL's do.
+Kernels depend on the power of two that a step's tokens reach, and on whether their number is odd;
+those of logits on the rows that sample; attention of single tokens on their number and context.
+Decode steps run when their graphs are captured. Ranks may dispatch decode steps in another mode, so
+those without a graph run here, too. All ranks run the same steps in the same order, but their
+kernels do not wait for each other (DeviceWindow.apart), so slow compilation delays no other rank;
+NCCL's kernels do wait.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from moesaic.layers.paged_cache import SequenceSpan
 
 logger = logging.getLogger(__name__)
 
-# A context that several programs share, besides none and the longest.
+# A context that several programs share.
 SOME_TOKENS = 2048
-# Without top-k: only rows that have top-p alone need all kernels.
+# Only rows with top-p and without top-k use all kernels.
 DRAWN = SampleRow(SamplingParams(temperature=0.7, top_p=0.9), seed=0, position=1)
 
 
 def step_sizes(most: int, parts: Sequence[int] = (1,)) -> list[int]:
-    """Tokens of the steps: up to 6, these are 1, 2, 3, 4, 5, 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16,
-    19, 20. `parts` of a token: the last token with which these reach a power of two counts, too."""
+    """Tokens of the steps. Up to 6 these are 1 to 6; up to 20: 1, 2, 3, 4, 7, 8, 15, 16, 19, 20.
+    Where a token has `parts`, the last number of tokens whose parts fit a power of two is included.
+    """
     powers = ((1 << n, part) for part in parts for n in range((most * part).bit_length()))
     marks = {most, *(power // part for power, part in powers)}
     return sorted({size for mark in marks for size in (mark - 1, mark) if size > 0})
 
 
 def sorted_parts(ranks: int, top_k: int) -> tuple[int, ...]:
-    """Of a token. Products go by the pairs of as many tokens as a rank has, sorting by those of all
-    ranks; where these are a power of two both pass one at once, and with the tokens."""
+    """Parts of a token that kernels depend on: products on the pairs of one rank's tokens, sorting
+    on those of all ranks. With a power of two ranks, all reach powers of two together."""
     return (1,) if ranks & (ranks - 1) == 0 else (1, top_k, ranks * top_k)
 
 
 def shared_sizes(most: int, parts: Sequence[int], sharers: int) -> list[int]:
-    """The same where so many ranks have the same tokens and take a share each to the experts:
-    kernels before and behind go by the tokens of all, those between by the largest share."""
+    """Step sizes where `sharers` ranks have the same tokens and each takes a share to the experts:
+    expert kernels depend on the largest share, all others on all tokens."""
     shares = step_sizes(-(-most // sharers), parts)
     return sorted({*step_sizes(most), *(min(most, sharers * size) for size in shares)})
 
@@ -62,9 +63,9 @@ def warm_steps(
     parts: Sequence[int] = (1,),
     sharers: int = 1,
 ) -> list[tuple[int, bool]]:
-    """Tokens of each step, and whether any rank prefills in it. The largest has all of a chunk and
-    of the requests that decode. Ranks that `exchange` rows may do so otherwise when none of them
-    prefills: so what no graph holds of `captured` rows is run that way, too."""
+    """Tokens of each step, and whether any rank prefills in it. The largest step holds a chunk and
+    all requests that decode. Ranks that `exchange` rows may use another mode when none prefills, so
+    decode steps beyond the `captured` sizes are included."""
     steps = [(size, True) for size in shared_sizes(limits.tokens, parts, sharers)]
     if exchange:
         held, most = max(captured, default=0), limits.decode_tokens
@@ -74,17 +75,17 @@ def warm_steps(
 
 
 def single_tokens(most: int, longest: int) -> list[tuple[int, int]]:
-    """How many single tokens steps have, and of what context, for the largest steps first. These
-    two decide into how many parts attention cuts a sequence. Up to 4 requests of up to 9000 tokens:
-    (4, 2048), (2, 2048), (1, 2048), (1, 9000), (1, 1)."""
+    """Numbers of single tokens and their context, for the largest steps first: they decide how many
+    parts attention cuts a sequence into. Up to 4 requests of up to 9000 tokens: (4, 2048),
+    (2, 2048), (1, 2048), (1, 9000), (1, 1)."""
     some = min(SOME_TOKENS, longest)
     counts = [1 << n for n in reversed(range(most.bit_length()))]
     return [*((count, some) for count in counts), (1, longest), (1, 1)]
 
 
 def warm_spans(size: int, singles: int, context: int, page_size: int) -> list[SequenceSpan]:
-    """Tokens of so long sequences, as many as leave room for a prompt of two, and the prompt; all
-    in the only page there is."""
+    """Single tokens with `context`, as many as leave room for a prompt of two, and the prompt; all
+    use one page."""
     singles = min(singles, max(0, size - 2))
     rest = size - singles
     lengths = [(1, context)] * singles + [(rest, rest)]

@@ -1,7 +1,7 @@
-"""Sampling that the host does not wait for: the tokens stay on the device.
+"""Sampling without the host: tokens stay on the device.
 
 R rows · V vocabulary. Rows that need more than their logits (penalties, biases, grammars, logprobs)
-are left to engine/sampling/sampler.py.
+go through engine/sampling/sampler.py.
 """
 
 from __future__ import annotations
@@ -33,22 +33,18 @@ class DeviceSampler:
         assert len(logits_RV) == len(rows), (logits_RV.shape, len(rows))
         if all(row.params.greedy for row in rows):
             return greedy_rows(logits_RV)
-        packed = _packed(rows)
-        params = SampleParams(self._upload(packed.values), packed.any_top_p)
-        return sample_rows(logits_RV, params)
-
-    def _upload(self, values: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self.device, non_blocking=True)
+        params = pack_rows(rows)
+        values = params.values.pin_memory() if self.device.type == "cuda" else params.values
+        values = values.to(self.device, non_blocking=True)
+        return sample_rows(logits_RV, SampleParams(values, params.any_top_p))
 
 
-def _packed(rows: Sequence[SampleRow]) -> SampleParams:
+def pack_rows(rows: Sequence[SampleRow]) -> SampleParams:
     """On the host."""
-    return SampleParams.pack(map(_draw_of, rows))
+    return SampleParams.pack(map(_row_sampling, rows))
 
 
-def _draw_of(row: SampleRow) -> RowSampling:
+def _row_sampling(row: SampleRow) -> RowSampling:
     params = row.params
     if params.greedy:
         return GREEDY

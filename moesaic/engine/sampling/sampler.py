@@ -1,6 +1,6 @@
-"""From logits to tokens: pure, vectorised, and the same for a row alone or in any batch.
+"""From logits to tokens: vectorised, and with the same result for a row alone or in any batch.
 
-R rows · V vocabulary · N blocks of the vocabulary · W tokens a block · M blocks that matter
+R rows · V vocabulary · N blocks of the vocabulary · W tokens a block · M blocks that are kept
 
 Two choices make a row independent of its neighbours:
 
@@ -9,8 +9,8 @@ Two choices make a row independent of its neighbours:
 * top-k and top-p are thresholds on the score: tokens that tie with the last one kept are kept too.
   The draw walks the survivors in vocabulary order with one random number per (seed, position).
 
-So it does not matter which shortcut finds the thresholds, and a request that is replayed from its
-emitted tokens continues as it would have.
+So every method finds the same thresholds, and a request that is replayed from its emitted tokens
+continues as before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -33,17 +33,17 @@ from moesaic.kernels.sampling import MAX_TEMPERATURE, uniform, weight_scale
 TopLogprobs = list[tuple[float, int]]
 
 BLOCK: Final = 128
-# Work goes in pieces of rows: small enough for the cache of a CPU, bounded in memory on a GPU.
+# Elements of a piece of rows: small enough for the cache of a CPU, bounded in memory on a GPU.
 CPU_PIECE: Final = 2**19
 DEVICE_PIECE: Final = 2**24
-# A row that may keep more tokens than this takes the histogram instead of the nearest blocks.
+# A row that may keep more tokens than this uses the histogram instead of the nearest blocks.
 NARROW_TOP_K = 512
 NARROW_TOP_P = 128
 TIE_SLACK: Final = 32
 
 
 class NonFiniteLogits(RuntimeError):
-    """Rows that cannot be sampled; `rows` lets the engine fail those requests and no others."""
+    """`rows` cannot be sampled; the engine fails their requests and no others."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = tuple(rows)
@@ -54,7 +54,7 @@ class NonFiniteLogits(RuntimeError):
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
-    """What one row of logits needs; `position` counts the tokens before the one sampled."""
+    """How one row of logits is sampled; `position`: the number of tokens before the sampled one."""
 
     params: SamplingParams
     seed: int
@@ -68,16 +68,15 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One entry a row; logprobs are of the model's own distribution, None where not asked for."""
+    """One entry per row; logprobs are the model's own, None where not requested."""
 
     token_ids: list[int]
     logprobs: list[float | None]
     top_logprobs: list[TopLogprobs | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """The random rows of a batch as columns [R, 1]; `top_k` is V where it is off."""
+class DrawParams(NamedTuple):
+    """Parameters of random rows, as columns [R, 1]; `top_k` is V where it is off."""
 
     temperature: Tensor
     top_k: Tensor
@@ -85,19 +84,13 @@ class Knobs:
     min_p: Tensor
     uniform: Tensor
 
-    def rows(self, index: Tensor) -> Knobs:
-        return Knobs(
-            self.temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.min_p[index],
-            self.uniform[index],
-        )
+    def rows(self, index: Tensor) -> DrawParams:
+        return DrawParams(*(column[index] for column in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores cut into blocks: `ids_RN` says which block of the vocabulary each one is."""
+    """Scores in blocks; `ids_RN`: the number of each block in the vocabulary."""
 
     blocks_RNW: Tensor
     peaks_RN: Tensor
@@ -134,19 +127,20 @@ class Scores:
         return replace(self, blocks_RNW=blocks_RMW, peaks_RN=peaks_RM, ids_RN=ids_RM)
 
 
-@dataclass(frozen=True, slots=True)
-class Near:
-    """The blocks and threshold that a shortcut found; rows not `settled` need the long way."""
+class NearestBlocks(NamedTuple):
+    """Blocks with the highest scores, and the lowest score kept; rows that are not `exact` need the
+    histogram."""
 
     scores: Scores
     floor_R1: Tensor
-    settled_R: Tensor
+    exact_R: Tensor
 
 
 def sample(
     logits_BV: Tensor, rows: Sequence[SampleRow], masks: Sequence[Tensor | None] = ()
 ) -> Sampled:
-    """One token a row; NonFiniteLogits names every row that has none. `masks`: as token_masks."""
+    """Samples a token per row; NonFiniteLogits names all rows that have none. `masks`: see
+    token_masks."""
     assert logits_BV.shape[0] == len(rows), (logits_BV.shape, len(rows))
     out = Sampled([], [], [])
     bad: list[int] = []
@@ -203,14 +197,14 @@ def _pick(scores_RV: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list
 
 
 def _argmax(scores: Scores) -> Tensor:
-    """First token with the highest score, found by way of the block maxima that exist already."""
+    """The first token with the highest score, by the block maxima."""
     block_R1 = scores.peaks_RN.argmax(-1, keepdim=True)
     inside_RW = scores.blocks_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
     return block_R1[:, 0] * BLOCK + inside_RW.argmax(-1)
 
 
 def _adjust(raw_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Scores after penalties, bias and forbidden ends; the raw logits stay as they were."""
+    """A copy of the logits with penalties, biases and forbidden end tokens, if there are any."""
     edits: list[tuple[Callable[[SampleRow], dict[int, float]], Callable[..., Tensor]]] = [
         (_repeated, lambda x, by: torch.where(x > 0, x / by, x * by)),
         (_counted, torch.sub),
@@ -253,7 +247,7 @@ def _forbidden(row: SampleRow) -> dict[int, float]:
     return dict.fromkeys({*row.eos_ids, *row.params.stop_token_ids}, -math.inf)
 
 
-def _knobs(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Knobs:
+def _draw_params(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> DrawParams:
     columns = [
         (
             min(row.params.temperature, MAX_TEMPERATURE),
@@ -266,43 +260,45 @@ def _knobs(rows: Sequence[SampleRow], vocab: int, device: torch.device) -> Knobs
     ]
     table = torch.tensor(columns, dtype=torch.float64, device=device)
     temperature, top_k, top_p, min_p, uniform_R1 = (c[:, None] for c in table.unbind(1))
-    return Knobs(temperature.float(), top_k.long(), top_p, min_p.float(), uniform_R1)
+    return DrawParams(temperature.float(), top_k.long(), top_p, min_p.float(), uniform_R1)
 
 
 def _draw(scores: Scores, rows: Sequence[SampleRow]) -> Tensor:
-    """Draw one token a row; rows without top-k and top-p walk the whole vocabulary."""
+    """Draws a token per row; rows without top-k and top-p walk the whole vocabulary."""
     vocab = scores.blocks_RNW.shape[1] * BLOCK
     device = scores.blocks_RNW.device
-    knobs = _knobs(rows, vocab, device)
+    params = _draw_params(rows, vocab, device)
     ids_R = torch.empty(len(rows), dtype=torch.int64, device=device)
-    near, wide, plain = _sort_rows(rows)
+    near, wide, plain = _rows_by_method(rows)
     if near:
-        index, some, their = _take(scores, knobs, near)
+        index, some, their = _select_rows(scores, params, near)
         need = max(_blocks_needed(rows[i].params) for i in near)
         open_rows = [n for n, i in enumerate(near) if rows[i].params.top_k == -1]
-        found = _near(some, their, need, open_rows)
+        found = _nearest_blocks(some, their, need, open_rows)
         ids_R[index] = _walk(found.scores, their, found.floor_R1)
-        settled = found.settled_R.tolist()
-        wide = sorted(wide + [i for i, ok in zip(near, settled, strict=True) if not ok])
+        exact = found.exact_R.tolist()
+        wide = sorted(wide + [i for i, ok in zip(near, exact, strict=True) if not ok])
     if wide:
-        index, some, their = _take(scores, knobs, wide)
+        index, some, their = _select_rows(scores, params, wide)
         any_top_k = any(rows[i].params.top_k != -1 for i in wide)
         ids_R[index] = _walk(some, their, _floor_by_histogram(some, their, any_top_k))
     if plain:
-        index, some, their = _take(scores, knobs, plain)
+        index, some, their = _select_rows(scores, params, plain)
         ids_R[index] = _walk(some, their, None)
     return ids_R
 
 
-def _take(scores: Scores, knobs: Knobs, group: list[int]) -> tuple[Tensor, Scores, Knobs]:
-    """The rows of a group (in ascending order), without a copy when that is all of them."""
+def _select_rows(
+    scores: Scores, params: DrawParams, group: list[int]
+) -> tuple[Tensor, Scores, DrawParams]:
+    """The rows of a group, in ascending order; no copy if these are all rows."""
     index = torch.tensor(group, device=scores.best_R1.device)
     if len(group) == len(scores.best_R1):
-        return index, scores, knobs
-    return index, scores.rows(index), knobs.rows(index)
+        return index, scores, params
+    return index, scores.rows(index), params.rows(index)
 
 
-def _sort_rows(rows: Sequence[SampleRow]) -> tuple[list[int], list[int], list[int]]:
+def _rows_by_method(rows: Sequence[SampleRow]) -> tuple[list[int], list[int], list[int]]:
     near: list[int] = []
     wide: list[int] = []
     plain: list[int] = []
@@ -315,33 +311,33 @@ def _sort_rows(rows: Sequence[SampleRow]) -> tuple[list[int], list[int], list[in
 
 
 def _blocks_needed(params: SamplingParams) -> int:
-    """Blocks that hold the tokens kept, unless many tie; 0 if too many to be cheap."""
+    """Blocks that hold the kept tokens, unless many tie; 0 if these are too many to be cheap."""
     if params.top_k == -1:
         return NARROW_TOP_P
     return params.top_k + TIE_SLACK if params.top_k <= NARROW_TOP_K else 0
 
 
 def _weights(
-    scores: Scores, knobs: Knobs, floor_R1: Tensor | None = None, min_p: bool = False
+    scores: Scores, params: DrawParams, floor_R1: Tensor | None = None, min_p: bool = False
 ) -> Tensor:
     """Integer weights [R, N * W] of the tokens at or above the floor."""
     flat = scores.blocks_RNW.flatten(1)
-    # Its weight is 0 either way, but torch takes ten times as long for the exponential of -inf.
-    share = (flat - scores.best_R1).div_(knobs.temperature).clamp_(min=-80.0).exp_()
+    # Without the clamp the weight is 0, too, but exp(-inf) takes torch ten times as long.
+    share = (flat - scores.best_R1).div_(params.temperature).clamp_(min=-80.0).exp_()
     if floor_R1 is not None:
         share.masked_fill_(flat < floor_R1, 0.0)
     if min_p:
-        share.masked_fill_(share < knobs.min_p, 0.0)
+        share.masked_fill_(share < params.min_p, 0.0)
     return share.mul_(scores.scale).round_().double()
 
 
-def _walk(scores: Scores, knobs: Knobs, floor_R1: Tensor | None) -> Tensor:
+def _walk(scores: Scores, params: DrawParams, floor_R1: Tensor | None) -> Tensor:
     """Inverse CDF in vocabulary order: first the block, then the token in it."""
-    weights_RNW = _weights(scores, knobs, floor_R1, min_p=True).view(scores.blocks_RNW.shape)
+    weights_RNW = _weights(scores, params, floor_R1, min_p=True).view(scores.blocks_RNW.shape)
     sums_RN = weights_RNW.sum(-1)
     ends_RN = sums_RN.cumsum(-1)
     total_R1 = ends_RN[:, -1:]
-    mark_R1 = torch.minimum((knobs.uniform * total_R1).floor(), total_R1 - 1)
+    mark_R1 = torch.minimum((params.uniform * total_R1).floor(), total_R1 - 1)
     block_R1 = _first_above(ends_RN, mark_R1)
     mark_R1 = mark_R1 - (ends_RN - sums_RN).gather(1, block_R1)
     inside_RW = weights_RNW.gather(1, block_R1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
@@ -350,49 +346,51 @@ def _walk(scores: Scores, knobs: Knobs, floor_R1: Tensor | None) -> Tensor:
 
 
 def _first_above(ends: Tensor, mark_R1: Tensor) -> Tensor:
-    """Index of the first end beyond the mark; rows of NaN get a valid index and fail later."""
+    """The index of the first end beyond the mark; rows of NaN get a valid one and fail later."""
     found = torch.searchsorted(ends, mark_R1.contiguous(), right=True)
     return found.clamp_(max=ends.shape[1] - 1)
 
 
-def _near(scores: Scores, knobs: Knobs, need: int, open_rows: list[int]) -> Near:
+def _nearest_blocks(
+    scores: Scores, params: DrawParams, need: int, open_rows: list[int]
+) -> NearestBlocks:
     """Thresholds from the `need` highest blocks; `open_rows` have top-p without top-k."""
     blocks = min(need, scores.peaks_RN.shape[1])
     near = scores.nearest(blocks)
     sorted_RC, order_RC = near.blocks_RNW.flatten(1).topk(min(need, blocks * BLOCK), dim=-1)
-    is_open_R1 = knobs.top_k == scores.blocks_RNW.shape[1] * BLOCK
-    rank_R1 = torch.where(is_open_R1, 1, knobs.top_k) - 1
+    is_open_R1 = params.top_k == scores.blocks_RNW.shape[1] * BLOCK
+    rank_R1 = torch.where(is_open_R1, 1, params.top_k) - 1
     kth_R1 = sorted_RC.gather(1, rank_R1)
     floor_k_R1 = torch.where(is_open_R1, -math.inf, kth_R1)
 
-    weights_RK = _weights(near, knobs, floor_k_R1)
+    weights_RK = _weights(near, params, floor_k_R1)
     total_R1 = weights_RK.sum(-1, keepdim=True)
     if open_rows:
         index = torch.tensor(open_rows, device=total_R1.device)
-        total_R1[index] = _weights(scores.rows(index), knobs.rows(index)).sum(-1, keepdim=True)
-    enough_RC = weights_RK.gather(1, order_RC).cumsum(-1) >= knobs.top_p * total_R1
+        total_R1[index] = _weights(scores.rows(index), params.rows(index)).sum(-1, keepdim=True)
+    enough_RC = weights_RK.gather(1, order_RC).cumsum(-1) >= params.top_p * total_R1
     first_R1 = enough_RC.int().argmax(-1, keepdim=True)
     floor_p_R1 = torch.maximum(sorted_RC.gather(1, first_R1), floor_k_R1)
-    floor_R1 = torch.where(knobs.top_p < 1, floor_p_R1, floor_k_R1)
+    floor_R1 = torch.where(params.top_p < 1, floor_p_R1, floor_k_R1)
 
-    reached_R = enough_RC[:, -1] | (knobs.top_p[:, 0] == 1)
+    reached_R = enough_RC[:, -1] | (params.top_p[:, 0] == 1)
     inside_R = (scores.peaks_RN >= torch.minimum(floor_R1, kth_R1)).sum(-1) <= blocks
-    return Near(near, floor_R1, reached_R & inside_R)
+    return NearestBlocks(near, floor_R1, reached_R & inside_R)
 
 
-def _floor_by_histogram(scores: Scores, knobs: Knobs, any_top_k: bool) -> Tensor:
-    """Lowest score kept, whatever the shape of the distribution, without sorting the vocabulary."""
+def _floor_by_histogram(scores: Scores, params: DrawParams, any_top_k: bool) -> Tensor:
+    """The lowest score kept, for any distribution, without sorting the vocabulary."""
     flat = scores.blocks_RNW.flatten(1)
     floor_k_R1 = None
     if any_top_k:
         ones = (flat > -math.inf).double()
-        count_R1 = torch.minimum(knobs.top_k.double(), ones.sum(-1, keepdim=True))
+        count_R1 = torch.minimum(params.top_k.double(), ones.sum(-1, keepdim=True))
         floor_k_R1 = _score_reaching(flat, ones, count_R1)
-    weights_RK = _weights(scores, knobs, floor_k_R1)
-    target_R1 = knobs.top_p * weights_RK.sum(-1, keepdim=True)
+    weights_RK = _weights(scores, params, floor_k_R1)
+    target_R1 = params.top_p * weights_RK.sum(-1, keepdim=True)
     floor_p_R1 = _score_reaching(flat, weights_RK, target_R1)
     return (
-        floor_p_R1 if floor_k_R1 is None else torch.where(knobs.top_p < 1, floor_p_R1, floor_k_R1)
+        floor_p_R1 if floor_k_R1 is None else torch.where(params.top_p < 1, floor_p_R1, floor_k_R1)
     )
 
 
@@ -421,7 +419,7 @@ def _score_reaching(scores_RK: Tensor, weights_RK: Tensor, target_R1: Tensor) ->
 
 
 def _digit_reaching(hist_RD: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """From the top: the digit at which the target is reached, and what is then left of it."""
+    """From the top: the digit at which the target is reached, and the rest of the target."""
     falling_RD = hist_RD.flip(-1)
     ends_RD = falling_RD.cumsum(-1)
     found_R1 = torch.searchsorted(ends_RD, target_R1).clamp_(max=hist_RD.shape[1] - 1)
@@ -466,7 +464,7 @@ def _logprobs(
 def _most_likely(
     raw_RV: Tensor, norms: Sequence[float], counts: Sequence[int]
 ) -> list[TopLogprobs]:
-    """The `counts[i]` highest of each row, ties by token id; impossible tokens are left out."""
+    """The `counts[i]` highest of each row, ties by token id, without impossible tokens."""
     most = max(counts)
     if most <= 0:
         return [[] for _ in counts]
@@ -476,7 +474,7 @@ def _most_likely(
     for i, count in enumerate(counts):
         pairs = sorted(zip(values[i], ids[i], strict=True), key=lambda p: (-p[0], p[1]))
         if 0 < count < len(pairs) < raw_RV.shape[1] and pairs[count - 1][0] == pairs[-1][0]:
-            # More ties at the border than the slack holds: which of them topk returned is chance.
+            # More tokens tie than the slack holds: topk returned any of them.
             tied = torch.nonzero(raw_RV[i] >= pairs[-1][0])[:, 0]
             pairs = list(zip(raw_RV[i][tied].tolist(), tied.tolist(), strict=True))
             pairs.sort(key=lambda p: (-p[0], p[1]))
