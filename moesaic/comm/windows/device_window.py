@@ -20,9 +20,9 @@ from moesaic.comm.errors import OutOfStep, PeerTimeout, WindowAborted
 from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
-    DESK_WORDS,
     GENERATION_SHIFT,
     MAX_TAG,
+    NUM_FAILURE_WORDS,
     ChannelCall,
     DeviceStateWord,
     Failure,
@@ -120,7 +120,7 @@ class DeviceWindow(ABC):
 
     def check(self) -> None:
         """Raises what a wait of a kernel has left on the desk, as far as kernels have come."""
-        desk = self.mail.desk
+        desk = self.mail.failure
         if desk[FailureWords.FAILURE]:
             raise self._complaint(desk.tolist())
 
@@ -142,7 +142,7 @@ class DeviceWindow(ABC):
         state = new_state(self._channels, ranks, self.timeout)
         state[DeviceStateWord.GENERATION] = generation
         self.mail.state.copy_(state)
-        self.mail.desk.zero_()
+        self.mail.failure.zero_()
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
@@ -177,7 +177,7 @@ class DeviceWindow(ABC):
     def abort(self, reason: str) -> None:
         """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""
         self._reason = reason
-        self.mail.desk[FailureWords.ABORT] = 1
+        self.mail.failure[FailureWords.ABORT] = 1
 
     @abstractmethod
     def close(self) -> None:
@@ -249,7 +249,7 @@ class HostWindow(DeviceWindow):
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout)
         bases = torch.tensor([region.data_ptr() for region in regions])
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64)
+        desk = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64)
         self.mail = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
 
     @classmethod

@@ -28,21 +28,21 @@ from moesaic.kernels.tuning import TileConfig
 COPIED = 16
 
 
-def gate_up_far(
+def gate_up_remote(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
     """Rows are as the weights take them: for weights in fp8 who left them there quantised them."""
-    far, config = x.far, fitting(config, h)
+    remote, config = x.remote, fitting(config, h)
     _, double, hidden = w13.shape
-    assert far is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert remote is not None and groups.ids_K is None, "pairs must be sorted for this"
     assert x.values.dtype == w13.planes["values"].dtype, f"rows of {x.values.dtype}"
     assert (x.scales is None) == ("scales" not in w13.planes)
     inner = double // 2
     tiles = groups.tile_expert_X.numel() * triton.cdiv(inner, config.block_n)
     row_bytes, pdl = hidden * x.values.element_size(), dependent_launch(x.values)
-    _gate_up_far_kernel[(tiles,)](
-        x.values, x.scales, far.mail.bases_P, *planes_of(w13), h.values, h.scales,
-        *lists_of(groups), far.count, far.values, far.scales,
+    _gate_up_remote_kernel[(tiles,)](
+        x.values, x.scales, remote.signals.bases_P, *planes_of(w13), h.values, h.scales,
+        *lists_of(groups), remote.count, remote.values, remote.scales,
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         ALIGN=min(COPIED, row_bytes & -row_bytes), **constants_of(config, groups, w13), PDL=pdl.on,
@@ -52,7 +52,7 @@ def gate_up_far(
 
 
 @triton.jit
-def _far_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
+def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
     """Where rows begin, of WIDTH elements of the type that `like` points to.
 
     Of two ranks with 3 rows each, row 4 is the second one's row 1."""
@@ -64,7 +64,7 @@ def _far_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gate_up_far_kernel(
+def _gate_up_remote_kernel(
     x, x_scales, bases, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, rows, values, scales,
     x_scale, alpha, limit,
@@ -85,11 +85,11 @@ def _gate_up_far_kernel(
         place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
         line_L, scale_line_L = gate_up_lines(expert, column, INNER, BN, BLOCK_SCALES)
         row_M = pair_M // TOP_K
-        x_M = _far_rows(bases, row_M, rows, values, HIDDEN, x, ALIGN)
+        x_M = _remote_rows(bases, row_M, rows, values, HIDDEN, x, ALIGN)
         if x_scales is None:
             x_scales_M = None
         else:
-            x_scales_M = _far_rows(bases, row_M, rows, scales, groups, x_scales, 4)
+            x_scales_M = _remote_rows(bases, row_M, rows, scales, groups, x_scales, 4)
         acc_LM = product(
             x_M, x_scales_M, None, valid_M, w, w_scales, line_L, scale_line_L,
             HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,
