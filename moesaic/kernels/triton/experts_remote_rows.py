@@ -1,15 +1,14 @@
-"""Experts whose rows lie with other ranks: the first product reads them there.
+"""Experts whose rows are stored on other ranks: the first product reads them there.
 
 M rows of a tile · L lines of gate and up. H, I as in moesaic.kernels.experts.
 
-Nobody copies a row before: a tile's program asks for the pieces of its rows, wherever they are, as
-it does for its lines of weights, and both are on their way while it multiplies. Every column of
-tiles reads the rows again. On a GPU that ranks share those come from its L2 cache, and what a copy
-would have written and read is saved; over NVLink each of them is another transfer, so that it pays
-only while rows are few and weights are what takes the time: those of a decode step. `down` and its
-results are as always (experts_small.py).
+No kernel copies the rows first: a tile's program loads pieces of its rows as it loads its lines of
+weights, both while it multiplies. Every column of tiles loads the rows again. On a shared GPU these
+loads hit the L2 cache, and a copy's traffic is saved; over NVLink each is another transfer, so this
+pays only for few rows, when weights take the time, as in a decode step. `down` is the one of
+experts_small.py.
 
-Who waited for the flags of the ranks before this kernel has seen their rows (kernels/a2a.py).
+The kernel that waited for the ranks' flags has made their rows visible (kernels/a2a.py).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from moesaic.kernels.triton.experts_tiles import finish_gate_up, gate_up_lines, 
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.tuning import TileConfig
 
-# Rows begin at such multiples of bytes, if their length is one; planes do at more.
+# Rows begin at multiples of this, if their length is one; planes at larger ones.
 COPIED = 16
 
 
 def gate_up_remote(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
-    """Rows are as the weights take them: for weights in fp8 who left them there quantised them."""
+    """Rows have the type of the weights: for fp8 weights their sender has quantised them."""
     remote, config = x.remote, fitting(config, h)
     _, double, hidden = w13.shape
     assert remote is not None and groups.ids_K is None, "pairs must be sorted for this"
@@ -53,7 +52,7 @@ def gate_up_remote(
 
 @triton.jit
 def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
-    """Where rows begin, of WIDTH elements of the type that `like` points to.
+    """Addresses of rows of WIDTH elements of the type that `like` points to.
 
     Of two ranks with 3 rows each, row 4 is the second one's row 1."""
     TYPE: tl.constexpr = like.dtype.element_ty
@@ -72,11 +71,11 @@ def _gate_up_remote_kernel(
     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program is a tile's columns. `x`, `x_scales`: of these types; nothing is read there."""
+    """One program for each column of a tile. `x`, `x_scales` give types; they are not read."""
     columns: tl.constexpr = (INNER + BN - 1) // BN
     groups: tl.constexpr = (HIDDEN + BK - 1) // BK
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    # Waiting comes first: `down` reads the tiles as soon as this kernel lets it begin.
+    # Waits first: `down` reads the tiles as soon as this kernel releases it.
     await_inputs(PDL)
     release_next(PDL)
     used = tl.load(num_tiles)
