@@ -22,7 +22,7 @@ from moesaic.kernels.triton.launch import await_inputs, release_next
 
 @triton.jit
 def _sum_of_rows(
-    bases, ids_ptr, state_ptr, active, token, row, channel, results,
+    bases, ids_ptr, state_ptr, active, token, rank, rows, channel, results,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, EVERYWHERE: tl.constexpr, SIZE: tl.constexpr,
     TYPE: tl.constexpr,
@@ -33,6 +33,7 @@ def _sum_of_rows(
     for k in tl.static_range(K):
         group = groups_of(tl.load(ids_ptr + token * K + k), SLOTS).to(tl.int64)
         went |= tl.where(group < 0, 0, tl.full((), 1, tl.int64) << tl.maximum(group, 0))
+    row = rank.to(tl.int64) * rows + token
     parts = ()
     for by in tl.static_range(SIZE):
         at = byte_at(bases[by], results + row * ROW_BYTES, TYPE, ALIGN)
@@ -113,15 +114,15 @@ def collect_kernel(
     for item in range(tl.program_id(0), tokens * PARTS, tl.num_programs(0)):
         token = tl.cast(item // PARTS, tl.int64)
         channel = item % PARTS * BLOCK + tl.arange(0, BLOCK)
-        row = rank.to(tl.int64) * rows + token
         if PAIRS:
+            row = (rank.to(tl.int64) * rows + token) * K
             total = _sum_of_pairs(
-                bases_ptr, ids_ptr, weights_ptr, active, token, row * K, channel, results,
+                bases_ptr, ids_ptr, weights_ptr, active, token, row, channel, results,
                 H, K, BLOCK, ALIGN, SLOTS, WIDTH, SIZE, TYPE,
             )  # fmt: skip
         else:
             total = _sum_of_rows(
-                bases, ids_ptr, state_ptr, active, token, row, channel, results,
+                bases, ids_ptr, state_ptr, active, token, rank, rows, channel, results,
                 H, K, BLOCK, ALIGN, SLOTS, WIDTH, EVERYWHERE, SIZE, TYPE,
             )  # fmt: skip
         tl.store(out_ptr + token * stride + channel, total.to(TYPE), channel < H)
