@@ -41,7 +41,7 @@ KERNELS: Final = {
         *("_down_row_kernel", "gate_up_kernel", "down_kernel", "experts_kernel"),
         *("_sum_pairs", "weigh_kernel", "_zero_nobodies_kernel", "_silu_mul_kernel"),
     ),
-    "combine": ("collect_rows_kernel", "collect_pairs_kernel"),
+    "combine": ("collect_kernel",),
     "wait": ("_wait_kernel", "_signal_kernel"),
     "collectives": ("_push_kernel", "_post_kernel", "_pull_kernel"),
     "quantising": ("_fp8_kernel", "_int8_kernel", "nvfp4_grid_kernel"),

@@ -1,12 +1,12 @@
-"""How many programs the kernels between ranks take, and of what size: a small cost model.
+"""A small cost model: the number and size of programs of the all-to-all kernels.
 
-A kernel moves items: a row, or a piece of one. So many programs go through them in rounds:
+A kernel moves items: rows or pieces of rows. Its programs process them in rounds:
 
     seconds = max(bytes / bandwidth, rounds * round) + programs * arrival
 
-A round is a load, and a store that is under way when the next load begins; an arrival is what a
-program adds to a kernel that counts its programs before it signals. The plan is the best number of
-programs by that, and no more than asked for: fewer leave the GPU to others. On an H200 that four
+A round is a load, and a store that overlaps with the next load; an arrival is the cost of counting
+a program before the kernel signals. The plan has the best number of programs by this model, up to
+the given limit, which leaves room for other kernels. On an H200 that four
 ranks share (2048 bfloat16 a row, 16 to 4096 rows), its plans were at most 4% slower than the best
 of up to 20 that `moesaic tune --a2a` measured. What the model says of 4.3 TB/s of reads and writes
 together, 4 ranks with a GPU each, 8 of 128 experts chosen, so that a token goes to 3.6 ranks on
@@ -32,10 +32,10 @@ from moesaic.kernels.quantise import FP8_GROUP
 BANDWIDTH = 4.3e12
 ROUND = 2.0e-6
 ARRIVAL = 3.0e-9
-# Threads have so many channels each: two loads of 16 bytes.
+# Two loads of 16 bytes.
 CHANNELS_OF_A_THREAD = 16
 MAX_WARPS = 8
-# Programs of a processor that are worth a try.
+# Programs per processor to consider.
 DENSITIES = (1, 2, 4, 8)
 BLOCKS = (2048, 1024, 512)
 GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
@@ -43,8 +43,8 @@ GROUPS = {"fp8": FP8_GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP}
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """`limit`: programs at most, 0 for as many as serve. `name`: of the GPU, for what was measured
-    on it; empty: none."""
+    """`limit`: most programs; 0: no limit. `name`: the GPU whose measured plans apply; empty:
+    none."""
 
     processors: int = 132
     limit: int = 0
@@ -56,7 +56,7 @@ class GpuModel:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`block` channels of a row are an item."""
+    """An item has `block` channels of a row."""
 
     block: int
     warps: int
@@ -64,7 +64,7 @@ class LaunchPlan:
 
 
 def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: GpuModel) -> LaunchPlan:
-    """`rows`: C, as all of them have ids that travel; `ranks`: that a token may go to."""
+    """`rows`: C, as the ids of all rows are sent; `ranks`: most destinations of a token."""
     if payload in PLAIN or payload in GROUPS:
         block = even_block(hidden, GROUPS.get(payload, 1))
     else:
@@ -75,7 +75,7 @@ def send_plan(rows: int, hidden: int, payload: str, ranks: int, machine: GpuMode
 
 
 def collect_plan(tokens: int, hidden: int, machine: GpuModel) -> LaunchPlan:
-    """An item each: one program has waited before, and nobody counts these."""
+    """One item for each program: these do not wait, and are not counted."""
     block = even_block(hidden, 1)
     return LaunchPlan(block, warps_of(block), machine.at_most(tokens * -(-hidden // block)))
 
@@ -86,24 +86,24 @@ def seconds(programs: int, items: int, item_bytes: int) -> float:
 
 
 def best_programs(items: int, item_bytes: int, machine: GpuModel) -> int:
-    """At least one: who has no rows has a signal to give."""
+    """At least one: a rank without rows still signals."""
     tries = {min(items, machine.processors * density) for density in DENSITIES}
     allowed = {max(1, machine.at_most(programs)) for programs in tries}
     return min(sorted(allowed), key=lambda programs: seconds(programs, items, item_bytes))
 
 
 def even_block(hidden: int, group: int) -> int:
-    """Channels of an item: of the sizes that a row takes fewest of, filled up, the largest."""
+    """The largest block with the least padding."""
     if hidden <= BLOCKS[-1]:
         return max(group, power_of_two(hidden))
     return min(BLOCKS, key=lambda block: -(-hidden // block) * block)
 
 
 def power_of_two(number: int) -> int:
-    """Not below it."""
+    """The next power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def warps_of(block: int) -> int:
-    """Of a program with items of so many channels."""
+    """Warps of a program with items of `block` channels."""
     return min(MAX_WARPS, max(1, block // (32 * CHANNELS_OF_A_THREAD)))

@@ -78,7 +78,7 @@ class RemoteRows:
     """Rows that lie with several ranks, `count` with each: row p * count + t is row t of planes in
     the region of rank p, at the byte offsets `values` and, of rows with scales, `scales`."""
 
-    mail: SignalPlanes
+    signals: SignalPlanes
     count: int
     values: int
     scales: int = 0
@@ -93,7 +93,7 @@ class Rows:
     scales: Tensor | None = None
     scale: float = 1.0
     """What all values are to be multiplied with besides."""
-    far: RemoteRows | None = None
+    remote: RemoteRows | None = None
     """Where the rows are, if not in `values` and `scales`: those are of this rank alone then, and
     tell what the others' are like. Only `gate_up` takes such rows."""
 
@@ -261,7 +261,7 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
     Products are summed in float32, and rounded once, when h is written. Rows in a float type for
     weights in FP8_FORMATS are quantised first, by `quantise_rows`; those of h in `down` likewise.
     """
-    x_RH = dense(operand(near(x), w13))
+    x_RH = dense(operand(gather_remote(x), w13))
     for expert, places in expert_places(groups):
         product = x_RH[rows_of(groups, places)] @ dense_matrix(w13, expert).T
         if w13.bias_EN is not None:
@@ -330,20 +330,20 @@ def rows_of(groups: Groups, places: Tensor) -> Tensor:
     return groups.order_P[places].long() // groups.top_k
 
 
-def near(x: Rows) -> Rows:
-    """A copy of rows that are far."""
-    far = x.far
-    if far is None:
+def gather_remote(x: Rows) -> Rows:
+    """A copy of rows that are remote."""
+    remote = x.remote
+    if remote is None:
         return x
 
     def copied(like: Tensor, offset: int) -> Tensor:
-        shape, mail = (far.count, like.shape[1]), far.mail
+        shape, signals = (remote.count, like.shape[1]), remote.signals
         # As bytes: not every device can join float8.
-        planes = [mail.plane(rank, offset, shape, like.dtype) for rank in range(mail.size)]
+        planes = [signals.plane(rank, offset, shape, like.dtype) for rank in range(signals.size)]
         return torch.cat([plane.view(torch.uint8) for plane in planes]).view(like.dtype)
 
-    scales = None if x.scales is None else copied(x.scales, far.scales)
-    return Rows(copied(x.values, far.values), scales, x.scale)
+    scales = None if x.scales is None else copied(x.scales, remote.scales)
+    return Rows(copied(x.values, remote.values), scales, x.scale)
 
 
 def operand(x: Rows, matrices: Matrices) -> Rows:

@@ -58,7 +58,7 @@ class Together:
 
     @property
     def device(self) -> torch.device:
-        return self.calls[0].mail.state.device
+        return self.calls[0].signals.state.device
 
     @property
     def on_gpu(self) -> bool:

@@ -283,7 +283,7 @@ def called_back(group: RankGroup) -> float:
     until = time.monotonic() + 10.0
     while not comm.calls and time.monotonic() < until:
         time.sleep(0.005)
-    with pytest.raises(WindowAborted, match="the supervisor calls this rank back") as caught:
+    with pytest.raises(WindowAborted, match="the supervisor rolls this rank back") as caught:
         watch.check()
     with pytest.raises(StepRolledBack):
         watch.raise_if_rolled_back(caught.value)

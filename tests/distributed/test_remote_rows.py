@@ -78,7 +78,7 @@ def where_rows_are(group: RankGroup, combination: Combination, count: int) -> tu
     stays = len(plane) == carrier.config.max_decode_tokens
     if plane.dtype == x_TH.dtype:
         stays = stays and torch.equal(plane[:count], x_TH)
-    return inputs.x.far is not None, stays
+    return inputs.x.remote is not None, stays
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.comm.windows.device_window import HostWindow
 from moesaic.comm.windows.window import PlaneSpec
-from moesaic.kernels.a2a import DESK_WORDS, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
+from moesaic.kernels.a2a import NUM_FAILURE_WORDS, LocalTokens, RowPlanes, SignalPlanes, SlotOwners
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from tests.kernels.triton_cases import DEVICE
 
@@ -39,8 +39,8 @@ class Case:
     weights: bool = False
     padded: bool = False
     scale: float = 1.0
-    at_home: bool = False
-    near: bool = False
+    local_rows: bool = False
+    same_gpu: bool = False
 
     @property
     def size(self) -> int:
@@ -67,12 +67,12 @@ class Case:
         scales = PAYLOAD_FORMATS[self.payload].scales
         return scales.width(self.hidden) * scales.dtype.itemsize if scales else 0
 
-    def inbox(self, window: HostWindow) -> RowPlanes:
+    def planes(self, window: HostWindow) -> RowPlanes:
         values, scales, ids, weights = map(window.offset, ("values", "scales", "ids", "weights"))
         value_bytes = PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden) - self.scale_bytes
         weights = weights if self.weights else -1
         where = (values, scales, ids, weights, value_bytes, self.scale_bytes)
-        return RowPlanes(self.payload, *where, self.scale, self.at_home)
+        return RowPlanes(self.payload, *where, self.scale, self.local_rows)
 
     def windows(self, device: str) -> list[HostWindow]:
         made = HostWindow.between(self.size, self.specs(), TIMEOUT, 2)
@@ -80,7 +80,7 @@ class Case:
         for window in made:
             window.signals.regions[window.rank][first:] = 0xFF  # NaN, whatever type it is
             window.plane("ids").fill_(0x55)
-        return made if device == "cpu" else _moved(made, device, self.near)
+        return made if device == "cpu" else _moved(made, device, self.same_gpu)
 
     def tokens(self, rank: int, seed: int = 0) -> LocalTokens:
         """Some ids are -1, and one token has nothing else."""
@@ -97,14 +97,14 @@ class Case:
         return LocalTokens(x_TH.to(self.dtype), ids_TK.int(), weights_TK, tokens)
 
 
-def _moved(windows: list[HostWindow], device: str, near: bool) -> list[HostWindow]:
+def _moved(windows: list[HostWindow], device: str, same_gpu: bool) -> list[HostWindow]:
     regions = tuple(region.to(device) for region in windows[0].signals.regions)
     bases_P = torch.tensor([region.data_ptr() for region in regions], device=device)
     for window in windows:
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64).pin_memory()
+        failure = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64).pin_memory()
         state = window.signals.state.to(device)
         window.signals = SignalPlanes(
-            window.rank, window.size, regions, bases_P, 0, state, desk, near
+            window.rank, window.size, regions, bases_P, 0, state, failure, same_gpu
         )
     return windows
 
@@ -119,7 +119,7 @@ def assert_same_memory(case: Case, out: list[HostWindow], wanted: list[HostWindo
     """Regions, flags among them, what ranks count, and what lies on the desks."""
     for one, other in zip(out, wanted, strict=True):
         assert one.signals.state.tolist() == other.signals.state.tolist()
-        assert one.signals.desk.tolist() == other.signals.desk.tolist()
+        assert one.signals.failure.tolist() == other.signals.failure.tolist()
         region, wanted_region = _region(case, one), _region(case, other)
         differ = (region != wanted_region).nonzero().flatten().tolist()
         assert not differ, f"rank {one.rank}: bytes {differ[:4]} of {_planes(one)}"

@@ -25,7 +25,7 @@ TYPES = {
     "num_tokens_ptr": "*i32",
     "bases_ptr": "*i64",
     "state_ptr": "*i64",
-    "desk_ptr": "*i64",
+    "failure_ptr": "*i64",
     "scale": "fp32",
 }
 ALIGNED = ("stride", "values", "scales", "ids", "weights", "results", "flags")
@@ -63,7 +63,7 @@ def check_signals(size: int) -> None:
     assert usage.count(RELEASE) >= 1 and usage.shared <= 64 and usage.registers <= 32
     assert usage.count(COUNT) == 1
     for signals in (False, True):
-        usage = use(a2a._wait_kernel, 1, size, SIGNALS=signals)
+        usage = use(a2a._wait_kernel, 1, size, SIGNAL_FIRST=signals)
         assert (usage.count(RELEASE) > 0) == signals and usage.count(ACQUIRE) >= 2
         assert usage.shared <= 64 and usage.registers <= 64 and usage.count(COUNT) == 1
         # A kernel behind must not take the place of a peer that this one waits for.
@@ -74,10 +74,10 @@ def check_signals(size: int) -> None:
 def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: bool = True) -> None:
     format = PAYLOAD_FORMATS[payload]
     values = format.value_width(hidden) * format.values.dtype.itemsize
-    inbox = RowPlanes(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
+    planes = RowPlanes(payload, 0, 0, 0, 0, values, format.row_bytes(hidden) - values)
     plan = send_plan(rows, hidden, payload, size, GpuModel())
     absent = {"num_tokens_ptr": None} | ({} if weights else {"weights_ptr": None})
-    fixed = {**a2a.send_constants(inbox, hidden, TOP_K, plan), **SPREAD, **absent}
+    fixed = {**a2a.send_constants(planes, hidden, TOP_K, plan), **SPREAD, **absent}
     print(f"    {payload} {hidden}: {plan}")
     for receives, scope in ((False, "sys"), (True, "gpu")):
         usage = use(a2a._send_kernel, plan.warps, size, scope, **fixed, RECEIVES=receives)
@@ -95,12 +95,13 @@ def check_send(payload: str, rows: int, hidden: int, size: int = 4, weights: boo
             assert usage.ptx.rindex(acquire) < usage.ptx.index("griddepcontrol.launch_dependents")
 
 
-def check_collect(kernel: Any, tokens: int, hidden: int, size: int = 4) -> None:
+def check_collect(pairs: bool, tokens: int, hidden: int, size: int = 4) -> None:
     plan = collect_plan(tokens, hidden, GpuModel())
     fixed = a2a.collect_constants(hidden, TOP_K, torch.bfloat16, plan)
-    usage = use(kernel, plan.warps, size, **fixed, **SPREAD, num_tokens_ptr=None)
+    fixed |= {**SPREAD, "PAIRS": pairs, "num_tokens_ptr": None}
+    usage = use(a2a_collect.collect_kernel, plan.warps, size, **fixed)
     print(f"    {hidden}: {plan}")
-    sources = size if kernel is a2a_collect.collect_rows_kernel else TOP_K
+    sources = TOP_K if pairs else size
     each = plan.block // (plan.warps * 32 * 8)
     # Past the first-level cache, which may hold what was there in the layer before.
     assert usage.count(PAST_L1) == sources * each and usage.count("ld.global.v4") == 0
@@ -111,23 +112,23 @@ def check_variants() -> None:
     """With a number of tokens that only the device knows, and groups of two ranks."""
     spread = {"SLOTS": 32, "WIDTH": 2}
     plan = send_plan(4, 2048, "bf16", 4, GpuModel())
-    inbox = RowPlanes("bf16", 0, 0, 0, 0, 4096, 0)
+    planes = RowPlanes("bf16", 0, 0, 0, 0, 4096, 0)
     for everywhere in (False, True):
         fixed = {**spread, "EVERYWHERE": everywhere}
-        constants = a2a.send_constants(inbox, 2048, TOP_K, plan)
+        constants = a2a.send_constants(planes, 2048, TOP_K, plan)
         use(a2a._send_kernel, plan.warps, 4, **constants, **fixed, RECEIVES=False)
         few = collect_plan(4, 2048, GpuModel())
         fixed |= a2a.collect_constants(2048, TOP_K, torch.bfloat16, few)
-        use(a2a_collect.collect_rows_kernel, few.warps, 4, **fixed)
-        use(a2a_collect.collect_pairs_kernel, few.warps, 4, **fixed)
+        use(a2a_collect.collect_kernel, few.warps, 4, **fixed, PAIRS=False)
+        use(a2a_collect.collect_kernel, few.warps, 4, **fixed, PAIRS=True)
 
 
 def main() -> None:
     check_signals(4)
     check_send("bf16", 16, 2048)
     check_send("fp8", 4096, 2048)
-    check_collect(a2a_collect.collect_rows_kernel, 16, 2048)
-    check_collect(a2a_collect.collect_pairs_kernel, 16, 2048)
+    check_collect(False, 16, 2048)
+    check_collect(True, 16, 2048)
     if "all" not in sys.argv:
         return
     check_variants()
@@ -136,10 +137,10 @@ def main() -> None:
     for payload in PAYLOAD_FORMATS:
         for hidden in (2048, 2880, 7168):
             check_send(payload, 128, hidden, size=8, weights=False)
-    for kernel in (a2a_collect.collect_rows_kernel, a2a_collect.collect_pairs_kernel):
+    for pairs in (False, True):
         for hidden in (2048, 2880, 7168):
-            check_collect(kernel, 4, hidden, size=8)
-            check_collect(kernel, 4096, hidden, size=8)
+            check_collect(pairs, 4, hidden, size=8)
+            check_collect(pairs, 4096, hidden, size=8)
 
 
 if __name__ == "__main__":

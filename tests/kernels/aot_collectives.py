@@ -14,7 +14,7 @@ from moesaic.kernels.triton import collectives
 from moesaic.kernels.triton.collectives import WARPS
 from tests.kernels.aot import Usage, build
 
-POINTERS = {"bases": "*i64", "state": "*i64", "desk": "*i64"}
+POINTERS = {"bases": "*i64", "state": "*i64", "failure": "*i64"}
 PLAIN = ("tag", "rank", "channel")
 BYTES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 
@@ -56,7 +56,7 @@ def push(ranks: int, kind: str, **constants: Any) -> Usage:
 
 
 def post(ranks: int, kind: str, sums: bool) -> Usage:
-    return compiled(collectives._post_kernel, ranks, kind, SUMS=sums, EVEN=True)
+    return compiled(collectives._publish_kernel, ranks, kind, SUMS=sums, EVEN=True)
 
 
 def pull(ranks: int, kind: str, **constants: Any) -> Usage:

@@ -160,7 +160,7 @@ def check_kernels_between_ranks(gpu: NoGpu) -> None:
 def step(case: Case, window: Any, seed: int) -> None:
     tokens = case.tokens(0, seed)
     rows, results = (window.call(channel, "test", tag=seed) for channel in (ROWS, RESULTS))
-    kernels.send(tokens, case.rows, case.inbox(window), case.spread, rows)
+    kernels.send(tokens, case.rows, case.planes(window), case.spread, rows)
     kernels.receive(rows, case.rows, case.top_k, window.offset("ids"))
     kernels.signal(results)
     out_TH, places = torch.empty_like(tokens.x_TH), (case.rows, window.offset("results"))
@@ -172,8 +172,8 @@ def check_cost(gpu: NoGpu) -> None:
     """Of the host, with nothing behind the launcher: printed; Triton's way is gone once."""
     case = Case(counts=(2, 3), rows=3, top_k=2, hidden=64, weights=True)
     window, tokens = case.windows("cpu")[0], case.tokens(0)
-    inbox, call = case.inbox(window), window.call(ROWS, "test")
-    quick = microseconds(lambda: kernels.send(tokens, case.rows, inbox, case.spread, call))
+    planes, call = case.planes(window), window.call(ROWS, "test")
+    quick = microseconds(lambda: kernels.send(tokens, case.rows, planes, case.spread, call))
     (found,) = (one for one in window.signals.prepared.values())
     (launch,) = found.launches.values()
     tensors = (tokens.x_TH, tokens.ids_TK, tokens.weights_TK, None)

@@ -70,7 +70,7 @@ class Rank:
         self.case, self.window = case, window
         self.tokens = on_device(case.tokens(window.rank))
         self.out_TH = torch.empty_like(self.tokens.x_TH)
-        self.inbox, self.stream = case.inbox(window), torch.cuda.Stream()
+        self.planes, self.stream = case.planes(window), torch.cuda.Stream()
 
     def renew(self, seed: int) -> None:
         tokens = self.case.tokens(self.window.rank, seed)
@@ -79,12 +79,12 @@ class Rank:
 
     def dispatch(self, receives: bool = False) -> None:
         call = self.window.call(ROWS, "dispatch")
-        kernels.send(self.tokens, self.case.rows, self.inbox, self.case.spread, call, receives)
+        kernels.send(self.tokens, self.case.rows, self.planes, self.case.spread, call, receives)
 
     def compute(self, received: bool = False) -> None:
         if not received:
             call = self.window.call(ROWS, "dispatch")
-            kernels.receive(call, self.case.rows, self.case.top_k, self.inbox.ids)
+            kernels.receive(call, self.case.rows, self.case.top_k, self.planes.ids)
         values = self.window.plane("values").view(self.case.dtype)
         self.window.plane("results").copy_(values)
 
@@ -130,9 +130,9 @@ def at_once(ranks: list[Rank]) -> None:
         here.wait_stream(rank.stream)
 
 
-def made(counts: tuple[int, ...], near: bool) -> list[Rank]:
+def made(counts: tuple[int, ...], same_gpu: bool) -> list[Rank]:
     """All kernels have run once: a GPU that waits may not load another one."""
-    case = replace(QWEN, counts=counts, rows=max(counts), near=near)
+    case = replace(QWEN, counts=counts, rows=max(counts), same_gpu=same_gpu)
     ranks = [Rank(case, window) for window in case.windows(DEVICE)]
     one_after_the_other(ranks)
     for one in ranks:
@@ -146,11 +146,11 @@ def made(counts: tuple[int, ...], near: bool) -> list[Rank]:
     return ranks
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("same_gpu", [True, False])
 @pytest.mark.parametrize("counts", [(1, 1), (16, 0, 5, 16), (300, 1, 129, 200), (16,) * 8])
-def test_ranks_at_once(counts: tuple[int, ...], near: bool) -> None:
+def test_ranks_at_once(counts: tuple[int, ...], same_gpu: bool) -> None:
     """On streams of their own, which wait for each other."""
-    ranks = made(counts, near)
+    ranks = made(counts, same_gpu)
     for seed in range(ROUNDS):
         for rank in ranks:
             rank.renew(seed)
@@ -163,7 +163,7 @@ def test_ranks_at_once(counts: tuple[int, ...], near: bool) -> None:
 @pytest.mark.parametrize("steps", [one_after_the_other, at_once])
 @pytest.mark.parametrize("counts", [(1, 1), (16, 0, 5, 16), (300, 1, 129, 200)])
 def test_under_a_graph(counts: tuple[int, ...], steps: object) -> None:
-    ranks = made(counts, near=True)
+    ranks = made(counts, same_gpu=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):

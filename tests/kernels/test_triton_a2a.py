@@ -67,7 +67,7 @@ def send_all(case: Case, windows: Windows, send: Callable[..., None], seed: int 
         tokens = case.tokens(window.rank, seed)
         tokens = tokens if send is twins.send.twin else on_device(tokens)
         call, receives = window.call(ROWS, "dispatch", tag=seed), window is windows[-1]
-        send(tokens, case.rows, case.inbox(window), case.spread, call, receives)
+        send(tokens, case.rows, case.planes(window), case.spread, call, receives)
 
 
 @pytest.mark.parametrize("case", [*SMALL, *PAYLOADS, *LARGE], ids=str)
@@ -92,7 +92,7 @@ def test_the_example_of_send() -> None:
     windows = case.windows(DEVICE)
     tokens = replace(case.tokens(1), ids_TK=torch.tensor([[3, 0]], dtype=torch.int32))
     call = windows[1].call(ROWS, "dispatch")
-    kernels.send(on_device(tokens), 2, case.inbox(windows[1]), case.spread, call)
+    kernels.send(on_device(tokens), 2, case.planes(windows[1]), case.spread, call)
     assert windows[0].plane("ids")[2:].tolist() == [[-1, 0], [-1, -1]]
     assert windows[1].plane("ids")[2:].tolist() == [[1, -1], [-1, -1]]
     for window in windows:
@@ -254,9 +254,12 @@ def test_which_of_two_flags_is_older(
         wait(windows[0].call(RESULTS, "combine", order[0][2]))
         if GPU:
             torch.cuda.synchronize()
-        desk = windows[0].signals.desk
-        assert (desk[FailureWords.FAILURE], desk[FailureWords.PEERS]) == (failure, 0b10), order
-        assert desk[FailureWords.SEEN] == windows[0].signals.flag(0, RESULTS)[1]
+        words = windows[0].signals.failure
+        assert (words[FailureWords.FAILURE], words[FailureWords.PEERS]) == (
+            failure,
+            0b10,
+        ), order
+        assert words[FailureWords.SEEN] == windows[0].signals.flag(0, RESULTS)[1]
 
 
 @pytest.mark.parametrize("signal, wait", EITHER)
@@ -289,7 +292,7 @@ FAILURES = [
 def test_a_peer_that_is_not_there(
     failure: Failure, error: type[Exception], text: str, collects: bool
 ) -> None:
-    """What the wait leaves on the desk, and that nothing is sent afterwards."""
+    """What the wait leaves on the words, and that nothing is sent afterwards."""
     case = Case(counts=(1, 0, 1), rows=1, hidden=16)
     made = both(case)
     for windows, signal in zip(made, (kernels.signal, twins.signal.twin), strict=True):
@@ -368,7 +371,7 @@ def test_few_programs_do_the_same() -> None:
     for window in ours:
         call = replace(window.call(ROWS, "dispatch"), programs=2)
         tokens = on_device(case.tokens(window.rank))
-        kernels.send(tokens, case.rows, case.inbox(window), case.spread, call)
+        kernels.send(tokens, case.rows, case.planes(window), case.spread, call)
     send_all(case, theirs, twins.send.twin)
     assert_same_memory(case, ours, theirs)
 

@@ -25,7 +25,7 @@ from tests.kernels.triton_cases import DEVICE, FLOATS, GPU, compile_apart
 
 LANES, LANE_BYTES, POST_BYTES = 3, 2048, 1024
 TAG = 77
-NAMES = ("push", "post", "post_sums", "pull")
+NAMES = ("push", "publish", "publish_sums", "pull")
 # Without their decorator, so that tensors on a GPU come to them as well; they compute on CPU only.
 TWINS: Any = SimpleNamespace(**{name: getattr(reference, name).twin for name in NAMES})
 KERNELS: Any = triton_kernels
@@ -43,16 +43,20 @@ def make_ranks(
     regions[:, windows[0].offset("pushed") :] = 255
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
     for window in windows:
-        desk = torch.zeros(8, dtype=torch.int64, pin_memory=GPU)
+        failure = torch.zeros(8, dtype=torch.int64, pin_memory=GPU)
         state = window.signals.state.to(DEVICE)
         window.signals = replace(
-            window.signals, regions=regions.unbind(0), bases_P=bases, state=state, desk=desk
+            window.signals,
+            regions=regions.unbind(0),
+            bases_P=bases,
+            state=state,
+            failure=failure,
         )
     return [DeviceCollective(window, nbytes, lanes, lane_bytes) for window in windows]
 
 
 def on(comm: DeviceCollective, posts: bool) -> tuple[ChannelCall, reference.Board]:
-    channel = comm._board.post_channel if posts else 0
+    channel = comm._board.publish_channel if posts else 0
     return ChannelCall(comm.window.signals, channel, TAG), comm._board
 
 
@@ -97,7 +101,7 @@ def garbage(count: int, dtype: torch.dtype) -> Tensor:
 
 def check_fine(ranks: Sequence[DeviceCollective]) -> None:
     for comm in ranks:
-        assert comm.window.signals.desk.tolist() == [0] * 8
+        assert comm.window.signals.failure.tolist() == [0] * 8
         assert comm.window.signals.state[DeviceStateWord.BROKEN] == 0
 
 
@@ -179,7 +183,7 @@ def test_columns(rows: int, widths: tuple[int, ...], pushed: bool) -> None:
     for begin in () if pushed else range(0, count, 64):
         cut = ElementRange(begin, min(count, begin + 64))
         for kernel, comm, part, target in zip(kernels, ranks, parts, targets, strict=True):
-            kernel.post(*on(comm, True), part, cut, target)
+            kernel.publish(*on(comm, True), part, cut, target)
         for kernel, comm, out, target in zip(kernels, ranks, outs, targets, strict=True):
             kernel.pull(*on(comm, True), out, cut, target)
     for out, first, last in zip(outs, firsts, lasts, strict=True):
@@ -217,7 +221,7 @@ def large_sum(
     steps: list[Callable[[], None]] = []
     recorded = {
         name: lambda *args, name=name: steps.append(lambda: getattr(kernels, name)(*args))
-        for name in ("post", "post_sums", "pull")
+        for name in ("publish", "publish_sums", "pull")
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, record in recorded.items():
@@ -250,7 +254,7 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
     out = garbage(5, torch.float32)
     kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    assert ranks[0].window.signals.desk[FailureWords.FAILURE] == Failure.TIMEOUT
+    assert ranks[0].window.signals.failure[FailureWords.FAILURE] == Failure.TIMEOUT
     for comm in ranks:
         comm.restart(Membership(3, tuple(range(comm.size))))
     rounds()
@@ -258,8 +262,7 @@ def test_rounds_past_a_count_that_begins_anew(count: int, kernels: Any) -> None:
 
 @pytest.mark.parametrize("kernels", EITHER)
 def test_who_is_missing(kernels: Any) -> None:
-    """Rank 2 does not come: zeros, a word on the desk, and nothing more to anybody until all begin
-    anew."""
+    """Rank 2 is missing: zeros, failure words, and no more writes to peers until a restart."""
     ranks = make_ranks(3)
     for comm in ranks:
         comm.window.signals.state[DeviceStateWord.TIMEOUT_NS] = 1_000_000
@@ -271,14 +274,14 @@ def test_who_is_missing(kernels: Any) -> None:
     assert out.tolist() == [0.0] * 5
     word = 1 << 16 | TAG
     expected = [0, Failure.TIMEOUT, 0, 0b100, 0, word, 0, 0]
-    assert ranks[0].window.signals.desk.tolist() == expected
+    assert ranks[0].window.signals.failure.tolist() == expected
     before = [region.clone() for region in ranks[0].window.signals.regions]
     state = ranks[0].window.signals.state.clone()
     out.fill_(torch.nan)
     kernels.push(*on(ranks[0], False), parts[0], out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    kernels.post(*on(ranks[0], True), parts[0], ElementRange(0, 5), Sum())
-    kernels.post_sums(*on(ranks[0], True), torch.float32, ElementRange(0, 5), 4)
+    kernels.publish(*on(ranks[0], True), parts[0], ElementRange(0, 5), Sum())
+    kernels.publish_sums(*on(ranks[0], True), torch.float32, ElementRange(0, 5), 4)
     out.fill_(torch.nan)
     kernels.pull(*on(ranks[0], True), out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
@@ -295,14 +298,14 @@ def test_who_is_missing(kernels: Any) -> None:
 def test_who_is_elsewhere() -> None:
     ranks = make_ranks(2)
     part = draw(5, torch.float32, 0)
-    call, board = on(ranks[1], False)
-    KERNELS.push(replace(call, tag=TAG + 1), board, part, None, ElementRange(0, 5), Sum())
+    call, planes = on(ranks[1], False)
+    KERNELS.push(replace(call, tag=TAG + 1), planes, part, None, ElementRange(0, 5), Sum())
     out = garbage(5, torch.float32)
     KERNELS.push(*on(ranks[0], False), part, out, ElementRange(0, 5), Sum())
     assert out.tolist() == [0.0] * 5
-    desk = ranks[0].window.signals.desk
-    assert desk[FailureWords.FAILURE] == Failure.OUT_OF_STEP and desk[FailureWords.PEERS] == 0b10
-    assert desk[FailureWords.SEEN] == desk[FailureWords.WANTED] + 1
+    words = ranks[0].window.signals.failure
+    assert words[FailureWords.FAILURE] == Failure.OUT_OF_STEP and words[FailureWords.PEERS] == 0b10
+    assert words[FailureWords.SEEN] == words[FailureWords.WANTED] + 1
 
 
 def test_compiled_for_a_gpu() -> None:

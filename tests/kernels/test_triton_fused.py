@@ -17,7 +17,7 @@ from moesaic.comm.windows.window import PlaneSpec
 from moesaic.kernels import a2a as twins
 from moesaic.kernels import experts as contract
 from moesaic.kernels.a2a import (
-    DESK_WORDS,
+    NUM_FAILURE_WORDS,
     ChannelCall,
     DeviceStateWord,
     FailureWords,
@@ -43,9 +43,9 @@ PAYLOADS = dict.fromkeys(FP8, "fp8")
 class Ranks:
     """`offsets`: of planes by name, the same in all regions."""
 
-    mails: list[SignalPlanes]
+    all_signals: list[SignalPlanes]
     offsets: dict[str, int]
-    inbox: RowPlanes
+    planes: RowPlanes
     layer: Layer
 
     @classmethod
@@ -64,15 +64,17 @@ class Ranks:
         regions = torch.full((RANKS, nbytes), 0xFF, dtype=torch.uint8, device=DEVICE)
         regions[:, : offsets["values"]] = 0
         bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
-        mails = []
+        all_signals = []
         for rank in range(RANKS):
             state = new_state(2, range(RANKS), 5.0).to(DEVICE)
-            desk = torch.zeros(DESK_WORDS, dtype=torch.int64, device=DEVICE)
-            mails.append(SignalPlanes(rank, RANKS, regions.unbind(0), bases, 0, state, desk))
+            failure = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64, device=DEVICE)
+            all_signals.append(
+                SignalPlanes(rank, RANKS, regions.unbind(0), bases, 0, state, failure)
+            )
         places = {name: offsets[name] for name in ("values", "scales", "ids")}
         sizes = (hidden * kept.values.element_size(), groups * 4)
-        inbox = RowPlanes(payload, *places.values(), -1, *sizes, at_home=True)
-        return cls(mails, offsets, inbox, layer)
+        planes = RowPlanes(payload, *places.values(), -1, *sizes, local_rows=True)
+        return cls(all_signals, offsets, planes, layer)
 
     @property
     def spread(self) -> SlotOwners:
@@ -83,40 +85,40 @@ class Ranks:
         planes = {name: plane[own].contiguous() for name, plane in matrices.planes.items()}
         return replace(matrices, planes=planes, shape=(self.spread.slots, *matrices.shape[1:]))
 
-    def rows(self, mail: SignalPlanes) -> Rows:
+    def rows(self, signals: SignalPlanes) -> Rows:
         """Of all ranks, as one of them sees them."""
-        hidden, inbox = self.layer.shape[1], self.inbox
-        dtype = torch.float8_e4m3fn if inbox.payload == "fp8" else self.layer.dtype
-        values = mail.plane(mail.rank, inbox.values, (ROWS, hidden), dtype)
+        hidden, planes = self.layer.shape[1], self.planes
+        dtype = torch.float8_e4m3fn if planes.payload == "fp8" else self.layer.dtype
+        values = signals.plane(signals.rank, planes.values, (ROWS, hidden), dtype)
         scales = None
-        if inbox.scale_bytes:
-            shape = (ROWS, inbox.scale_bytes // 4)
-            scales = mail.plane(mail.rank, inbox.scales, shape, torch.float32)
-        return Rows(values, scales, far=RemoteRows(mail, ROWS, inbox.values, inbox.scales))
+        if planes.scale_bytes:
+            shape = (ROWS, planes.scale_bytes // 4)
+            scales = signals.plane(signals.rank, planes.scales, shape, torch.float32)
+        return Rows(values, scales, remote=RemoteRows(signals, ROWS, planes.values, planes.scales))
 
-    def compute(self, mail: SignalPlanes) -> None:
+    def compute(self, signals: SignalPlanes) -> None:
         """The experts of a rank on everybody's rows."""
         shape, (_, hidden, inner) = (RANKS * ROWS, TOP_K), self.layer.shape
-        ids_RK = mail.plane(mail.rank, self.inbox.ids, shape, torch.int32)
+        ids_RK = signals.plane(signals.rank, self.planes.ids, shape, torch.int32)
         groups = sort.sort_pairs(ids_RK, self.spread.slots, 16)
         h = Rows(torch.empty(groups.num_places, inner, dtype=self.layer.dtype, device=DEVICE))
         place = self.offsets["results"]
-        y_NH = mail.plane(mail.rank, place, (groups.num_places, hidden), self.layer.dtype)
-        parts = (self.part(w, mail.rank) for w in (self.layer.w13, self.layer.w2))
+        y_NH = signals.plane(signals.rank, place, (groups.num_places, hidden), self.layer.dtype)
+        parts = (self.part(w, signals.rank) for w in (self.layer.w13, self.layer.w2))
         own = FeedForward(*parts, self.layer.activation)
-        experts.gate_up_down(self.rows(mail), own, groups, None, h, y_NH)
+        experts.gate_up_down(self.rows(signals), own, groups, None, h, y_NH)
 
     def step(self, tokens: list[LocalTokens]) -> list[Tensor]:
         """All ranks one after the other, so that nobody waits for long."""
-        for mail, own in zip(self.mails, tokens, strict=True):
-            a2a.send(own, ROWS, self.inbox, self.spread, ChannelCall(mail, ROW_CHANNEL))
-        for mail in self.mails:
-            a2a.receive(ChannelCall(mail, ROW_CHANNEL), ROWS, TOP_K, self.inbox.ids)
-            self.compute(mail)
-            a2a.signal(ChannelCall(mail, RESULT_CHANNEL))
+        for signals, own in zip(self.all_signals, tokens, strict=True):
+            a2a.send(own, ROWS, self.planes, self.spread, ChannelCall(signals, ROW_CHANNEL))
+        for signals in self.all_signals:
+            a2a.receive(ChannelCall(signals, ROW_CHANNEL), ROWS, TOP_K, self.planes.ids)
+            self.compute(signals)
+            a2a.signal(ChannelCall(signals, RESULT_CHANNEL))
         outs = []
-        for mail, own in zip(self.mails, tokens, strict=True):
-            call, out_TH = ChannelCall(mail, RESULT_CHANNEL), torch.empty_like(own.x_TH)
+        for signals, own in zip(self.all_signals, tokens, strict=True):
+            call, out_TH = ChannelCall(signals, RESULT_CHANNEL), torch.empty_like(own.x_TH)
             results = self.offsets["results"]
             outs.append(a2a.collect_pairs(out_TH, own, ROWS, results, self.spread, call))
         return outs
@@ -148,15 +150,18 @@ def by_one_rank(layer: Layer, own: LocalTokens) -> Tensor:
 
 
 def check(layer: Layer, ranks: Ranks, tokens: list[LocalTokens], outs: list[Tensor]) -> None:
-    quantised = ranks.inbox.payload == "fp8"
+    quantised = ranks.planes.payload == "fp8"
     bound = FP8_BOUND if quantised else BOUNDS[layer.dtype]
     for own, out_TH in zip(tokens, outs, strict=True):
         expected_TH = by_one_rank(layer, own)
         assert out_TH.shape == expected_TH.shape
         if len(out_TH):
             assert relative_error(out_TH, expected_TH) < bound
-    for mail in ranks.mails:
-        assert mail.state[DeviceStateWord.BROKEN] == 0 and mail.desk[FailureWords.FAILURE] == 0
+    for signals in ranks.all_signals:
+        assert (
+            signals.state[DeviceStateWord.BROKEN] == 0
+            and signals.failure[FailureWords.FAILURE] == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +184,8 @@ def test_steps_of_three_ranks(format: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(counts=(3, 0, 1), rows=3, at_home=True),
-        Case(counts=(2, 1), rows=3, payload="fp8", hidden=200, padded=True, at_home=True),
+        Case(counts=(3, 0, 1), rows=3, local_rows=True),
+        Case(counts=(2, 1), rows=3, payload="fp8", hidden=200, padded=True, local_rows=True),
     ],
     ids=str,
 )
@@ -221,9 +226,9 @@ def test_a_graph_of_all_ranks(format: str) -> None:
 
 
 def test_compiled_for_hopper() -> None:
-    compile_apart("aot_far")
+    compile_apart("aot_remote_rows")
 
 
 @pytest.mark.slow
 def test_all_shapes_compiled_for_hopper() -> None:
-    compile_apart("aot_far", "--all")
+    compile_apart("aot_remote_rows", "--all")

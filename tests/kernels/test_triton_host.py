@@ -28,8 +28,7 @@ UNSPECIALISED = [
     (a2a._signal_kernel, A_CALL),
     (a2a._wait_kernel, A_CALL | {"fill"}),
     (a2a._send_kernel, A_CALL | {"rows", "num_rows"}),
-    (a2a_collect.collect_rows_kernel, {"rank", "rows", "num_rows"}),
-    (a2a_collect.collect_pairs_kernel, {"rank", "rows", "num_rows"}),
+    (a2a_collect.collect_kernel, {"rank", "rows", "num_rows"}),
 ]
 
 

@@ -43,13 +43,13 @@ def spread_out(x: Rows, count: int, ranks: int = RANKS) -> Rows:
     regions = torch.full((ranks, size), 0xFF, dtype=torch.uint8, device=DEVICE).unbind(0)
     bases = torch.tensor([region.data_ptr() for region in regions], device=DEVICE)
     state = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    mail = SignalPlanes(0, ranks, regions, bases, 0, state, state)
+    signals = SignalPlanes(0, ranks, regions, bases, 0, state, state)
     for offset, plane in ((FRONT, x.values), (scales, x.scales)):
         for rank in range(ranks if plane is not None else 0):
             part = plane[rank * count : (rank + 1) * count]
-            mail.plane(rank, offset, tuple(part.shape), part.dtype).copy_(part)
+            signals.plane(rank, offset, tuple(part.shape), part.dtype).copy_(part)
     own = None if x.scales is None else x.scales[:count]
-    return Rows(x.values[:count], own, x.scale, RemoteRows(mail, count, FRONT, scales))
+    return Rows(x.values[:count], own, x.scale, RemoteRows(signals, count, FRONT, scales))
 
 
 def poison_unused(x: Rows, ids_RK: Tensor) -> Rows:
@@ -62,7 +62,7 @@ def poison_unused(x: Rows, ids_RK: Tensor) -> Rows:
 
 
 def check(layer: Layer, ids_RK: Tensor, h_scales: bool = False, block: int = 16) -> Groups:
-    """Against the twin of the same far rows; the same bits as of rows that are here."""
+    """Against the twin of the same remote rows; the same bits as of rows that are here."""
     groups = sort.sort_pairs(ids_RK, layer.shape[0], block)
     here = poison_unused(layer.rows(len(ids_RK)), ids_RK)
     x = spread_out(here, len(ids_RK) // RANKS)
@@ -70,7 +70,7 @@ def check(layer: Layer, ids_RK: Tensor, h_scales: bool = False, block: int = 16)
     config = TileConfig(block, 128 if h_scales else 32, step)
     h, expected, near = (poisoned(layer, groups.num_places, h_scales) for _ in range(3))
     args = (layer.w13, groups, layer.activation)
-    experts_remote_rows.gate_up_far(x, *args, h, config)
+    experts_remote_rows.gate_up_remote(x, *args, h, config)
     twin("gate_up")(x, *args, expected)
     experts_small.gate_up_small(here, *args, near, config)
     bound = FP8_BOUND if "scales" in layer.w13.planes else BOUNDS[layer.dtype]
@@ -83,11 +83,11 @@ def check(layer: Layer, ids_RK: Tensor, h_scales: bool = False, block: int = 16)
 def test_rows_are_copied_from_where_they_lie() -> None:
     """Two ranks with 3 rows each: row 4 is the second one's row 1."""
     x = Rows(torch.arange(24.0, device=DEVICE).view(6, 4))
-    far = spread_out(x, 3, ranks=2)
-    assert torch.equal(far.values, x.values[:3])
-    assert contract.near(far).values[4].tolist() == [16.0, 17.0, 18.0, 19.0]
-    assert torch.equal(contract.near(far).values, x.values)
-    assert contract.near(x) is x
+    remote = spread_out(x, 3, ranks=2)
+    assert torch.equal(remote.values, x.values[:3])
+    assert contract.gather_remote(remote).values[4].tolist() == [16.0, 17.0, 18.0, 19.0]
+    assert torch.equal(contract.gather_remote(remote).values, x.values)
+    assert contract.gather_remote(x) is x
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

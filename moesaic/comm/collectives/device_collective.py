@@ -40,12 +40,12 @@ from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
     HEAD_BYTES,
-    Board,
+    CollectivePlanes,
     Columns,
     ElementRange,
     Sum,
-    post,
-    post_sums,
+    publish,
+    publish_sums,
     pull,
     push,
 )
@@ -103,7 +103,7 @@ class DeviceCollective(Collective):
         self.rank, self.size = window.rank, window.size
         self.window = window
         pushed, posted = (window.offset(name) for name in ("pushed", "posted"))
-        self._board = Board(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
+        self._board = CollectivePlanes(pushed, posted, lanes, lane_bytes, _capacity(nbytes))
         self._device = window.signals.state.device.type
         self._parts: dict[int, tuple[str, str]] = {}
 
@@ -182,7 +182,7 @@ class DeviceCollective(Collective):
 
     def check(self) -> None:
         """Raises what went wrong in a wait, as far as kernels have come."""
-        desk = self.window.signals.desk
+        desk = self.window.signals.failure
         if not desk[FailureWords.FAILURE]:
             return
         wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
@@ -205,17 +205,20 @@ class DeviceCollective(Collective):
         self.window.close()
 
     def _sum_large(self, x_N: Tensor, out_M: Tensor, first: int, tag: int) -> None:
-        call, board = ChannelCall(self.window.signals, self._board.post_channel, tag), self._board
+        call, board = (
+            ChannelCall(self.window.signals, self._board.publish_channel, tag),
+            self._board,
+        )
         itemsize = x_N.element_size()
-        for piece in cut_into(len(x_N), board.post_bytes // itemsize):
+        for piece in cut_into(len(x_N), board.publish_bytes // itemsize):
             cut = ElementRange(piece.start, piece.stop)
-            post(call, board, x_N, cut, Sum())
+            publish(call, board, x_N, cut, Sum())
             if self.size == 2:
                 pull(call, board, out_M, cut, Sum(first))
                 continue
             unit = max(1, ALIGN // itemsize)
             size = -(-len(cut) // (self.size * unit)) * unit
-            post_sums(call, board, x_N.dtype, cut, size)
+            publish_sums(call, board, x_N.dtype, cut, size)
             limit = max(0, min(len(out_M), cut.stop - first))
             shares = Columns(1, size, True, 0, shift=cut.begin - first, limit=limit)
             pull(call, board, out_M, ElementRange(0, size), shares)
@@ -241,10 +244,10 @@ class DeviceCollective(Collective):
                 target,
             )
         else:
-            call = ChannelCall(self.window.signals, board.post_channel, tag)
-            for piece in cut_into(count, board.post_bytes // word):
+            call = ChannelCall(self.window.signals, board.publish_channel, tag)
+            for piece in cut_into(count, board.publish_bytes // word):
                 cut = ElementRange(piece.start, piece.stop)
-                post(call, board, x_N, cut, target)
+                publish(call, board, x_N, cut, target)
                 pull(call, board, out_M, cut, target)
         self._check_twins()
 

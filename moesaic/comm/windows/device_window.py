@@ -21,9 +21,9 @@ from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.window import PlaneSpec, layout_of, share_memory
 from moesaic.kernels.a2a import (
     COUNT_SHIFT,
-    DESK_WORDS,
     GENERATION_SHIFT,
     MAX_TAG,
+    NUM_FAILURE_WORDS,
     ChannelCall,
     DeviceStateWord,
     Failure,
@@ -89,7 +89,7 @@ class DeviceWindow(ABC):
 
     def check(self) -> None:
         """Raises what a wait of a kernel has left on the desk, as far as kernels have come."""
-        desk = self.signals.desk
+        desk = self.signals.failure
         if desk[FailureWords.FAILURE]:
             raise self._complaint(desk.tolist())
 
@@ -101,7 +101,7 @@ class DeviceWindow(ABC):
         state = new_state(self._channels, membership.active, self.timeout)
         state[DeviceStateWord.GENERATION] = self.generation
         self.signals.state.copy_(state)
-        self.signals.desk.zero_()
+        self.signals.failure.zero_()
 
     @contextmanager
     def longer_timeout(self, seconds: float) -> Iterator[None]:
@@ -136,7 +136,7 @@ class DeviceWindow(ABC):
     def abort(self, reason: str) -> None:
         """Makes waits of this rank's kernels, those under way too, give up. Any thread may."""
         self._reason = reason
-        self.signals.desk[FailureWords.ABORT] = 1
+        self.signals.failure[FailureWords.ABORT] = 1
 
     @abstractmethod
     def close(self) -> None:
@@ -210,7 +210,7 @@ class HostWindow(DeviceWindow):
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout)
         bases = torch.tensor([region.data_ptr() for region in regions])
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64)
+        desk = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64)
         self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
 
     @classmethod

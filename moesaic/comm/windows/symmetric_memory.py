@@ -32,7 +32,7 @@ from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership
 from moesaic.comm.windows.device_window import DeviceWindow, layout, new_state, round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
-from moesaic.kernels.a2a import DESK_WORDS, SignalPlanes
+from moesaic.kernels.a2a import NUM_FAILURE_WORDS, SignalPlanes
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class SymmetricWindow(DeviceWindow):
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
+        desk = torch.zeros(NUM_FAILURE_WORDS, dtype=torch.int64, pin_memory=True)
         self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
         self._device = device
         self._owners: tuple[Any, ...] = ()

@@ -1,13 +1,14 @@
-"""Rows and results between ranks: kernels that read and write the regions of others. Twins, and how
-it all goes together, in kernels/a2a.py; programs in kernels/a2a_plan.py.
+"""All-to-all kernels, which read and write the regions of other ranks. kernels/a2a.py has the twins
+and the protocol, kernels/a2a_plan.py the number of programs.
 
-Regions are addresses, of memory that may be another GPU's. A kernel that waits lets the next one
-begin only then: what sits on the GPU before could keep a peer out that is waited for.
+Regions are addresses, possibly of another GPU's memory. A kernel that waits releases the next one
+only afterwards: programs that occupy the GPU earlier could keep out a peer that it waits for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from moesaic.kernels.a2a import ChannelCall, LocalTokens, RowPlanes, SignalPlane
 from moesaic.kernels.a2a_plan import GROUPS, GpuModel, LaunchPlan
 from moesaic.kernels.a2a_tuned import Kernel, plan_of
 from moesaic.kernels.payloads import PLAIN
-from moesaic.kernels.triton.a2a_collect import collect_pairs_kernel, collect_rows_kernel
+from moesaic.kernels.triton.a2a_collect import collect_kernel
 from moesaic.kernels.triton.a2a_signals import (
     ACTIVE,
     CHANNELS,
@@ -59,8 +60,7 @@ VALUE_TYPES = {name: PLAIN_TYPES[dtype] for name, dtype in PLAIN.items()} | {
     "nvfp4": tl.uint8,
     "mxfp4": tl.uint8,
 }
-COLLECTORS = {"collect_rows": collect_rows_kernel, "collect_pairs": collect_pairs_kernel}
-# Arguments of kernels that send and collect which differ from launch to launch.
+# Arguments of the send and collect kernels that vary between launches.
 TENSORS = ("ids_ptr", "weights_ptr", "num_tokens_ptr")
 NUMBERS = ("stride", "num_rows", "rows", "channel", "tag", "scale")
 SCALE_TYPES = {"fp8": tl.float32, "int8": tl.float32, "nvfp4": tl.uint8, "mxfp4": tl.uint8}
@@ -90,7 +90,7 @@ def _signal_kernel(
 def _wait_kernel(
     bases_ptr,
     state_ptr,
-    desk_ptr,
+    failure_ptr,
     rank,
     flags,
     channel,
@@ -100,21 +100,21 @@ def _wait_kernel(
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     SCOPE: tl.constexpr,
-    SIGNALS: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program."""
+    """Runs as one program."""
     await_inputs(PDL)
     lane = tl.arange(0, LANES)
     active = taking_part(state_ptr, lane)
-    if SIGNALS:
+    if SIGNAL_FIRST:
         wanted = signal_once(
             bases_ptr, state_ptr, active, lane, rank, flags, channel, tag, SIZE, SCOPE
         )
     else:
         wanted = flag_word(state_ptr, times_raised(state_ptr + CHANNELS + 2 * channel), tag)
     await_flags(
-        bases_ptr, state_ptr, desk_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
+        bases_ptr, state_ptr, failure_ptr, wanted, active, lane, rank, flags, channel, SIZE, SCOPE
     )
     release_next(PDL)
     _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE)
@@ -122,7 +122,7 @@ def _wait_kernel(
 
 @triton.jit
 def _clear_absent(bases_ptr, state_ptr, rank, ids, fill, SIZE: tl.constexpr):
-    """Ids of -1, `fill` of them, for each rank that takes no part."""
+    """Writes `fill` ids of -1 for each inactive rank."""
     members = tl.load(state_ptr + ACTIVE)
     for peer in range(SIZE):
         if not bit(members, peer):
@@ -140,7 +140,7 @@ def _either(a, b):
 
 @triton.jit
 def _destinations(groups, EVERYWHERE: tl.constexpr):
-    """A bit for each group that is among them."""
+    """Returns one bit for each group that occurs."""
     if EVERYWHERE:
         return tl.full((), -1, tl.int64)
     else:
@@ -156,7 +156,7 @@ def _send_kernel(
     num_tokens_ptr,
     bases_ptr,
     state_ptr,
-    desk_ptr,
+    failure_ptr,
     stride,
     num_rows,
     rows,
@@ -180,7 +180,7 @@ def _send_kernel(
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
-    AT_HOME: tl.constexpr,
+    LOCAL_ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     EVERYWHERE: tl.constexpr,
@@ -190,8 +190,9 @@ def _send_kernel(
     RECEIVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Item by item: BLOCK channels of a row to all ranks that need it, or to where their own rank
-    keeps them; ids to all ranks. RECEIVES: the last program then waits for everybody's."""
+    """Sends items of BLOCK channels of a row to all ranks that need it, or with LOCAL_ROWS stores
+    them in the own region; sends ids to all ranks. RECEIVES: the last program waits for all
+    peers."""
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
     HALVES: tl.constexpr = 2 if PAYLOAD == "nvfp4" or PAYLOAD == "mxfp4" else 1
@@ -202,7 +203,7 @@ def _send_kernel(
         release_next(PDL)
     active = taking_part(state_ptr, lane)
     bases = all_bases(bases_ptr, SIZE)
-    # Now, as it would be waited for behind the rows.
+    # Loaded now; behind the rows' loads it would stall.
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
     word = flag_word(state_ptr, count, tag)
     tokens = num_rows if num_tokens_ptr is None else tl.load(num_tokens_ptr)
@@ -211,7 +212,7 @@ def _send_kernel(
         token = tl.cast(item // PARTS, tl.int64)
         is_token = token < tokens
         row = rank.to(tl.int64) * rows + token
-        # What is no token may hold anything: read, so that nothing waits for what says so.
+        # Rows without a token are loaded, too: no load depends on the number of tokens.
         is_row = token < num_rows
         slots = tl.load(ids_ptr + token * K + k, (k < K) & is_row, -1)
         slots = tl.where(is_token, slots, -1)
@@ -224,7 +225,7 @@ def _send_kernel(
         place = group[:, None] * (GROUP // HALVES) + tl.arange(0, GROUP // HALVES)[None, :]
         if weights_ptr is not None:
             by = tl.load(weights_ptr + token * K + k, (k < K) & is_token, 0.0)
-        if AT_HOME:
+        if LOCAL_ROWS:
             stays = (goes != 0) & (active != 0)
             home = tl.load(bases_ptr + rank)
             at = byte_at(home, values + token * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
@@ -235,7 +236,7 @@ def _send_kernel(
         for to in tl.static_range(SIZE):
             there = bit(active, to)
             wants = there & bit(goes, to // WIDTH)
-            if not AT_HOME:
+            if not LOCAL_ROWS:
                 at = byte_at(bases[to], values + row * VALUE_BYTES, VALUE_TYPE, VALUE_ALIGN)
                 tl.store(at + place, encoded, (place < H // HALVES) & wants)
                 if SCALE_TYPE is not None:
@@ -248,46 +249,51 @@ def _send_kernel(
             if weights_ptr is not None:
                 at = byte_at(bases[to], weights + row * (K * 4), tl.float32, 4)
                 tl.store(at + k, by, first & wants)
-    # Each program releases what it wrote to everybody, ranks on other GPUs too.
+    # Each program releases its own writes to all ranks, on other GPUs as well.
     if is_last(state_ptr + CHANNELS + 2 * channel + 1, SCOPE):
         raise_counted(
             bases_ptr, state_ptr, count, word, active, lane, rank, flags, channel, SIZE, SCOPE
         )
         if RECEIVES:
             await_flags(
-                bases_ptr, state_ptr, desk_ptr, word, active, lane, rank, flags, channel, SIZE,
+                bases_ptr, state_ptr, failure_ptr, word, active, lane, rank, flags, channel, SIZE,
                 SCOPE,
             )  # fmt: skip
             release_next(PDL)
             _clear_absent(bases_ptr, state_ptr, rank, ids, rows * K, SIZE)
 
 
-def _place(mail: SignalPlanes, warps: int) -> dict[str, Any]:
-    """What all kernels take of a window, and how they are launched."""
-    pdl = dependent_launch(mail.state)
+def _place(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+    """Arguments and launch options that all kernels of a window share."""
+    pdl = dependent_launch(signals.state)
     return {
-        "bases_ptr": mail.bases_P,
-        "state_ptr": mail.state,
-        "rank": mail.rank,
-        "SIZE": mail.size,
+        "bases_ptr": signals.bases_P,
+        "state_ptr": signals.state,
+        "rank": signals.rank,
+        "SIZE": signals.size,
         "num_warps": warps,
         "PDL": pdl.on,
         **pdl.options,
     }
 
 
-def _fixed(mail: SignalPlanes, warps: int) -> dict[str, Any]:
-    """Of those that signal or wait."""
-    threads = lanes(mail.size, warps)
-    return {**_place(mail, warps), "flags": mail.flags, "LANES": threads, "SCOPE": mail.scope}
+def _fixed(signals: SignalPlanes, warps: int) -> dict[str, Any]:
+    """The same for kernels that signal or wait."""
+    threads = lanes(signals.size, warps)
+    return {
+        **_place(signals, warps),
+        "flags": signals.flags,
+        "LANES": threads,
+        "SCOPE": signals.scope,
+    }
 
 
 def signal(call: ChannelCall) -> None:
-    mail = call.mail
-    launch = mail.prepared.get("signal")
+    signals = call.signals
+    launch = signals.prepared.get("signal")
     if launch is None:
-        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_fixed(mail, 1))
-        mail.prepared["signal"] = launch
+        launch = Relaunch(_signal_kernel, (), ("channel", "tag"), **_fixed(signals, 1))
+        signals.prepared["signal"] = launch
     launch(1, (), (call.channel, call.tag))
 
 
@@ -299,21 +305,20 @@ def receive(call: ChannelCall, rows: int, top_k: int, ids: int) -> None:
     _wait(call, ids=ids, fill=rows * top_k)
 
 
-def _wait(call: ChannelCall, signals: bool = False, ids: int = 0, fill: int = 0) -> None:
-    mail, key = call.mail, ("wait", signals, ids)
-    launch = mail.prepared.get(key)
+def _wait(call: ChannelCall, signal_first: bool = False, ids: int = 0, fill: int = 0) -> None:
+    signals, key = call.signals, ("wait", signal_first, ids)
+    launch = signals.prepared.get(key)
     if launch is None:
-        launch = mail.prepared[key] = Relaunch(
+        launch = signals.prepared[key] = Relaunch(
             _wait_kernel, (), ("channel", "tag", "fill"),
-            desk_ptr=mail.desk, ids=ids, SIGNALS=signals, **_fixed(mail, 1),
+            failure_ptr=signals.failure, ids=ids, SIGNAL_FIRST=signal_first, **_fixed(signals, 1),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag, fill))
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Of a kernel on a window: how its plan is found, and what launches it by the plan's sizes of
-    items."""
+    """A kernel on a window: how its plan is found, and its launches by the plan's item size."""
 
     kernel: Kernel
     machine: GpuModel
@@ -327,124 +332,99 @@ class _Prepared:
 def send(
     tokens: LocalTokens,
     rows: int,
-    inbox: RowPlanes,
-    spread: SlotOwners,
+    planes: RowPlanes,
+    owners: SlotOwners,
     call: ChannelCall,
     receives: bool = False,
 ) -> None:
-    mail, x_TH = call.mail, tokens.x_TH
+    signals, x_TH = call.signals, tokens.x_TH
     (num_rows, hidden), top_k = x_TH.shape, tokens.ids_TK.shape[1]
-    # A window has one inbox a lane and payload; only its scale differs from layer to layer.
-    place = (inbox.payload, inbox.ids, inbox.weights, inbox.at_home)
-    key = (*place, spread, hidden, top_k, receives, call.programs)
-    found = mail.prepared.get(key)
+    # A window has one set of planes for each lane and payload; only the scale varies by layer.
+    place = (planes.payload, planes.ids, planes.weights, planes.local_rows)
+    key = (*place, owners, hidden, top_k, receives, call.programs)
+    found = signals.prepared.get(key)
     if found is None:
-        found = mail.prepared[key] = _sender(inbox, spread, hidden, top_k, call)
+        found = signals.prepared[key] = _sender(planes, owners, hidden, top_k, call)
     plan = found.plan(rows)
     launch = found.launches.get((plan.block, plan.warps))
     if launch is None:
         launch = found.launches[plan.block, plan.warps] = Relaunch(
-            _send_kernel, ("x_ptr", *TENSORS), NUMBERS, desk_ptr=mail.desk, RECEIVES=receives,
-            values=inbox.values, scales=inbox.scales, ids=inbox.ids, weights=max(0, inbox.weights),
-            **send_constants(inbox, hidden, top_k, plan), **_spread_constants(spread),
-            **_fixed(mail, plan.warps),
+            _send_kernel, ("x_ptr", *TENSORS), NUMBERS, failure_ptr=signals.failure,
+            values=planes.values, scales=planes.scales, ids=planes.ids,
+            weights=max(0, planes.weights), RECEIVES=receives,
+            **send_constants(planes, hidden, top_k, plan), **_owner_constants(owners),
+            **_fixed(signals, plan.warps),
         )  # fmt: skip
     stride, step = x_TH.stride()
     if step != 1:
         x_TH, stride = x_TH.contiguous(), hidden
-    weights_TK = tokens.weights_TK.contiguous() if inbox.weights >= 0 else None
+    weights_TK = tokens.weights_TK.contiguous() if planes.weights >= 0 else None
     launch(
         plan.programs,
         (x_TH, tokens.ids_TK.contiguous(), weights_TK, tokens.num_tokens_1),
-        (stride, num_rows, rows, call.channel, call.tag, float(inbox.scale)),
+        (stride, num_rows, rows, call.channel, call.tag, float(planes.scale)),
     )
 
 
 def _sender(
-    inbox: RowPlanes, spread: SlotOwners, hidden: int, top_k: int, call: ChannelCall
+    planes: RowPlanes, owners: SlotOwners, hidden: int, top_k: int, call: ChannelCall
 ) -> _Prepared:
-    size = call.mail.size
-    ranks = size if spread.everywhere else min(size, top_k * spread.width)
-    name = "gather" if spread.everywhere else "send"
-    if inbox.at_home:
+    size = call.signals.size
+    ranks = size if owners.everywhere else min(size, top_k * owners.width)
+    name = "gather" if owners.everywhere else "send"
+    if planes.local_rows:
         ranks, name = 1, "keep"
-    return _Prepared(Kernel(name, size, hidden, inbox.payload), _machine(call), ranks)
+    return _Prepared(Kernel(name, size, hidden, planes.payload), _machine(call), ranks)
 
 
-def send_constants(inbox: RowPlanes, hidden: int, top_k: int, plan: LaunchPlan) -> dict[str, Any]:
-    """What a kernel is compiled for, of a payload."""
+def send_constants(planes: RowPlanes, hidden: int, top_k: int, plan: LaunchPlan) -> dict[str, Any]:
+    """The constants of a payload."""
     return {
         "H": hidden,
         "K": top_k,
         "K_BLOCK": triton.next_power_of_2(top_k),
         "BLOCK": plan.block,
-        "GROUP": GROUPS.get(inbox.payload, plan.block),
-        "PAYLOAD": "plain" if inbox.payload in PLAIN else inbox.payload,
-        "VALUE_TYPE": VALUE_TYPES[inbox.payload],
-        "SCALE_TYPE": SCALE_TYPES.get(inbox.payload),
-        "VALUE_BYTES": inbox.value_bytes,
-        "SCALE_BYTES": inbox.scale_bytes,
-        "VALUE_ALIGN": _alignment(inbox.value_bytes),
-        "AT_HOME": inbox.at_home,
+        "GROUP": GROUPS.get(planes.payload, plan.block),
+        "PAYLOAD": "plain" if planes.payload in PLAIN else planes.payload,
+        "VALUE_TYPE": VALUE_TYPES[planes.payload],
+        "SCALE_TYPE": SCALE_TYPES.get(planes.payload),
+        "VALUE_BYTES": planes.value_bytes,
+        "SCALE_BYTES": planes.scale_bytes,
+        "VALUE_ALIGN": _alignment(planes.value_bytes),
+        "LOCAL_ROWS": planes.local_rows,
     }
-
-
-def collect_rows(
-    out_TH: Tensor,
-    tokens: LocalTokens,
-    rows: int,
-    results: int,
-    spread: SlotOwners,
-    call: ChannelCall,
-    signals: bool = False,
-) -> Tensor:
-    _collect("collect_rows", out_TH, tokens, (rows, results), spread, call, signals)
-    return out_TH
-
-
-def collect_pairs(
-    out_TH: Tensor,
-    tokens: LocalTokens,
-    rows: int,
-    results: int,
-    spread: SlotOwners,
-    call: ChannelCall,
-    signals: bool = False,
-) -> Tensor:
-    _collect("collect_pairs", out_TH, tokens, (rows, results), spread, call, signals)
-    return out_TH
 
 
 def _collect(
     name: str,
     out_TH: Tensor,
     tokens: LocalTokens,
-    where: tuple[int, int],
-    spread: SlotOwners,
+    rows: int,
+    results: int,
+    owners: SlotOwners,
     call: ChannelCall,
-    signals: bool,
-) -> None:
-    """`where`: C, and the offset of the results."""
-    _wait(call, signals)
-    mail, ids_TK = call.mail, tokens.ids_TK
+    signal_first: bool = False,
+) -> Tensor:
+    _wait(call, signal_first)
+    signals, ids_TK = call.signals, tokens.ids_TK
     (num_rows, hidden), top_k = out_TH.shape, ids_TK.shape[1]
     if not num_rows:
-        return
+        return out_TH
     stride, step = out_TH.stride()
     assert step == 1
-    rows, results = where
-    key = (name, results, spread, hidden, top_k, out_TH.dtype, call.programs)
-    found = mail.prepared.get(key)
+    key = (name, results, owners, hidden, top_k, out_TH.dtype, call.programs)
+    found = signals.prepared.get(key)
     if found is None:
-        kernel = Kernel(name, mail.size, hidden)
-        found = mail.prepared[key] = _Prepared(kernel, _machine(call), mail.size)
+        kernel = Kernel(name, signals.size, hidden)
+        found = signals.prepared[key] = _Prepared(kernel, _machine(call), signals.size)
     plan = found.plan(num_rows)
     launch = found.launches.get((plan.block, plan.warps))
     if launch is None:
         launch = found.launches[plan.block, plan.warps] = Relaunch(
-            COLLECTORS[name], ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
-            results=results, **collect_constants(hidden, top_k, out_TH.dtype, plan),
-            **_spread_constants(spread), **_place(mail, plan.warps),
+            collect_kernel, ("out_ptr", *TENSORS), ("stride", "num_rows", "rows"),
+            results=results, PAIRS=name == "collect_pairs",
+            **collect_constants(hidden, top_k, out_TH.dtype, plan),
+            **_owner_constants(owners), **_place(signals, plan.warps),
             enable_fp_fusion=False,  # products are rounded before they are added, as in the twin
         )  # fmt: skip
     launch(
@@ -452,6 +432,11 @@ def _collect(
         (out_TH, ids_TK.contiguous(), tokens.weights_TK.contiguous(), tokens.num_tokens_1),
         (stride, num_rows, rows),
     )
+    return out_TH
+
+
+collect_rows = partial(_collect, "collect_rows")
+collect_pairs = partial(_collect, "collect_pairs")
 
 
 def collect_constants(
@@ -465,17 +450,17 @@ def collect_constants(
     }
 
 
-def _spread_constants(spread: SlotOwners) -> dict[str, Any]:
-    return {"SLOTS": spread.slots, "WIDTH": spread.width, "EVERYWHERE": spread.everywhere}
+def _owner_constants(owners: SlotOwners) -> dict[str, Any]:
+    return {"SLOTS": owners.slots, "WIDTH": owners.width, "EVERYWHERE": owners.everywhere}
 
 
 def _alignment(row_bytes: int) -> int:
-    """Rows begin at multiples of this: planes do so at more."""
+    """Rows begin at multiples of this; planes at larger ones."""
     return min(16, row_bytes & -row_bytes)
 
 
 def _machine(call: ChannelCall) -> GpuModel:
-    state = call.mail.state
+    state = call.signals.state
     if not state.is_cuda:
         return GpuModel(limit=call.programs)
     name = device_facts(state.device).name

@@ -1,10 +1,8 @@
-"""Flags that ranks raise in each other's memory, on the device; the protocol is in kernels/a2a.py.
+"""Flags that ranks raise in each other's memory, on the device; kernels/a2a.py has the protocol.
 
-`state`, `desk`, `bases` are those of a Mail. `lane` counts the threads of a program, one of them or
-more for each rank: so that no two threads read the same flag as one element, at different times,
-and then disagree on whether to go on. Whatever a program decides by is a maximum over all its
-threads.
-"""
+`state`, `failure` and `bases` are those of SignalPlanes. `lane` numbers the threads of a program,
+at least one for each rank: so no two threads load the same flag at different times and then
+disagree on whether to go on. All threads of a program decide by a maximum over them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from moesaic.kernels.a2a import (
 )
 from moesaic.kernels.triton.launch import INTERPRETED
 
-# What differs from step to step or from layer to layer, and must not give a kernel of its own.
+# Arguments that vary by step or layer, and must not specialise a kernel.
 VARYING = ["rank", "channel", "tag", "rows", "num_rows"]
 GENERATION, TIMEOUT_NS = (
     tl.constexpr(DeviceStateWord.GENERATION.value),
@@ -40,33 +38,33 @@ OUT_OF_STEP = tl.constexpr(Failure.OUT_OF_STEP.value)
 ABORTED = tl.constexpr(Failure.ABORTED.value)
 COUNT_BITS, GENERATION_BITS = tl.constexpr(COUNT_SHIFT), tl.constexpr(GENERATION_SHIFT)
 TURNS = tl.constexpr(COUNT_MASK)
-# How a peer stands, and so the worst of them.
+# The state of a peer; the worst of all peers counts.
 HERE, BEHIND, GIVEN_UP, BEYOND = (tl.constexpr(level) for level in range(4))
-# After so many looks at the flags one at the clock and at the host's memory, which is far away. In
-# the interpreter, where nobody else runs meanwhile, that is the last one.
+# Polls of the flags between two looks at the clock and at the host's memory, which is slow. The
+# interpreter runs no peers meanwhile, so there the first look is the last.
 LOOKS = tl.constexpr(4 if INTERPRETED.value else 256)
 
 
 def lanes(size: int, warps: int) -> int:
-    """Threads of a program, or ranks where they are more."""
+    """Threads of a program, or ranks if there are more."""
     return max(32 * warps, triton.next_power_of_2(size))
 
 
 @triton.jit
 def bit(mask, place):
-    """Whether it is set. A shift by more than 63 is not defined."""
+    """Whether bit `place` is set; a shift by more than 63 is undefined."""
     return ((mask >> tl.minimum(place, 63)) & 1) != 0
 
 
 @triton.jit
 def groups_of(ids, SLOTS: tl.constexpr):
-    """Which a slot belongs to; -1 of none."""
+    """The group of each slot; -1 for none."""
     return tl.where(ids < 0, -1, ids // SLOTS)
 
 
 @triton.jit
 def all_bases(bases_ptr, SIZE: tl.constexpr):
-    """Where the regions begin, in registers: behind a store they would be read again."""
+    """Keeps the regions' addresses in registers; after a store they would be loaded again."""
     bases = ()
     for rank in tl.static_range(SIZE):
         bases = bases + (tl.load(bases_ptr + rank),)
@@ -75,13 +73,13 @@ def all_bases(bases_ptr, SIZE: tl.constexpr):
 
 @triton.jit
 def byte_at(base, offset, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Byte `offset` of a region, a multiple of ALIGN."""
+    """A pointer to byte `offset` of a region, a multiple of ALIGN."""
     return tl.multiple_of((base + offset).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @triton.jit
 def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
-    """By threads that ask. What their ranks have written before them is seen after them."""
+    """Loads flags in the threads that ask; their ranks' earlier writes are visible afterwards."""
     if INTERPRETED:
         return tl.where(asks, tl.load(at), otherwise)
     else:
@@ -112,8 +110,8 @@ def _load_flags(at, asks, otherwise, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def _rest(lane):
-    """A tenth of a microsecond in which the processor is left to others."""
+def _sleep(lane):
+    """Yields the processor for a tenth of a microsecond."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "nanosleep.u32 100; mov.u32 $0, $1;",
@@ -127,7 +125,7 @@ def _rest(lane):
 
 @triton.jit
 def _now(lane):
-    """Nanoseconds."""
+    """The time in nanoseconds."""
     if INTERPRETED:
         return lane.to(tl.int64)
     else:
@@ -138,7 +136,7 @@ def _now(lane):
 
 @triton.jit
 def _fence_host(lane):
-    """What is written before is seen by the host before what is written after."""
+    """Orders earlier writes before later ones, as the host sees them."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.u32 $0, $1;",
@@ -152,16 +150,16 @@ def _fence_host(lane):
 
 @triton.jit
 def taking_part(state_ptr, lane):
-    """A bit for each rank that does; none once a wait has failed. That may happen meanwhile, so one
-    thread looks for all of its program."""
+    """One bit for each active rank; 0 once a wait has failed. That may happen concurrently, so one
+    thread reads for the whole program."""
     broken = tl.max(tl.load(state_ptr + BROKEN + lane, lane == 0, 0, volatile=True), 0)
     return tl.where(broken != 0, 0, tl.load(state_ptr + ACTIVE))
 
 
 @triton.jit
 def times_raised(at):
-    """What a rank has counted on a channel. Past the first-level cache: programs of the kernel in
-    front may have read its line there before one of them, elsewhere, wrote it."""
+    """How often a rank has raised a channel. Loads past the L1 cache: programs of the kernel before
+    may have cached the line before one of them wrote it."""
     return tl.load(at, cache_modifier=".cg")
 
 
@@ -173,9 +171,9 @@ def flag_word(state_ptr, count, tag):
 
 @triton.jit
 def _ahead(seen, wanted):
-    """Above 0 of a flag beyond what is wanted, below 0 of one that is behind."""
+    """Above 0 if `seen` is newer than `wanted`, below 0 if it is older."""
     generations = (seen >> GENERATION_BITS) - (wanted >> GENERATION_BITS)
-    # What lies below the generation has 32 bits: their difference wraps around as counts do.
+    # The 32 bits below the generation wrap around as counts do.
     return tl.where(generations == 0, (seen - wanted).to(tl.int32).to(tl.int64), generations)
 
 
@@ -191,11 +189,11 @@ def raise_flags(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """This rank's, everywhere. All that its threads, and whoever they have waited for, have written
-    is there for who sees it."""
+    """Raises this rank's flag in all regions; whoever sees it sees all earlier writes of the
+    program's threads, and those that they waited for."""
     offset = flags + (channel.to(tl.int64) * SIZE + rank) * 8
     at = tl.load(bases_ptr + lane, lane < SIZE, 0) + offset
-    # One thread's writes are released by another.
+    # One thread releases the writes of another.
     tl.debug_barrier()
     tl.atomic_xchg(
         at.to(tl.pointer_type(tl.int64)),
@@ -219,7 +217,7 @@ def signal_once(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """By one program of a kernel: counts, and raises the flags. The word."""
+    """Counts and raises the flags, in one program of a kernel; returns the word."""
     count = times_raised(state_ptr + CHANNELS + 2 * channel) + (active != 0)
     word = flag_word(state_ptr, count, tag)
     raise_counted(
@@ -242,8 +240,8 @@ def raise_counted(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """Writes down how often, and raises the flags."""
-    # All threads have read it before it is written.
+    """Stores the count, and raises the flags."""
+    # All threads have loaded the count before it is stored.
     tl.debug_barrier()
     tl.store(state_ptr + CHANNELS + 2 * channel, count)
     raise_flags(bases_ptr, word, active, lane, rank, flags, channel, SIZE, SCOPE)
@@ -251,8 +249,8 @@ def raise_counted(
 
 @triton.jit
 def is_last(arrived_ptr, SCOPE: tl.constexpr):
-    """Whether all other programs of the kernel have come here before: what they have written is
-    there for who waits for what this one does next, within SCOPE."""
+    """Whether this is the last program of the kernel to arrive. Its next writes are ordered behind
+    the writes of all others, within SCOPE."""
     tl.debug_barrier()
     before = tl.full((), 0, tl.int64)
     if tl.num_programs(0) > 1:
@@ -267,7 +265,7 @@ def is_last(arrived_ptr, SCOPE: tl.constexpr):
 def await_flags(
     bases_ptr,
     state_ptr,
-    desk_ptr,
+    failure_ptr,
     wanted,
     active,
     lane,
@@ -277,8 +275,8 @@ def await_flags(
     SIZE: tl.constexpr,
     SCOPE: tl.constexpr,
 ):
-    """Until all have written what is wanted, or one something else, or time is over, or the host
-    says so. Whether they have."""
+    """Polls until all peers have written `wanted`, one has written something newer, time is up, or
+    the host aborts. Returns whether all have."""
     offset = flags + channel.to(tl.int64) * (SIZE * 8)
     at = byte_at(tl.load(bases_ptr + rank), offset, tl.int64, 8) + tl.minimum(lane, SIZE - 1)
     counts = (lane < SIZE) & bit(active, lane)
@@ -290,18 +288,18 @@ def await_flags(
     aborted = 0
     while level == BEHIND:
         if looks > LOOKS:
-            _rest(lane)
+            _sleep(lane)
         seen = _load_flags(at, counts, here, SCOPE)
         level = _worst(seen, wanted, counts)
         looks += 1
         if (level == BEHIND) & (looks % LOOKS == 0):
-            word = tl.load(desk_ptr + ABORT + lane, lane == 0, 0, volatile=True)
+            word = tl.load(failure_ptr + ABORT + lane, lane == 0, 0, volatile=True)
             aborted = tl.max((word != 0).to(tl.int32), 0)
             late = tl.max(((_now(lane) > deadline) | INTERPRETED).to(tl.int32), 0)
             level = tl.where((aborted | late) != 0, GIVEN_UP, level)
     if level != HERE:
-        _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted)
-    # What one thread has acquired is there for all.
+        _record_failure(state_ptr, failure_ptr, seen, wanted, counts, lane, channel, aborted)
+    # What one thread has acquired is visible to all.
     tl.debug_barrier()
     return level == HERE
 
@@ -314,9 +312,8 @@ def _worst(seen, wanted, counts):
 
 
 @triton.jit
-def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborted):
-    """On the desk, by the first of all programs that give up: who is not here; of those, the first
-    one's flag."""
+def _record_failure(state_ptr, failure_ptr, seen, wanted, counts, lane, channel, aborted):
+    """Records the missing peers and the first one's flag, in the first program that gives up."""
     beyond = counts & (_ahead(seen, wanted) > 0)
     strange = tl.max(beyond.to(tl.int32), 0) != 0
     missing = tl.where(strange, beyond, counts & (seen != wanted))
@@ -325,9 +322,9 @@ def _leave_word(state_ptr, desk_ptr, seen, wanted, counts, lane, channel, aborte
     flag = tl.sum(tl.where(lane == first, seen, 0), 0)
     why = tl.where(aborted != 0, ABORTED, TIMEOUT)
     if tl.atomic_xchg(state_ptr + BROKEN, 1) == 0:
-        tl.store(desk_ptr + CHANNEL, channel.to(tl.int64))
-        tl.store(desk_ptr + PEERS, peers)
-        tl.store(desk_ptr + SEEN, tl.where(peers == 0, wanted, flag))
-        tl.store(desk_ptr + WANTED, wanted)
+        tl.store(failure_ptr + CHANNEL, channel.to(tl.int64))
+        tl.store(failure_ptr + PEERS, peers)
+        tl.store(failure_ptr + SEEN, tl.where(peers == 0, wanted, flag))
+        tl.store(failure_ptr + WANTED, wanted)
         _fence_host(lane)
-        tl.store(desk_ptr + FAILURE, tl.where(strange, OUT_OF_STEP, why).to(tl.int64))
+        tl.store(failure_ptr + FAILURE, tl.where(strange, OUT_OF_STEP, why).to(tl.int64))

@@ -1,10 +1,10 @@
-"""Dense collectives by kernels that write into other ranks' memory (kernels/collectives.py).
+"""Kernels of the collectives in kernels/collectives.py.
 
 P ranks · B elements of a block · N elements of a part · M elements of a result.
 
-Ranks may share a GPU, and whoever waits must leave room for those it waits for: so few programs
-wait, and they are small. Small parts take one kernel, whose programs write, signal, wait and read;
-large ones a kernel that writes and signals, a wait of one program, and a kernel that reads.
+Ranks may share a GPU, so a waiting kernel must leave room for the peers it waits for: few, small
+programs wait. Small parts take one kernel, whose programs write, signal, wait and read; large parts
+take a kernel that writes and signals, a wait of one program, and a kernel that reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moesaic.kernels.collectives import (
     BLOCK_BYTES,
     HALVES,
     HEAD_BYTES,
-    Board,
+    CollectivePlanes,
     Columns,
     ElementRange,
     Sum,
@@ -47,7 +47,7 @@ from moesaic.kernels.triton.launch import (
 )
 
 WARPS = 4
-# Programs of a kernel that writes and signals: enough to write as fast as the memory takes it.
+# Programs of a kernel that writes and signals: enough for the memory's write bandwidth.
 MOST_PROGRAMS = 128
 MOST_ELEMENTS = 2**31 - 1
 PLACES = ("first", "limit", "rows", "width", "total", "shift")
@@ -57,104 +57,114 @@ _HEAD = tl.constexpr(HEAD_BYTES)
 
 def push(
     call: ChannelCall,
-    board: Board,
+    planes: CollectivePlanes,
     x_N: Tensor | None,
     out_M: Tensor | None,
-    cut: ElementRange,
+    span: ElementRange,
     target: Target,
 ) -> None:
     given = x_N if x_N is not None else out_M
-    assert given is not None and cut.stop <= MOST_ELEMENTS
-    size = board.lane_elements(len(cut), given.element_size())
-    programs = max(1, triton.cdiv(len(cut), size))
-    assert programs <= board.lanes, (cut, board)
-    mail, kind, itemsize = call.mail, _kind(target), given.element_size()
-    key = ("push", board, kind, x_N is None, out_M is None, itemsize)
-    launch = mail.prepared.get(key)
+    assert given is not None and span.stop <= MOST_ELEMENTS
+    size = planes.lane_elements(len(span), given.element_size())
+    programs = max(1, triton.cdiv(len(span), size))
+    assert programs <= planes.lanes, (span, planes)
+    signals, kind, itemsize = call.signals, _kind(target), given.element_size()
+    key = ("push", planes, kind, x_N is None, out_M is None, itemsize)
+    launch = signals.prepared.get(key)
     if launch is None:
-        launch = mail.prepared[key] = Relaunch(
+        launch = signals.prepared[key] = Relaunch(
             _push_kernel, ("x", "out"), ("tag", "count", "begin", "stop", "size", *PLACES),
-            desk=mail.desk, flags=mail.flags, plane=board.pushed,
-            slot=HEAD_BYTES + board.lane_bytes, PUT=x_N is not None, TAKE=out_M is not None,
-            BLOCK=BLOCK_BYTES // itemsize, SCOPE=mail.scope, **_kinds(kind), **_fixed(mail),
+            failure=signals.failure, flags=signals.flags, plane=planes.pushed,
+            slot=HEAD_BYTES + planes.lane_bytes, PUT=x_N is not None, TAKE=out_M is not None,
+            BLOCK=BLOCK_BYTES // itemsize, SCOPE=signals.scope, **_kinds(kind), **_fixed(signals),
         )  # fmt: skip
-    count = 0 if x_N is None else min(x_N.numel(), cut.stop)
-    numbers = (call.tag, count, cut.begin, cut.stop, size, *_places(target, out_M))
+    count = 0 if x_N is None else min(x_N.numel(), span.stop)
+    numbers = (call.tag, count, span.begin, span.stop, size, *_places(target, out_M))
     launch(programs, (x_N, out_M), numbers)
 
 
-def post(call: ChannelCall, board: Board, x_N: Tensor, cut: ElementRange, target: Target) -> None:
-    own = ElementRange(cut.begin, max(cut.begin, min(x_N.numel(), cut.stop)))
-    _post(call, board, x_N, own, target, sums=False)
+def publish(
+    call: ChannelCall, planes: CollectivePlanes, x_N: Tensor, span: ElementRange, target: Target
+) -> None:
+    own = ElementRange(span.begin, max(span.begin, min(x_N.numel(), span.stop)))
+    _publish(call, planes, x_N, own, target, sums=False)
 
 
-def post_sums(
-    call: ChannelCall, board: Board, dtype: torch.dtype, cut: ElementRange, size: int
+def publish_sums(
+    call: ChannelCall, planes: CollectivePlanes, dtype: torch.dtype, span: ElementRange, size: int
 ) -> None:
     _wait(call)
-    start = min(len(cut), call.mail.rank * size)
-    # Says of what type they are.
-    like = torch.empty(0, dtype=dtype, device=call.mail.state.device)
-    share = ElementRange(start, min(len(cut), start + size))
-    _post(call, board, like, share, Sum(), sums=True)
+    start = min(len(span), call.signals.rank * size)
+    # Only its type matters.
+    like = torch.empty(0, dtype=dtype, device=call.signals.state.device)
+    share = ElementRange(start, min(len(span), start + size))
+    _publish(call, planes, like, share, Sum(), sums=True)
 
 
-def _post(
-    call: ChannelCall, board: Board, x_N: Tensor, cut: ElementRange, target: Target, *, sums: bool
+def _publish(
+    call: ChannelCall,
+    planes: CollectivePlanes,
+    x_N: Tensor,
+    span: ElementRange,
+    target: Target,
+    *,
+    sums: bool,
 ) -> None:
-    mail, itemsize, (_, even, _) = call.mail, x_N.element_size(), _kind(target)
+    signals, itemsize, (_, even, _) = call.signals, x_N.element_size(), _kind(target)
     block = BLOCK_BYTES // itemsize
-    key = ("post", board, even, sums, itemsize)
-    launch = mail.prepared.get(key)
+    key = ("publish", planes, even, sums, itemsize)
+    launch = signals.prepared.get(key)
     if launch is None:
-        launch = mail.prepared[key] = Relaunch(
-            _post_kernel, ("x",), ("channel", "tag", "begin", "count", "width"),
-            flags=mail.flags, plane=board.posted, slot=HEAD_BYTES + board.post_bytes,
-            SUMS=sums, EVEN=even, BLOCK=block, SCOPE=mail.scope, **_fixed(mail),
+        launch = signals.prepared[key] = Relaunch(
+            _publish_kernel, ("x",), ("channel", "tag", "begin", "count", "width"),
+            flags=signals.flags, plane=planes.published, slot=HEAD_BYTES + planes.publish_bytes,
+            SUMS=sums, EVEN=even, BLOCK=block, SCOPE=signals.scope, **_fixed(signals),
         )  # fmt: skip
     width = 0 if isinstance(target, Sum) or even else target.width
-    programs = max(1, min(MOST_PROGRAMS, triton.cdiv(len(cut), block)))
-    launch(programs, (x_N,), (call.channel, call.tag, cut.begin, len(cut), width))
+    programs = max(1, min(MOST_PROGRAMS, triton.cdiv(len(span), block)))
+    launch(programs, (x_N,), (call.channel, call.tag, span.begin, len(span), width))
 
 
-def pull(call: ChannelCall, board: Board, out_M: Tensor, cut: ElementRange, target: Target) -> None:
-    assert cut.stop <= MOST_ELEMENTS
+def pull(
+    call: ChannelCall, planes: CollectivePlanes, out_M: Tensor, span: ElementRange, target: Target
+) -> None:
+    assert span.stop <= MOST_ELEMENTS
     _wait(call)
-    if not out_M.numel() or not len(cut):
+    if not out_M.numel() or not len(span):
         return
-    mail, kind, block = call.mail, _kind(target), BLOCK_BYTES // out_M.element_size()
-    key = ("pull", board, kind, block)
-    launch = mail.prepared.get(key)
+    signals, kind, block = call.signals, _kind(target), BLOCK_BYTES // out_M.element_size()
+    key = ("pull", planes, kind, block)
+    launch = signals.prepared.get(key)
     if launch is None:
-        launch = mail.prepared[key] = Relaunch(
+        launch = signals.prepared[key] = Relaunch(
             _pull_kernel, ("out",), ("channel", "begin", "stop", *PLACES),
-            plane=board.posted, slot=HEAD_BYTES + board.post_bytes, BLOCK=block,
-            **_kinds(kind), **_fixed(mail),
+            plane=planes.published, slot=HEAD_BYTES + planes.publish_bytes, BLOCK=block,
+            **_kinds(kind), **_fixed(signals),
         )  # fmt: skip
-    numbers = (call.channel, cut.begin, cut.stop, *_places(target, out_M))
-    launch(triton.cdiv(len(cut), block), (out_M,), numbers)
+    numbers = (call.channel, span.begin, span.stop, *_places(target, out_M))
+    launch(triton.cdiv(len(span), block), (out_M,), numbers)
 
 
 def _wait(call: ChannelCall) -> None:
-    mail = call.mail
-    launch = mail.prepared.get("wait for posts")
+    signals = call.signals
+    launch = signals.prepared.get("wait for published")
     if launch is None:
-        launch = mail.prepared["wait for posts"] = Relaunch(
+        launch = signals.prepared["wait for published"] = Relaunch(
             _wait_kernel, (), ("channel", "tag"),
-            desk=mail.desk, flags=mail.flags, SCOPE=mail.scope, **_fixed(mail),
+            failure=signals.failure, flags=signals.flags, SCOPE=signals.scope, **_fixed(signals),
         )  # fmt: skip
     launch(1, (), (call.channel, call.tag))
 
 
-def _fixed(mail: SignalPlanes) -> dict[str, Any]:
-    """What all kernels take of a window, and how they are launched."""
-    pdl = dependent_launch(mail.state)
+def _fixed(signals: SignalPlanes) -> dict[str, Any]:
+    """Arguments and launch options that all kernels of a window share."""
+    pdl = dependent_launch(signals.state)
     return {
-        "bases": mail.bases_P,
-        "state": mail.state,
-        "rank": mail.rank,
-        "P": mail.size,
-        "THREADS": lanes(mail.size, WARPS),
+        "bases": signals.bases_P,
+        "state": signals.state,
+        "rank": signals.rank,
+        "P": signals.size,
+        "THREADS": lanes(signals.size, WARPS),
         "num_warps": WARPS,
         "PDL": pdl.on,
         **pdl.options,
@@ -162,7 +172,7 @@ def _fixed(mail: SignalPlanes) -> dict[str, Any]:
 
 
 def _places(target: Target, out_M: Tensor | None) -> tuple[int, ...]:
-    """What a kernel has to know of where the result goes: PLACES."""
+    """The kernel's arguments PLACES for this target."""
     size = 0 if out_M is None else out_M.numel()
     if isinstance(target, Sum):
         return target.first, size, 1, 0, 0, 0
@@ -183,8 +193,8 @@ def _kinds(kind: tuple[bool, bool, bool]) -> dict[str, bool]:
 
 @triton.jit
 def _turn(state, channel, back: tl.constexpr):
-    """(half of the next round (0) or of the last one that this rank has given its part of (1), how
-    often its channel was raised then, where that is counted)"""
+    """(half of the next round (0) or of the last one that this rank gave its part to (1), the count
+    of its channel in that round, address of this count)"""
     counts = state + CHANNELS + 2 * channel
     first, second = times_raised(counts), times_raised(counts + 2)
     half = ((first + second - back) & 1).to(tl.int32)
@@ -196,8 +206,8 @@ def _part(
     regions, own, plane, slot, half, lane, peer: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
 ):  # fmt: skip
-    """Address of what `peer` gave, behind its head: here (`own` is where this rank's region begins)
-    if it was pushed, there if it was posted."""
+    """Address of the part of `peer`, behind its head: in this rank's region (`own`) if pushed, in
+    the peer's if published."""
     if PUSHED:
         place = (lane * _HALVES + half) * P + peer
         return own + plane + place.to(tl.int64) * slot + _HEAD
@@ -210,7 +220,7 @@ def _sum_parts(
     regions, own, plane, slot, half, lane, place_B, mask_B,
     TYPE: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
-    """In rank order: narrow floats in float32, others in their own type."""
+    """Sums in rank order: narrow floats in float32, others in their own type."""
     NARROW: tl.constexpr = TYPE.is_floating() and TYPE.primitive_bitwidth < 32
     WIDE: tl.constexpr = tl.float32 if NARROW else TYPE
     total_B = tl.zeros(place_B.shape, WIDE)
@@ -218,7 +228,7 @@ def _sum_parts(
         at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
         part = byte_at(at, 0, TYPE, 16)
         found_B = tl.load(part + place_B, mask=mask_B, other=0, cache_modifier=".cg").to(WIDE)
-        # Nothing is added to the first: a negative zero stays.
+        # The first part is not added to zero: a negative zero stays.
         total_B = found_B if peer == 0 else total_B + found_B
     return total_B.to(TYPE)
 
@@ -229,7 +239,7 @@ def _lay_out(
     first, limit, rows, width, total, shift,
     EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr, PUSHED: tl.constexpr,
 ):  # fmt: skip
-    """Elements at_B of all parts, side by side."""
+    """Places elements at_B of all parts side by side."""
     start = tl.full([], 0, tl.int64) + shift
     for peer in tl.static_range(P):
         at = _part(regions, own, plane, slot, half, lane, peer, P, PUSHED)
@@ -259,7 +269,7 @@ def _take(
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     PUSHED: tl.constexpr,
 ):  # fmt: skip
-    """Elements at_B, which stand at place_B of all parts, into the result; zeros if not `ok`."""
+    """Writes elements at_B, at place_B of all parts, to the result; zeros if not `ok`."""
     if SUM:
         to_B = at_B - first
         mask_B = (at_B < stop) & (to_B >= 0) & (to_B < limit)
@@ -280,7 +290,7 @@ def _give_to_all(
     x, regions, plane, slot, half, rank, lane, start, length, count, width,
     EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements of x from `start` on, to where all look for this rank's part."""
+    """Writes elements of x from `start` on to this rank's part in all regions."""
     offset = ((lane * _HALVES + half) * P + rank).to(tl.int64) * slot + plane + _HEAD
     for begin in range(0, length, BLOCK):
         place_B = begin + tl.arange(0, BLOCK)
@@ -296,13 +306,13 @@ def _give_to_all(
 
 @triton.jit(do_not_specialize=["tag", "rank"])
 def _push_kernel(
-    x, out, bases, state, desk, flags, plane, slot, tag, rank, count, begin, stop, size,
+    x, out, bases, state, failure, flags, plane, slot, tag, rank, count, begin, stop, size,
     first, limit, rows, width, total, shift,
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, PUT: tl.constexpr,
     TAKE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
     SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i is lane i: elements begin + i * size and the next, `size` of them."""
+    """Program i handles lane i: `size` elements from begin + i * size on."""
     await_inputs(PDL)
     lane = tl.program_id(0)
     half, number, counter = _turn(state, _HALVES * lane, 0 if PUT else 1)
@@ -325,7 +335,7 @@ def _push_kernel(
     if TAKE:
         if ok:
             ok = await_flags(
-                bases, state, desk, word, active, thread, rank, flags, channel, P, SCOPE
+                bases, state, failure, word, active, thread, rank, flags, channel, P, SCOPE
             )
         for offset in range(0, length, BLOCK):
             place_B = offset + tl.arange(0, BLOCK)
@@ -337,13 +347,13 @@ def _push_kernel(
 
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
-def _post_kernel(
+def _publish_kernel(
     x, bases, state, flags, plane, slot, channel, tag, rank, begin, count, width,
     SUMS: tl.constexpr, EVEN: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`count` elements from `begin` on: of x, or of the sum of what was posted before. The last
-    program to end signals."""
+    """Publishes `count` elements from `begin` on: of x, or of the sum of the parts published
+    before. The last program to end signals."""
     await_inputs(PDL)
     release_next(PDL)
     half, number, counter = _turn(state, channel, 0)
@@ -374,17 +384,19 @@ def _post_kernel(
 
 @triton.jit(do_not_specialize=["channel", "tag", "rank"])
 def _wait_kernel(
-    bases, state, desk, flags, channel, tag, rank,
+    bases, state, failure, flags, channel, tag, rank,
     P: tl.constexpr, THREADS: tl.constexpr, SCOPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Until all have posted what this rank has."""
+    """Waits until all ranks have published as often as this one."""
     await_inputs(PDL)
     half, number, _ = _turn(state, channel, 1)
     thread = tl.arange(0, THREADS)
     active = taking_part(state, thread)
     if active != 0:
         word = flag_word(state, number, tag)
-        await_flags(bases, state, desk, word, active, thread, rank, flags, channel + half, P, SCOPE)
+        await_flags(
+            bases, state, failure, word, active, thread, rank, flags, channel + half, P, SCOPE
+        )
     release_next(PDL)
 
 
@@ -395,7 +407,7 @@ def _pull_kernel(
     SUM: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, P: tl.constexpr,
     BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of all parts; they are there."""
+    """Takes one block of all parts, which have arrived."""
     await_inputs(PDL)
     release_next(PDL)
     half, _, _ = _turn(state, channel, 1)

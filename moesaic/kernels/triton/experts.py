@@ -20,7 +20,7 @@ MODULES = {
     "small": "moesaic.kernels.triton.experts_small",
     "large": "moesaic.kernels.triton.experts_large",
     "formats": "moesaic.kernels.triton.experts_formats",
-    "far": "moesaic.kernels.triton.experts_remote_rows",
+    "remote": "moesaic.kernels.triton.experts_remote_rows",
 }
 FIXED_EXPERTS = 64
 """For which fixed plans are made, however many there are."""
@@ -36,9 +36,9 @@ def gate_up(x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: R
 def _gate_up(
     plan: ExpertsPlan, x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
-    if x.far is not None:
-        assert plan.implementation == "small", f"no {plan.implementation} kernel takes far rows"
-        return function_of("far", "gate_up")(x, w13, groups, activation, h, plan.gate_up)
+    if x.remote is not None:
+        assert plan.implementation == "small", f"no {plan.implementation} kernel takes remote rows"
+        return function_of("remote", "gate_up")(x, w13, groups, activation, h, plan.gate_up)
     config = _config(plan, plan.gate_up, x, w13)
     return function_of(plan.implementation, "gate_up")(x, w13, groups, activation, h, *config)
 
@@ -65,7 +65,7 @@ def gate_up_down(
         gate_up(x, w13, groups, experts.activation, h)
         return down(h, w2, groups, weights_RK, y)
     finished = h.scales is not None or w2.format not in tuning.FP8_FORMATS
-    if plan.fused and finished and x.far is None:
+    if plan.fused and finished and x.remote is None:
         fused = function_of(plan.implementation, "gate_up_down")
         return fused(x, experts, groups, weights_RK, h, y, plan)
     _gate_up(plan, x, w13, groups, experts.activation, h)

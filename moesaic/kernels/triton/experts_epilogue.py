@@ -1,6 +1,6 @@
-"""What becomes of the sums of an item of experts_hopper.py: from registers to rows of the output.
+"""The epilogue of an item of experts_hopper.py: from sums in registers to rows of the output.
 
-`P` is a Plan of experts_hopper.py; blocks are [64, 128] of four warps, of tall items others too.
+`P` is an ExpertsConstants; blocks are [64, 128] of four warps, for tall items other sizes as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from moesaic.kernels.quantise import FP8_MAX, TINY
 
 FP8_LIMIT = gl.constexpr(FP8_MAX)
 LEAST = gl.constexpr(TINY)
-# A limit must not hide what is no number.
+# A limit must not hide a NaN.
 EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
 def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.constexpr):
-    """What a block's columns are scaled with and moved by; `column` of all parts."""
+    """Applies the column scales and the bias; `column` counts over all parts."""
     columns = column + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, mma))
     at = expert.to(gl.int64) * P.rows + columns
     if P.SCALING == 1:
@@ -34,7 +34,7 @@ def finish(block, scales, bias, scale, expert, column, P: gl.constexpr, mma: gl.
 
 @gluon.jit
 def split_columns(block, mma: gl.constexpr):
-    """A block's left and right half, each of the layout `mma`; they stay in their registers."""
+    """Splits a block into left and right half of layout `mma`, without moving registers."""
     ROWS: gl.constexpr = block.shape[0]
     HALF: gl.constexpr = block.shape[1] // 2
     left, right = block.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
@@ -44,7 +44,7 @@ def split_columns(block, mma: gl.constexpr):
 
 @gluon.jit
 def split_rows(block, mma: gl.constexpr):
-    """Its upper and lower 64 rows, likewise."""
+    """Splits a block into its upper and lower 64 rows, likewise."""
     upper, lower = block.reshape([2, 64, block.shape[1]]).permute((1, 2, 0)).split()
     upper = gl.convert_layout(upper, mma, assert_trivial=True)
     return upper, gl.convert_layout(lower, mma, assert_trivial=True)
@@ -94,7 +94,7 @@ def find_targets(out, order, place, end, P: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth, WIDTH)
     places = place + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     if P.SCATTER:
-        # Not touched before it is needed: a thread that looks at it waits for it.
+        # Not used before it is needed: a thread that uses it waits for it.
         targets = gl.load(order + places, mask=places < end, other=-1)
     else:
         targets = gl.where(places < end, places, -1)
@@ -103,8 +103,7 @@ def find_targets(out, order, place, end, P: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_block(block, staging, out, targets, column, P: gl.constexpr):
-    """Rows of a block to their targets, by way of shared memory so that each thread writes 16
-    bytes."""
+    """Stores rows at their targets, through shared memory so that each thread writes 16 bytes."""
     WIDTH: gl.constexpr = block.shape[1]
     layout: gl.constexpr = _row_layout(out.dtype.element_ty.primitive_bitwidth, WIDTH)
     staging.store(block.to(out.dtype.element_ty))
@@ -116,7 +115,7 @@ def store_block(block, staging, out, targets, column, P: gl.constexpr):
 
 @gluon.jit
 def quantise(h, out_scales, places, end, column, P: gl.constexpr):
-    """To be rounded to float8, which limits what is above its largest, and keeps a NaN."""
+    """Scales h for float8, whose conversion saturates and keeps a NaN."""
     largest = gl.max(gl.abs(h), 1)
     scales = gl.where(largest == 0.0, 1.0, gl.maximum(largest / FP8_LIMIT, LEAST))
     at = out_scales + places.to(gl.int64) * (P.N // 128) + column // 128

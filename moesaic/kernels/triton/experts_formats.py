@@ -1,8 +1,8 @@
-"""The experts' products with weights of eight and four bits that are decoded in registers.
+"""The experts' products with weights of eight or four bits, decoded in registers.
 
 P places · K columns of a product · N rows of a matrix · BM places, BN rows and BK columns of a
-tile. Pairs of columns that share a byte are not put in order: even columns of x are multiplied with
-the low halves, odd ones with the high halves, so that nothing moves between threads.
+tile. Columns that share a byte are not interleaved: even columns of x are multiplied with the low
+halves, odd ones with the high halves, so that nothing moves between threads.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class FormatTile:
     num_stages: int
 
 
-# By block of places. Few rows: bytes in flight count; many: registers, of which the first product's
-# two sums take half.
+# By block of places. Few rows: bytes in flight matter; many: registers, half of which hold the
+# two sums of the first product.
 EIGHT_BITS = {
     16: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
     32: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
     64: FormatTile(block_n=128, block_k=64, num_warps=8, num_stages=3),
     128: FormatTile(block_n=128, block_k=64, num_warps=8, num_stages=3),
 }
-# A sum of each step waits for its scale, in as many registers as the sums have.
+# Each step's sum is scaled, in as many registers as the sums have.
 BLOCKS = EIGHT_BITS | {128: FormatTile(block_n=64, block_k=64, num_warps=8, num_stages=3)}
 FOUR_BITS = {
     16: FormatTile(block_n=64, block_k=128, num_warps=4, num_stages=4),
@@ -67,7 +67,7 @@ def config_for(format: str, block: int) -> FormatTile:
 
 @triton.jit
 def _load_columns(pointers, at, columns, rows_ok, EVEN: tl.constexpr):
-    """A tile [rows, columns] from its rows' first elements."""
+    """Loads a tile [rows, columns], given the address of each row."""
     ok = rows_ok[:, None]
     if not EVEN:
         ok = ok & (at < columns)[None, :]
@@ -82,9 +82,8 @@ def _add_packed(
 ):  # fmt: skip
     """acc += x · wᵀ over BK columns from k on; x0 are its even columns, x1 its odd ones.
 
-    Scales are read here and not ahead: a sector that came for one tile serves the next ones too,
-    and registers in the order of the product save more than the wait for it costs.
-    """
+    Scales are not prefetched: a sector that one tile loads serves the next ones too, and registers
+    in the product's layout save more than the latency costs."""
     codes = load_codes(s_rows, n_ok, k, K, GROUP, BK)
     w = _load_columns(w_rows, k // 2 + tl.arange(0, BK // 2), K // 2, n_ok, EVEN)
     if FORMAT == "int4_w4a16":
@@ -92,12 +91,12 @@ def _add_packed(
         low, high = decode_pairs(w, zeros, FORMAT, x0.dtype, ASM)
         wide: tl.constexpr = tl.float32
     else:
-        # Products of fp4 and its scales are exact in bfloat16; float16 has not the range of mxfp4.
+        # Products of fp4 and its scales are exact in bfloat16; float16 lacks the range of mxfp4.
         wide: tl.constexpr = tl.bfloat16 if x0.dtype == tl.bfloat16 else tl.float32
         low, high = decode_pairs(w, w, FORMAT, wide, ASM)
     scale = spread_codes(scale_of(codes, FORMAT, wide, ASM), GROUP, BK)
     if FORMAT == "int4_w4a16" and GROUP % BK == 0 and acc.shape[0] < 64:
-        # x · (q - zero) is exact, and so few sums are scaled sooner than their weights.
+        # x · (q - zero) is exact, and scaling so few sums is cheaper than scaling the weights.
         part = tl.dot(x0, low.T, input_precision="ieee")
         part = tl.dot(x1, high.T, part, input_precision="ieee")
         acc += part * scale.T
@@ -113,7 +112,7 @@ def _add_bytes(
     acc, x0, w_rows, s_rows, n_ok, k, K,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """acc += x · wᵀ over BK columns from k on. With a GROUP, these have one scale."""
+    """acc += x · wᵀ over BK columns from k on. With a GROUP, these share one scale."""
     w = _load_columns(w_rows, k + tl.arange(0, BK), K, n_ok, EVEN)
     if FORMAT == "fp8":
         w = w.to(tl.float8e4nv, bitcast=True)
@@ -131,7 +130,7 @@ def _x_pairs(
     x_rows, rows_ok, k, K,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The even columns and the odd ones; numbers of 16 bits are read two at a time."""
+    """Loads the even and the odd columns; 16-bit numbers come in pairs."""
     if PAIRED:
         pair_at = k // 2 + tl.arange(0, BK // 2)
         x0, x1 = halves(_load_columns(x_rows, pair_at, K // 2, rows_ok, EVEN), DTYPE)
@@ -149,8 +148,8 @@ def _sums(
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products of BM rows of x with rows n of one part of a matrix, or of both. `width`: elements
-    of a stored row; an argument of its own, so that its alignment is known."""
+    """Multiplies BM rows of x with rows n of one part of a matrix, or of both. `width`: elements of
+    a stored row; a separate argument, so that its alignment is known."""
     PACKED: tl.constexpr = FORMAT == "int4_w4a16" or FORMAT == "mxfp4" or FORMAT == "nvfp4"
     acc_type: tl.constexpr = tl.int32 if FORMAT == "int8_w8a8" else tl.float32
     row0 = matrix * PARTS * N + n
@@ -172,7 +171,7 @@ def _sums(
     else:
         s0, s1 = scales, scales
         if GROUP:
-            # One scale for GROUP rows, too; those of each part begin afresh.
+            # GROUP rows share a scale, too; each part begins a new group.
             lines = tl.cdiv(N, GROUP)
             across = tl.cdiv(K, GROUP)
             s0 = scales + (matrix * PARTS * lines + n // GROUP) * across
@@ -188,8 +187,8 @@ def _sums(
 @triton.jit
 def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, ROWS: tl.constexpr,
             BIAS: tl.constexpr):  # fmt: skip
-    """Scales of whole rows, on either side, and the bias. `of_rows`: with ROWS the weights' one for
-    each row of a matrix: the scales of eight bits, the global scale of nvfp4."""
+    """Applies the scales of whole rows, on either side, and the bias. With ROWS, `of_rows` has a
+    scale for each row of a matrix: those of eight bits, or the global scale of nvfp4."""
     out = acc.to(tl.float32) * row_scale[:, None]
     row = (matrix * PARTS + part) * N + n
     if ROWS:
@@ -202,7 +201,7 @@ def _finish(acc, row_scale, of_rows, bias, matrix, part, N, PARTS, n, n_ok, ROWS
 @triton.jit
 def _tile_rows(tile, order, tile_expert, tile_place, first, count, SORTED: tl.constexpr,
                BM: tl.constexpr):  # fmt: skip
-    """The expert of a tile, its places, which of them are the expert's, and their pairs."""
+    """The expert of a tile, its places, which of them are valid, and their pairs."""
     expert = tl.load(tile_expert + tile)
     place = tl.load(tile_place + tile) + tl.arange(0, BM)
     ok = place < tl.load(first + expert) + tl.load(count + expert)
@@ -291,8 +290,7 @@ def down_kernel(
 def gate_up_formats(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows
 ) -> Rows:
-    """`gate_up` of kernels.experts with weights in int8, int4, mxfp4, nvfp4, or in
-    fp8 whose rows are not quantised."""
+    """`gate_up` with weights in int8, int4, mxfp4 or nvfp4, or in fp8 with rows as they are."""
     assert h.scales is None, "h is quantised after it is written"
     limited = activation.limit is not None
     _launch(
@@ -309,8 +307,7 @@ def gate_up_formats(
 def down_formats(
     h: Rows, w2: Matrices, groups: Groups, weights_RK: Tensor | None, y: Tensor
 ) -> Tensor:
-    """`down` of kernels.experts with weights in int8, int4, mxfp4, nvfp4, or in fp8
-    whose rows are not quantised."""
+    """`down` for the same formats."""
     weighted = weights_RK is not None
     weights = weights_RK if weighted else h.values
     _launch(down_kernel, h, w2, groups, {"y": y, "weights": weights}, {"WEIGHTED": weighted})
@@ -325,7 +322,7 @@ def _launch(
     tensors: dict[str, Any],
     constants: dict[str, Any],
 ) -> None:
-    """What both products have in common."""
+    """Launches either product."""
     format, planes, values = matrices.format, matrices.planes, x.values
     rows, columns = matrices.shape[1] // matrices.parts, matrices.shape[2]
     config = config_for(format, groups.block)

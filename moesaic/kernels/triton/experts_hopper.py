@@ -1,22 +1,21 @@
-"""The products of experts_large.py on Hopper, by warps that each do one thing.
+"""The products of experts_large.py on Hopper, with specialised warps.
 
 K inner size · N columns of a part · one item: 128 places x two blocks of 128 columns, a strip.
 
-Four warps load: weights by the copy engine, rows by it too or, gathered, by 16 bytes a thread. Two
-groups of four warps multiply 64 places each, and store them. In between a ring of stages: `ready`
-counts what has arrived in one, `empty` who is done with it. The loaders are up to a ring ahead, so
-that they fetch the next item's first steps while the others store. The second group starts a step
-after the first, so that one can scale or store while the other multiplies.
+Four warps load: weights by TMA, rows by TMA or, if gathered, by 16 bytes a thread. Two groups of
+four warps multiply 64 places each, and store them. A ring of stages connects them: barrier `ready`
+counts the arrivals in a stage, `empty` the groups that have released it. The loaders are up to a
+ring ahead, so they fetch the next item's first steps while the others store. The second group
+starts one step after the first, so that one scales or stores while the other multiplies.
 
-Items differ: a tile with at most 64 rows takes half the time. So a program claims its next item
-when it begins one, from a counter of all programs, and whoever is free takes the next. Tiles of one
-expert are then at one strip at one time, and its weights come from memory once.
+Items differ: a tile of at most 64 rows takes half the time. So a program claims its next item from
+a global counter when it begins one. Then the tiles of an expert are at one strip at the same time,
+and its weights are read from memory once.
 
-An item of 64 rows reads as many weights as one of 128, which takes longer than their products. So
-where an expert's last two tiles have 129 to 192 rows, each takes all of these, but only half of
-the columns: a tall item, which reads 40 KB a step for 3/4 of the products, instead of 48 for all
-and 40 for half. Then the first group multiplies 128 places, the other 64, with as many registers.
-"""
+An item of 64 rows reads as many weights as one of 128, which takes longer than its products. So
+where an expert's last two tiles have 129 to 192 rows, each takes all of these rows, but half of the
+columns: a tall item, which reads 40 KB a step for 3/4 of the products, instead of 48 for all and 40
+for half. There the first group multiplies 128 places, the other 64, with as many registers."""
 
 from __future__ import annotations
 
@@ -46,19 +45,19 @@ from moesaic.kernels.triton.experts_epilogue import (
     split_rows,
     store_block,
 )
-from moesaic.kernels.triton.experts_items import TOLD, hear, look, tell
+from moesaic.kernels.triton.experts_items import QUEUE, locate_item, receive_item, send_item
 from moesaic.kernels.triton.experts_loads import load_tall, load_wide
 from moesaic.kernels.triton.experts_product import FP8, LargeConfig, Product, constants
 from moesaic.kernels.triton.experts_sums import plain_sums, scaled_sums
 from moesaic.kernels.triton.launch import dependent_launch, is_hopper, num_processors
 
-# Of each thread before groups share them out: 65,536 in all.
+# Registers of a thread before groups reallocate them: 65,536 in all.
 REGISTERS = 168
 
 
 @dataclass(frozen=True)
 class ExpertsConstants:
-    """All that is known before the kernel is built, as in the kernel of experts_large.py."""
+    """The kernel's constants, as in experts_large.py."""
 
     K: int
     N: int
@@ -78,11 +77,11 @@ class ExpertsConstants:
     LIMITED: bool
     STAGES: int
     SHARES: tuple[int, int]
-    """Registers of the second group, of which the first has as many, and of the loading warps."""
+    """Registers of the second group (the first has as many) and of the loading warps."""
     SCALED: bool = False
     PDL: bool = True
     TALL: bool = False
-    """Whether 129 to 192 rows of an expert's last two tiles are tall items."""
+    """Whether an expert's last two tiles become tall items if they have 129 to 192 rows."""
 
     @property
     def steps(self) -> int:
@@ -90,7 +89,7 @@ class ExpertsConstants:
 
     @property
     def rows(self) -> int:
-        """Of an expert's weights."""
+        """Rows of an expert's weights."""
         return self.PARTS * self.N
 
     @property
@@ -104,23 +103,23 @@ class ExpertsConstants:
 
     @property
     def row_blocks(self) -> int:
-        """Of a part."""
+        """Blocks of 128 rows of a part."""
         return -(-self.N // 128)
 
 
 @gluon.jit
-def _load(x, descs, counter, tables, ring, told, P: gl.constexpr):
+def _load(x, descs, counter, tables, ring, queue, P: gl.constexpr):
     tiles = gl.load(tables[5])
     total = tiles * P.NUM_STRIPS
     THREADS: gl.constexpr = 32 * gl.num_warps()
     each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     threads = gl.arange(0, THREADS, layout=each)
     one = gl.full([THREADS], 1, gl.int32, each)
-    strip, expert, place, end = look(gl.program_id(0), tables, tiles, P)
+    strip, expert, place, end = locate_item(gl.program_id(0), tables, tiles, P)
     number = 0
     step = 0
     while strip >= 0:
-        # Under way while the item is loaded. As many claims as items: the last leaves a zero.
+        # In flight while the item is loaded. There are as many claims as items: the last resets it.
         claim = gl.atomic_add(counter + threads, one, mask=threads == 0, sem="relaxed")
         found = (strip, expert, place, end)
         if not P.TALL or strip < P.NUM_STRIPS:
@@ -129,14 +128,14 @@ def _load(x, descs, counter, tables, ring, told, P: gl.constexpr):
             step = load_tall(x, descs, found, tables[0], ring, step, P)
         gl.store(counter + threads, one - 1, mask=(threads == 0) & (claim == total - 1))
         item = gl.max(gl.where(threads == 0, claim, 0), 0) + gl.num_programs(0)
-        strip, expert, place, end = look(item, tables, tiles, P)
-        tell(told, number, (strip, expert, place, end))
+        strip, expert, place, end = locate_item(item, tables, tiles, P)
+        send_item(queue, number, (strip, expert, place, end))
         number += 1
 
 
 @gluon.jit
 def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
-    """64 places of an item."""
+    """Computes 64 places of an item."""
     order, scales, ends, numbers = given
     bias, out, out_scales, weights, staging = ends
     scale, alpha, limit = numbers
@@ -154,13 +153,13 @@ def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
         if P.GATHER:
             rows = gl.load(order + rows) // P.TOP_K
         first, second, step = scaled_sums(ring, step, scales, rows, expert, column, P, WHICH)
-        # Not earlier: there are no registers for them.
+        # Not earlier: registers are short.
         targets = find_targets(out, order, place, end, P, 128)
     else:
         targets = find_targets(out, order, place, end, P, 128)
         sums, step = plain_sums(ring, step, P, 64 * WHICH, 64, 256)
     if weights is not None:
-        # While the last product is under way.
+        # Overlaps with the last product.
         weight = gl.load(weights + pairs, mask=places < end, other=0.0)
     if not P.PROMOTE:
         sums = warpgroup_mma_wait(0, deps=(sums,))
@@ -189,7 +188,7 @@ def _work(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
 def _work_tall(
     step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr, BLOCKS: gl.constexpr
 ):
-    """64 or 128 places of a tall item: so many blocks, of 128 columns or of 64 and 64."""
+    """Computes 64 or 128 places of a tall item: BLOCKS blocks of 128 columns, or of 64 and 64."""
     order, scales, ends, numbers = given
     bias, out, _, weights, staging = ends
     scale, alpha, limit = numbers
@@ -235,7 +234,7 @@ def _work_tall(
 
 @gluon.jit
 def _skip(step, ring, P: gl.constexpr):
-    """An item without rows for this group."""
+    """Releases the stages of an item without rows for this group."""
     _, _, ready, empty = ring
     for _ in range(P.steps):
         mbarrier.wait(ready.index(step % P.STAGES), step // P.STAGES & 1)
@@ -261,9 +260,9 @@ def _do_tall(step, found, ring, given, P: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
+def _multiply(tables, ring, queue, scales, ends, numbers, P: gl.constexpr, WHICH: gl.constexpr):
     given = (tables[0], scales, ends, numbers)
-    strip, expert, place, end = look(gl.program_id(0), tables, gl.load(tables[5]), P)
+    strip, expert, place, end = locate_item(gl.program_id(0), tables, gl.load(tables[5]), P)
     number = 0
     step = 0
     if WHICH == 1:
@@ -274,7 +273,7 @@ def _multiply(tables, ring, told, scales, ends, numbers, P: gl.constexpr, WHICH:
             step = _do_wide(step, found, ring, given, P, WHICH)
         else:
             step = _do_tall(step, found, ring, given, P, WHICH)
-        strip, expert, place, end = hear(told, number)
+        strip, expert, place, end = receive_item(queue, number)
         number += 1
 
 
@@ -309,31 +308,31 @@ def experts_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    values = gl.allocate_shared_memory(gl.int32, [TOLD, 4], flat)
-    made = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
+    values = gl.allocate_shared_memory(gl.int32, [QUEUE, 4], flat)
+    made = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     staging = gl.allocate_shared_memory(out_type, [2, 64, 128], staged)
     for i in gl.static_range(STAGES):
-        # With rows gathered, each of 128 threads says that its own have arrived.
+        # With gathered rows each of 128 threads arrives for its own copies.
         mbarrier.init(ready.index(i), count=129 if P.GATHER else 1)
         mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(TOLD):
+    for i in gl.static_range(QUEUE):
         mbarrier.init(made.index(i), count=1)
     fence_async_shared()
     if P.PDL:
         gdc_wait()
     tables = (order, first_place, count, tile_expert, tile_place, num_tiles)
     ring = (a_bufs, b_bufs, ready, empty)
-    told = (values, made)
+    queue = (values, made)
     scales = (x_scales, w_scales)
     ends = (bias, out, out_scales, weights, staging)
     numbers = (scale, alpha, limit)
     loaders: gl.constexpr = 4 if P.GATHER else 1
     gl.warp_specialize(
         [
-            (_multiply, (tables, ring, told, scales, ends, numbers, P, 0)),
-            (_multiply, (tables, ring, told, scales, ends, numbers, P, 1)),
-            (_load, (x, (x_desc, w_desc, half_desc), counter, tables, ring, told, P)),
+            (_multiply, (tables, ring, queue, scales, ends, numbers, P, 0)),
+            (_multiply, (tables, ring, queue, scales, ends, numbers, P, 1)),
+            (_load, (x, (x_desc, w_desc, half_desc), counter, tables, ring, queue, P)),
         ],
         [4, loaders],
         P.SHARES,
@@ -341,7 +340,7 @@ def experts_kernel(
 
 
 def can_run(x: Rows, w: Matrices, out: Tensor, product: Product, config: LargeConfig) -> bool:
-    """On a Hopper GPU, for tiles of 128 x (128 + 128) and steps of 128 bytes, with at least as many
+    """Requires a Hopper GPU, tiles of 128 x (128 + 128), steps of 128 bytes, and at least as many
     steps as the ring has stages."""
     values = w.planes["values"]
     return (
@@ -431,15 +430,15 @@ def launch(
 
 
 def _counter(groups: Groups) -> Tensor:
-    """A zero on the device, and one again after the kernel."""
+    """A zero on the device, which the kernel resets."""
     if groups.counters is not None:
         return groups.counters
     return torch.zeros(1, dtype=torch.int32, device=groups.first_E.device)
 
 
 def _descriptor(values: Tensor, rows: int, config: LargeConfig) -> TensorDescriptor:
-    """Of `rows` in steps, in the swizzle that the matrix units read. Made without its own checks,
-    which take longer than a launch: `can_run` has made them."""
+    """Describes `rows` lines of a step in the swizzle of the matrix units. Skips the constructor's
+    checks, which take longer than a launch: `can_run` has made them."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     width = values.shape[-1]
     made.base, made.shape, made.strides = values, [values.numel() // width, width], [width, 1]

@@ -1,7 +1,7 @@
-"""Which items the programs of experts_hopper.py take, and how a program's warps agree on them.
+"""Which items the programs of experts_hopper.py take, and how a program's warps share them.
 
-`P` is a Plan of experts_hopper.py; `tables` are the lists of its Groups; `told` what the loading
-warps tell the others, and a barrier for each such message.
+`P` is an ExpertsConstants; `tables` are the lists of Groups; `queue` has the items that the loading
+warps send to the others, and a barrier for each.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Items that the loaders tell of: at most an item ahead, as the ring is no longer than an item, they
-# never overwrite what was not heard.
-TOLD = gl.constexpr(4)
+# Items in the queue. Loaders are at most one item ahead, as the ring is no longer than an item:
+# they never overwrite an unread one.
+QUEUE = gl.constexpr(4)
 
 
 @gluon.jit
-def look(item, tables, tiles, P: gl.constexpr):
-    """Strip, expert, first place and last place's end of an item; -1 where there is none. Halves of
-    strips, for tall items, are numbered from NUM_STRIPS on."""
+def locate_item(item, tables, tiles, P: gl.constexpr):
+    """Strip, expert, first place and end of an item; strip -1 if there is none. Half strips of tall
+    items are numbered from NUM_STRIPS on."""
     _, first_place, count, tile_expert, tile_place, _ = tables
     there = item < tiles * P.NUM_STRIPS
     first = item // (P.GROUP * P.NUM_STRIPS) * P.GROUP
@@ -40,22 +40,22 @@ def look(item, tables, tiles, P: gl.constexpr):
 
 
 @gluon.jit
-def tell(told, number, found):
-    """The others what the loaders found out about a program's item after `number`."""
-    values, made = told
+def send_item(queue, number, found):
+    """Sends the program's item after `number` to the other warps."""
+    values, made = queue
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = values.index(number % TOLD)
+    slot = values.index(number % QUEUE)
     for i in gl.static_range(4):
         slot.slice(i, 1).store(gl.full([1], found[i], gl.int32, one))
-    mbarrier.arrive(made.index(number % TOLD), count=1)
+    mbarrier.arrive(made.index(number % QUEUE), count=1)
 
 
 @gluon.jit
-def hear(told, number):
-    values, made = told
+def receive_item(queue, number):
+    values, made = queue
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(made.index(number % TOLD), number // TOLD & 1)
-    slot = values.index(number % TOLD)
+    mbarrier.wait(made.index(number % QUEUE), number // QUEUE & 1)
+    slot = values.index(number % QUEUE)
     strip = gl.max(slot.slice(0, 1).load(one), 0)
     expert = gl.max(slot.slice(1, 1).load(one), 0)
     place = gl.max(slot.slice(2, 1).load(one), 0)

@@ -3,8 +3,7 @@
 P places · H hidden · I intermediate · N columns of one part of a product · K its inner size.
 
 One program for each processor walks over items: a tile of `block_m` places times a strip of two
-column blocks. The two blocks are gate and up of the same channels, or neighbours for the product
-back. What both kernels here and in experts_hopper.py need to know of a product is a `Product`.
+column blocks, which are gate and up of the same channels, or neighbours in the second product.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from moesaic.kernels.triton.quantise import as_fp8, fp8_scales
 
 
 def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
-    """What to take where nothing was measured, for tiles of `block` places if given. A step is 128
-    bytes of a row of weights (rows of another type become as they are, by `operand`), one line of
-    the copy engine's widest swizzle; one tile holds 128 x 256 sums, half of the registers.
+    """The default configuration, for tiles of `block` places if given. A step is 128 bytes of a row
+    of weights, one line of TMA's widest swizzle (`operand` converts the rows); a tile has 128 x 256
+    sums, half of the registers.
 
     Items and rounds of 132 processors with tiles of 128 (of 64) places, where the expected last
     tile of an expert is half empty:
@@ -41,14 +40,12 @@ def large_config(x: Rows, w: Matrices, block: int | None = None) -> LargeConfig:
         DeepSeek   8,192 of 32       80 (144)    1280:  9.7 of 10   2240: 17.0 of 17
         Mixtral   16,384 of 8       132 (260)   14784:  112 of 112  2112: 16.0 of 16
 
-    The last round wastes 3% at most. Programs of the specialised kernel claim items as they become
-    free; halves of tiles without rows are neither loaded nor multiplied there, and an expert's last
-    two tiles share what rows they have where that reads less (`tall`): by count that saves 7% of
-    Mixtral with 512 tokens, 1.5% with 2,048, 3.5% of DeepSeek, 2% of Qwen3. Tiles of 64 would
-    waste 6, 12 and 2% of their rows instead of 12, 25 and 3%, but at the matrix units' full rate
-    they would read 80 bytes a cycle for each processor instead of 48, and the L2 cache gives about
-    50. So 128.
-    """
+    The last round wastes 3% at most. The specialised kernel claims items dynamically, skips halves
+    of tiles without rows, and shares an expert's last two tiles by columns where that reads less
+    (`tall`): by count that saves 7% of Mixtral with 512 tokens, 1.5% with 2,048, 3.5% of DeepSeek,
+    2% of Qwen3. Tiles of 64 would waste 6, 12 and 2% of their rows instead of 12, 25 and 3%, but at
+    full rate they would read 80 bytes a cycle for each processor instead of 48, and the L2 cache
+    gives about 50. So 128."""
     return _large_config(w.planes["values"].dtype, _copy_engine(x.values), block)
 
 
@@ -60,7 +57,7 @@ def _large_config(dtype: torch.dtype, copies: bool, block: int | None) -> LargeC
             block_m=block or 64, block_n=32, block_k=step, stages=2, specialised=False
         )
     if block is None:
-        # Before Hopper the matrix units take both operands from registers: too many for 128 places.
+        # Before Hopper the matrix units read both operands from registers: too many for 128 places.
         block = 128 if copies else 64
     return LargeConfig(block_m=block, block_k=step)
 
@@ -69,7 +66,7 @@ def gate_up_large(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: LargeConfig
 ) -> Rows:
     """`gate_up` of moesaic.kernels.experts; tiles of `groups` are `config.block_m` places."""
-    # Many rows are quantised once, before, and not by every tile that reads them.
+    # Rows are quantised once, not by every tile that reads them.
     x = operand(x, w13)
     product = product_of(x, w13, groups.order_P is not None)
     if h.scales is not None and (config.block_n != FP8_GROUP or product.columns % FP8_GROUP):
@@ -159,7 +156,7 @@ def _launch(
 
 
 def _num_programs(x: Tensor, groups: Groups, product: Product, config: LargeConfig) -> int:
-    """Not more than there can be items."""
+    """At most as many as there can be items."""
     most = len(groups.tile_expert_X) * product.num_strips(config)
     processors = num_processors(x.device.index) if x.is_cuda else 3
     return min(most, processors * config.occupancy)
@@ -175,7 +172,7 @@ def _has_copy_engine(device: int | None) -> bool:
 
 
 def _can_describe(values: Tensor) -> bool:
-    """The copy engine wants rows of whole 16 bytes."""
+    """TMA needs rows of whole 16 bytes."""
     return values.shape[-1] * values.element_size() % 16 == 0 and values.data_ptr() % 16 == 0
 
 
@@ -185,7 +182,7 @@ def _descriptor(values: Tensor, block: list[int]) -> TensorDescriptor:
 
 @triton.jit
 def place_item(item, num_tiles, NUM_STRIPS: tl.constexpr, GROUP: tl.constexpr):
-    """Tile and strip of an item: tiles of a group first, then its strips, then groups."""
+    """Tile and strip of an item: tiles of a group vary first, then strips, then groups."""
     first = item // (GROUP * NUM_STRIPS) * GROUP
     size = tl.minimum(num_tiles - first, GROUP)
     within = item % (GROUP * NUM_STRIPS)
@@ -196,7 +193,7 @@ def place_item(item, num_tiles, NUM_STRIPS: tl.constexpr, GROUP: tl.constexpr):
 def _strip_rows(
     w, row, k, limit, COPIES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr
 ):
-    """[BN, BK] of the weights from a row on; rows from `limit` on may hold anything."""
+    """Loads [BN, BK] of the weights from `row` on; rows from `limit` on are undefined."""
     if COPIES:
         block = w.load([row, k])
     else:
@@ -275,7 +272,7 @@ def _sums(
 
 @triton.jit
 def _finish(block, w_scales, bias, scale, at, inside, SCALING: tl.constexpr):
-    """What a block's columns, at `at` of all, are scaled with and moved by."""
+    """Applies the column scales and the bias, stored at `at`."""
     if SCALING == 1:
         block = block * (tl.load(w_scales + at, mask=inside, other=0.0) * scale)[None, :]
     else:
@@ -336,7 +333,7 @@ def experts_kernel(
 ):
     await_inputs(PDL)
     tiles = tl.load(num_tiles)
-    # Not flattened into one loop: resetting the sums inside of it would serialise the products.
+    # Not flattened into one loop: resetting the sums inside it would serialise the products.
     for item in tl.range(tl.program_id(0), tiles * NUM_STRIPS, tl.num_programs(0)):
         tile, strip = place_item(item, tiles, NUM_STRIPS, GROUP)
         expert = tl.load(tile_expert + tile)

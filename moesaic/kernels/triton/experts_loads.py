@@ -1,8 +1,8 @@
-"""How the loading warps of experts_hopper.py bring an item's rows and weights into its ring.
+"""How the loading warps of experts_hopper.py fill its ring with an item's rows and weights.
 
-`P` is a Plan of experts_hopper.py; a ring is its buffers and barriers; `descs` describe rows by 64,
-weights by 128 and, for tall items of two parts, by 64. A stage holds 128 and 256 lines: those of an
-item's rows and weights, of a tall item's weights and rows.
+`P` is an ExpertsConstants; a ring is its buffers and barriers; `descs` describe rows by 64, weights
+by 128 and, for tall items of two parts, by 64. A stage holds 128 and 256 lines: an item's rows and
+weights, or a tall item's weights and rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 @gluon.jit
 def _row_pointers(x, order, place, end, P: gl.constexpr, ROWS: gl.constexpr):
-    """To the first channels of ROWS rows, 16 bytes for each thread; which of them there are."""
+    """Addresses of the first channels of ROWS rows, 16 bytes for each thread, and a validity
+    mask."""
     layout: gl.constexpr = gl.BlockedLayout([1, P.BK // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     rows = gl.load(order + gl.minimum(places, end - 1)) // P.TOP_K
@@ -24,7 +25,7 @@ def _row_pointers(x, order, place, end, P: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_wide(x, descs, found, order, ring, step, P: gl.constexpr):
-    """Up to 128 rows, two blocks of 128 columns."""
+    """Loads up to 128 rows and two blocks of 128 columns."""
     x_desc, w_desc, _ = descs
     strip, expert, place, end = found
     a_bufs, b_bufs, ready, empty = ring
@@ -60,7 +61,7 @@ def load_wide(x, descs, found, order, ring, step, P: gl.constexpr):
 
 @gluon.jit
 def load_tall(x, descs, found, order, ring, step, P: gl.constexpr):
-    """129 to 192 rows, 128 columns: half of a strip."""
+    """Loads 129 to 192 rows and 128 columns: half of a strip."""
     x_desc, w_desc, half_desc = descs
     strip, expert, place, end = found
     b_bufs, a_bufs, ready, empty = ring

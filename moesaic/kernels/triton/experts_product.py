@@ -27,12 +27,11 @@ SCALING = {
 
 @dataclass(frozen=True, slots=True)
 class LargeConfig:
-    """`block_m`: places of a tile, as `Groups.block`. `block_n`: columns of each of a strip's two
-    blocks. `block_k`: channels of a step. `group`: neighbouring tiles that take their turn at a
-    strip before the next strip, so that they find its weights in the L2 cache. `occupancy`:
-    programs of a processor. `copies`: weights by the copy engine where there is one.
-    `specialised`: the kernel of experts_hopper.py where it can run; `ring`: its stages; `tall`:
-    whether an expert's last two tiles share 129 to 192 rows by columns there."""
+    """`block_m`: places of a tile, as `Groups.block`. `block_n`: columns of each block of a strip.
+    `block_k`: channels of a step. `group`: neighbouring tiles that share a strip's weights in the
+    L2 cache. `occupancy`: programs of a processor. `copies`: load weights by TMA if possible.
+    `specialised`: use experts_hopper.py if possible, with `ring` stages and, if `tall`, with tall
+    items."""
 
     block_m: int = 128
     block_n: int = 128
@@ -49,8 +48,8 @@ class LargeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`columns`: of a part. `strip`: columns from one strip to the next; `half`: rows of the
-    weights between its two blocks. `promote`: sums of 128 channels are scaled one by one."""
+    """`columns`: of a part. `strip`: columns between strips; `half`: rows of weights between a
+    strip's two blocks. `promote`: sums of 128 channels are scaled separately."""
 
     inner: int
     columns: int
@@ -79,7 +78,7 @@ def product_of(x: Rows, w: Matrices, gather: bool) -> Product:
 def _product(
     shape: tuple[int, int, int], parts: int, scaling: int, dtype: torch.dtype, gather: bool
 ) -> Product:
-    # The matrix units sum fp8 products in fewer bits than float32 has: not more than 128 of them.
+    # The matrix units sum fp8 products in fewer bits than float32: at most 128 of them.
     promote = scaling == BLOCK or dtype == FP8
     return Product(shape[2], shape[1] // parts, parts, scaling, promote, gather)
 

@@ -1,15 +1,14 @@
-"""Experts whose rows lie with other ranks: the first product reads them there.
+"""Experts whose rows are stored on other ranks: the first product reads them there.
 
 M rows of a tile · L lines of gate and up. H, I as in moesaic.kernels.experts.
 
-Nobody copies a row before: a tile's program asks for the pieces of its rows, wherever they are, as
-it does for its lines of weights, and both are on their way while it multiplies. Every column of
-tiles reads the rows again. On a GPU that ranks share those come from its L2 cache, and what a copy
-would have written and read is saved; over NVLink each of them is another transfer, so that it pays
-only while rows are few and weights are what takes the time: those of a decode step. `down` and its
-results are as always (experts_small.py).
+No kernel copies the rows first: a tile's program loads pieces of its rows as it loads its lines of
+weights, both while it multiplies. Every column of tiles loads the rows again. On a shared GPU these
+loads hit the L2 cache, and a copy's traffic is saved; over NVLink each is another transfer, so this
+pays only for few rows, when weights take the time, as in a decode step. `down` is the one of
+experts_small.py.
 
-Who waited for the flags of the ranks before this kernel has seen their rows (kernels/a2a.py).
+The kernel that waited for the ranks' flags has made their rows visible (kernels/a2a.py).
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from moesaic.kernels.triton.experts_tiles import finish_gate_up, gate_up_lines, 
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 from moesaic.kernels.tuning import TileConfig
 
-# Rows begin at such multiples of bytes, if their length is one; planes do at more.
+# Rows begin at multiples of this, if their length is one; planes at larger ones.
 COPIED = 16
 
 
-def gate_up_far(
+def gate_up_remote(
     x: Rows, w13: Matrices, groups: Groups, activation: SwigluSpec, h: Rows, config: TileConfig
 ) -> Rows:
-    """Rows are as the weights take them: for weights in fp8 who left them there quantised them."""
-    far, config = x.far, fitting(config, h)
+    """Rows have the type of the weights: for fp8 weights their sender has quantised them."""
+    remote, config = x.remote, fitting(config, h)
     _, double, hidden = w13.shape
-    assert far is not None and groups.ids_K is None, "pairs must be sorted for this"
+    assert remote is not None and groups.ids_K is None, "pairs must be sorted for this"
     assert x.values.dtype == w13.planes["values"].dtype, f"rows of {x.values.dtype}"
     assert (x.scales is None) == ("scales" not in w13.planes)
     inner = double // 2
     tiles = groups.tile_expert_X.numel() * triton.cdiv(inner, config.block_n)
     row_bytes, pdl = hidden * x.values.element_size(), dependent_launch(x.values)
-    _gate_up_far_kernel[(tiles,)](
-        x.values, x.scales, far.mail.bases_P, *planes_of(w13), h.values, h.scales,
-        *lists_of(groups), far.count, far.values, far.scales,
+    _gate_up_remote_kernel[(tiles,)](
+        x.values, x.scales, remote.signals.bases_P, *planes_of(w13), h.values, h.scales,
+        *lists_of(groups), remote.count, remote.values, remote.scales,
         x.scale, activation.alpha, activation.limit or 0.0,
         HIDDEN=hidden, INNER=inner, TOP_K=groups.top_k, LIMITED=activation.limit is not None,
         ALIGN=min(COPIED, row_bytes & -row_bytes), **constants_of(config, groups, w13), PDL=pdl.on,
@@ -52,8 +51,8 @@ def gate_up_far(
 
 
 @triton.jit
-def _far_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
-    """Where rows begin, of WIDTH elements of the type that `like` points to.
+def _remote_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.constexpr):
+    """Addresses of rows of WIDTH elements of the type that `like` points to.
 
     Of two ranks with 3 rows each, row 4 is the second one's row 1."""
     TYPE: tl.constexpr = like.dtype.element_ty
@@ -64,7 +63,7 @@ def _far_rows(bases, row_M, count, offset, WIDTH: tl.constexpr, like, ALIGN: tl.
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gate_up_far_kernel(
+def _gate_up_remote_kernel(
     x, x_scales, bases, w, w_scales, bias, h, h_scales,
     order, first, count, tile_expert, tile_place, num_tiles, rows, values, scales,
     x_scale, alpha, limit,
@@ -72,11 +71,11 @@ def _gate_up_far_kernel(
     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program is a tile's columns. `x`, `x_scales`: of these types; nothing is read there."""
+    """One program for each column of a tile. `x`, `x_scales` give types; they are not read."""
     columns: tl.constexpr = (INNER + BN - 1) // BN
     groups: tl.constexpr = (HIDDEN + BK - 1) // BK
     tile, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    # Waiting comes first: `down` reads the tiles as soon as this kernel lets it begin.
+    # Waits first: `down` reads the tiles as soon as this kernel releases it.
     await_inputs(PDL)
     release_next(PDL)
     used = tl.load(num_tiles)
@@ -85,11 +84,11 @@ def _gate_up_far_kernel(
         place_M, pair_M, valid_M = tile_rows(expert, begin, order, first, count, BM)
         line_L, scale_line_L = gate_up_lines(expert, column, INNER, BN, BLOCK_SCALES)
         row_M = pair_M // TOP_K
-        x_M = _far_rows(bases, row_M, rows, values, HIDDEN, x, ALIGN)
+        x_M = _remote_rows(bases, row_M, rows, values, HIDDEN, x, ALIGN)
         if x_scales is None:
             x_scales_M = None
         else:
-            x_scales_M = _far_rows(bases, row_M, rows, scales, groups, x_scales, 4)
+            x_scales_M = _remote_rows(bases, row_M, rows, scales, groups, x_scales, 4)
         acc_LM = product(
             x_M, x_scales_M, None, valid_M, w, w_scales, line_L, scale_line_L,
             HIDDEN, 2 * BN, BM, BK, PRECISION, BLOCK_SCALES,

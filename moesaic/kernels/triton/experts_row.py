@@ -1,9 +1,8 @@
-"""The last product of one row's experts, and their sum: nothing is written but the finished row.
+"""The second product of one row's experts, and their sum: only the finished row is written.
 
-K chosen experts · O outputs of a program · I channels of a step. A program has few outputs and goes
-through all experts itself, without tensor cores: one row leaves them nothing to do. Each thread has
-the same channels of all its outputs; what is on its way waits in registers.
-"""
+K chosen experts · O outputs of a program · I channels of a step. A program has few outputs and
+loops over all experts, without tensor cores, which one row cannot use. Each thread has the same
+channels of all its outputs; loads in flight occupy registers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from moesaic.kernels.triton.launch import await_inputs, dependent_launch, releas
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """`ahead`: steps whose weights are on their way, for the first of them before h is there."""
+    """`ahead`: steps whose weights are in flight; the first are loaded before h is ready."""
 
     outputs: int
     inputs: int
@@ -27,9 +26,8 @@ class RowTile:
     ahead: int
 
 
-# By the bytes of a weight: the first whose steps divide a row, else the last; as each step is
-# unrolled, the longer the better. Programs are small: some find room beside those of `gate_up`, and
-# all processors get the same.
+# By the bytes of a weight: the first whose steps divide a row, else the last. Steps are unrolled:
+# longer is better. Programs are small: some run beside `gate_up`, and all processors get as many.
 TILES = {
     4: (RowTile(1, 1024, 4, 4), RowTile(1, 256, 1, 4)),
     2: (RowTile(4, 1024, 4, 4), RowTile(4, 512, 2, 5), RowTile(4, 256, 1, 6)),
@@ -42,7 +40,7 @@ def row_tile(inner: int, item: int) -> RowTile:
 
 
 def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Tensor) -> Tensor:
-    """Right behind `gate_up` of these ids, which has seen them come before it lets this begin."""
+    """Follows `gate_up` of the same ids directly, which releases it after these have arrived."""
     _, hidden, inner = w2.shape
     values = w2.planes["values"]
     assert h.scales is None and h.scale == 1.0 and "scales" not in w2.planes, w2.format
@@ -60,7 +58,7 @@ def down_row(h: Rows, w2: Matrices, ids_K: Tensor, weights_RK: Tensor, y_1H: Ten
 
 @triton.jit
 def _load_h(h, STEP: tl.constexpr, INNER: tl.constexpr, BI: tl.constexpr):
-    """[I] of a pair's row; nobody's may hold anything."""
+    """Loads [I] of a pair's row; rows of unassigned pairs are undefined."""
     blocks: tl.constexpr = (INNER + BI - 1) // BI
     i = STEP % blocks * BI + tl.arange(0, BI)
     if INNER % BI:

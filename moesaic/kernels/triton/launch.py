@@ -1,19 +1,19 @@
 """Kernels that start while the one before them still runs (programmatic dependent launch, Hopper).
 
-A kernel with `PDL` may begin before its predecessor has ended. Until `await_inputs` it must not
-touch what other kernels of the step write or still read; weights, which nobody writes, it may fetch
-before. `release_next` lets the successor begin, once all programs have come to it. Small kernels do
-so at once, even before they wait: whoever is behind them waits for them, and they for whoever is in
-front; and the weights of a large product come while several small kernels run. All of this holds
-only if every kernel waits: one that ended before the kernel in front would let those behind it go
-on too early. Who reads before it waits what a kernel of the step wrote says which kernel in front
-of it must therefore have waited before it released it (experts_small.py, experts_row.py). With PDL
-off both are nothing, as in the interpreter. Every launch passes `PDL=pdl.on` and `**pdl.options`:
+A kernel with `PDL` may begin before its predecessor has ended. Before `await_inputs` it must not
+touch memory that other kernels of the step write or still read; it may load weights, which are
+constant. `release_next` lets the successor begin, once all programs have called it. Small kernels
+release before they wait: each kernel still waits for its predecessor, and the weights of a large
+product arrive while several small kernels run. This requires that every kernel waits: one that
+ended before its predecessor would release its successors too early. A kernel that reads results of
+the step before it waits documents which predecessor must wait before it releases (experts_small.py,
+experts_row.py). With PDL off, as in the interpreter, both do nothing. Every launch passes
+`PDL=pdl.on` and `**pdl.options`:
 
     pdl = dependent_launch(x)
     kernel[grid](…, PDL=pdl.on, **pdl.options)
 
-And kernels that are launched from the host again and again, with little to do for it: `Relaunch`.
+`Relaunch` launches the same kernel repeatedly at low host cost.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor
 from triton.runtime import driver
 
 HOPPER = 9
-# Triton takes an address or a number for a multiple of this, or not.
+# Triton specialises kernels on multiples of this.
 ALIGNED = 16
 MOST = 2**31 - 1
-# What the interpreter has not, or does otherwise than a GPU, asks this.
+# Guards what the interpreter lacks or does differently.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _RUNTIME = triton.knobs.runtime
 
@@ -51,7 +51,7 @@ ON = Launch(True, {"launch_pdl": True})
 
 
 def dependent_launch(x: Tensor) -> Launch:
-    """MOESAIC_PDL=0 turns it off, to see what it brings or whether it is to blame."""
+    """MOESAIC_PDL=0 turns it off, for measurements and debugging."""
     return _launch_on(x.device.index) if x.is_cuda else OFF
 
 
@@ -63,7 +63,7 @@ def _launch_on(device: int | None) -> Launch:
 
 @cache
 def is_hopper(device: int | None) -> bool:
-    """Of that generation and no later one: its matrix units are programmed by hand."""
+    """Exactly this generation: its matrix units are programmed by hand."""
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
@@ -74,39 +74,37 @@ def num_processors(device: int | None) -> int:
 
 
 class Relaunch:
-    """A kernel that is launched over and over, while few of its arguments vary.
+    """Launches one kernel repeatedly, while few of its arguments vary.
 
         again = Relaunch(kernel, ("x_ptr",), ("rows",), out_ptr=out, BLOCK=64, num_warps=4)
         again(programs, (x,), (rows,))
 
-    Triton's own launch binds all arguments by name and looks at each for which of its compiled
-    kernels they want: some 40 us for thirty of them. Here the first launch goes that way, and what
-    it took is kept. Later ones hand their arguments, in order, to the launcher of that kernel, with
-    the current stream of the device of what is fixed; so they can be captured in a graph as well.
+    Triton's own launch binds all arguments by name and specialises on each: some 40 us for thirty
+    of them. Here the first launch goes through Triton, and its compiled kernel is cached. Later
+    ones pass their arguments, in order, to that kernel's launcher, on the current stream of the
+    fixed tensors' device; so a graph can capture them, too.
 
-    What is kept serves a launch if Triton would choose it. That depends on what is fixed, which
-    must stay as it is, on the device that is the current one, and of what varies on no more than
+    A launch uses the cached kernel that Triton would choose. The choice depends on the fixed
+    arguments, which must not change, on the current device, and for each varying argument on
         a tensor    whether it is None, its type, whether its address is a multiple of 16
         a number    whether it is 1 or a multiple of 16, unless the kernel does not specialise it
                     (it is always an integer, or always none)
-    which is looked up every time. Tensors that vary are on the GPU, like those of the first launch,
-    of which Triton makes sure: they go by their address, and nobody asks what it is of. Those that
-    are fixed are held, and must not be moved. Launches with a number of more than 32 bits, which is
-    of another type, go Triton's way; so do all in the interpreter, and while somebody listens to
-    launches (a profiler).
+    which form the key of the cache. Varying tensors must be on the GPU: only Triton's own launch
+    checks that. Fixed tensors are kept alive and must not be moved. Triton handles launches with
+    numbers of more than 32 bits, launches in the interpreter, and launches that hooks observe.
     """
 
     def __init__(
         self, kernel: Any, tensors: tuple[str, ...], numbers: tuple[str, ...], **fixed: Any
     ) -> None:
-        """`tensors`, `numbers`: names of those that vary. `fixed`: all others, and options."""
+        """`tensors`, `numbers`: names of varying arguments. `fixed`: all others, and options."""
         names: list[str] = kernel.arg_names
         assert len(names) > 1
         assert set(names) <= {*tensors, *numbers, *fixed}, "an argument is missing"
         self._kernel, self._varying, self._fixed = kernel, (*tensors, *numbers), fixed
-        # The interpreter's kernels have none, and need none.
+        # The interpreter's kernels have none.
         params = getattr(kernel, "params", [])
-        # They would change what Triton looks at.
+        # These would change how Triton specialises.
         assert not any(
             p.annotation or p.do_not_specialize_on_alignment for p in params if not p.is_constexpr
         )
@@ -126,7 +124,7 @@ class Relaunch:
         self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> None:
         assert len(tensors) + len(numbers) == len(self._varying)
-        if INTERPRETED.value or _listened_to():
+        if INTERPRETED.value or _has_launch_hook():
             self._by_triton(programs, tensors, numbers)
             return
         key: list[Any] = []
@@ -152,7 +150,9 @@ class Relaunch:
             key += (address is None or address % ALIGNED for address in addresses)
         found = self._found.get(tuple(key))
         if found is None:
-            assert driver.active.get_current_device() == self._device, "on another GPU"
+            assert driver.active.get_current_device() == self._device, (
+                "the current device is another GPU"
+            )
             self._found[tuple(key)] = self._by_triton(programs, tensors, numbers)
             return
         stream = driver.active.get_current_stream(self._device)
@@ -169,18 +169,18 @@ class Relaunch:
 
 
 def device_of(values: Iterable[Any]) -> int:
-    """Of the first tensor among them that is on a GPU."""
+    """Index of the first GPU among the tensors' devices; 0 without any."""
     devices = (one.device.index for one in values if isinstance(one, Tensor))
     return next((index for index in devices if index is not None), 0)
 
 
 def _address(value: Any) -> Any:
-    """Of memory of the host Triton finds out how the GPU calls it."""
+    """The address of a GPU tensor; Triton translates the addresses of host memory itself."""
     return value.data_ptr() if isinstance(value, Tensor) and value.is_cuda else value
 
 
-def _listened_to() -> bool:
-    """Whether somebody wants to be told of launches."""
+def _has_launch_hook() -> bool:
+    """Whether a launch hook is set, by a profiler for instance."""
     before, after = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
@@ -199,7 +199,7 @@ def release_next(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_lines(pointers):
-    """Asks for the 128-byte line behind each pointer to come into the L2 cache."""
+    """Prefetches the 128-byte line at each pointer into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -212,9 +212,9 @@ def prefetch_lines(pointers):
 
 @triton.jit
 def prefetch_rows(first, stride, rows, size):
-    """Asks for `size` bytes of each of some rows to come into the L2 cache. They lie `stride` bytes
-    apart, all of it multiples of 16 bytes; no more rows than threads, and the warps share them, as
-    each can only ask for one after the other. Hopper and later."""
+    """Prefetches `size` bytes of each row into the L2 cache, rows being `stride` bytes long; all
+    are multiples of 16 bytes. There are at most as many rows as threads; the warps share them, as
+    each issues one at a time. Hopper and later."""
     tl.inline_asm_elementwise(
         """
         {

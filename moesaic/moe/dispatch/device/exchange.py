@@ -136,7 +136,7 @@ class DeviceExchange(InFlight):
             value_bytes=values.width(hidden) * values.dtype.itemsize,
             scale_bytes=0 if scales is None else scales.width(hidden) * scales.dtype.itemsize,
             scale=scale,
-            at_home=self.spec.home_rows > 0,
+            local_rows=self.spec.home_rows > 0,
         )
 
     def arrived(self, lane: int, rows: int, scale: float) -> Arrived:

@@ -28,8 +28,8 @@ from moesaic.kernels.experts import (
     down_row,
     gate_up,
     gate_up_down,
+    gather_remote,
     group_pairs,
-    near,
     sort_pairs,
     sum_pairs,
 )
@@ -125,8 +125,8 @@ def _gathered(
     sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
     plan = plan_for_block(rows.ids_RK.device, *sizes)
     if as_wanted and not groups.fixed and plan.implementation == "small":
-        return replace(wanted_rows(x, context), far=far)
-    here = near(Rows(x.values, x.scales, far=far))
+        return replace(wanted_rows(x, context), remote=far)
+    here = gather_remote(Rows(x.values, x.scales, remote=far))
     return wanted_rows(replace(x, values=here.values, scales=here.scales), context)
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moesaic.kernels.experts import Groups, near
+from moesaic.kernels.experts import Groups, gather_remote
 from moesaic.moe.runner.base import ExpertWeights, RunnerInput, RunnerOutput, Workspace
 from moesaic.moe.runner.device.sorted_pairs import SortedPairsCore, SortedPairsInput
 
@@ -35,7 +35,7 @@ class TorchGroupedCore(SortedPairsCore):
         if w13 is None or w2 is None or order_P is None or not fits(w13, w2, len(order_P)):
             return super().run(inputs, weights, workspace)
         sorted_ = SortedPlaces(groups, order_P)
-        x_PH = near(inputs.x).values.index_select(0, sorted_.pair_P // groups.top_k)
+        x_PH = gather_remote(inputs.x).values.index_select(0, sorted_.pair_P // groups.top_k)
         gate_up = sorted_.product(x_PH, w13, weights.b13_eJ)
         h_PI = self.config.activation(*gate_up.chunk(2, dim=-1)).contiguous()
         y_PH = sorted_.product(h_PI, w2, weights.b2_eH)

@@ -1,6 +1,6 @@
 """What the product of rows that lie with other ranks takes of a Hopper GPU.
 
-    python -m tests.kernels.aot_far [--all]
+    python -m tests.kernels.aot_remote_rows [--all]
 
 Run without TRITON_INTERPRET. So does what leaves them there, which sends nothing but ids.
 """
@@ -43,11 +43,11 @@ def far_usage(shape: ExpertsShape, config: TileConfig, h_scales: bool) -> Usage:
         "PDL": True,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    kernel = experts_remote_rows._gate_up_far_kernel
+    kernel = experts_remote_rows._gate_up_remote_kernel
     return build(kernel, types, constants, aligned=("values", "scales"), **options)
 
 
-def check_far(shape: ExpertsShape, pairs: int) -> None:
+def check_remote(shape: ExpertsShape, pairs: int) -> None:
     """As `check`; rows as well as weights must come by copies of 16 bytes."""
     plan = tuning.guess(H200, shape, pairs)
     if plan.implementation != "small":
@@ -61,9 +61,9 @@ def check_far(shape: ExpertsShape, pairs: int) -> None:
 def check_home(payload: str, hidden: int, size: int) -> None:
     """One store of a row, however many ranks there are."""
     value_bytes, scale_bytes = (hidden, hidden // 32) if payload == "fp8" else (2 * hidden, 0)
-    inbox = RowPlanes(payload, 0, 0, 0, -1, value_bytes, scale_bytes, at_home=True)
+    planes = RowPlanes(payload, 0, 0, 0, -1, value_bytes, scale_bytes, local_rows=True)
     plan = send_plan(16, hidden, payload, 1, GpuModel())
-    fixed = a2a.send_constants(inbox, hidden, aot_a2a.TOP_K, plan) | aot_a2a.SPREAD
+    fixed = a2a.send_constants(planes, hidden, aot_a2a.TOP_K, plan) | aot_a2a.SPREAD
     absent = {"num_tokens_ptr": None, "weights_ptr": None, "RECEIVES": True}
     usage = aot_a2a.use(a2a._send_kernel, plan.warps, size, **fixed, **absent)
     each = plan.block * (1 if payload == "fp8" else 2) // (plan.warps * 32 * 16)
@@ -73,15 +73,15 @@ def check_home(payload: str, hidden: int, size: int) -> None:
 def main() -> None:
     check_home("bf16", 2048, size=4)
     qwen = SHAPES["qwen3_30b"]
-    check_far(ExpertsShape("bf16", 32, *qwen[1:]), 256)
-    check_far(ExpertsShape("fp8_block", 32, *qwen[1:]), 256)
+    check_remote(ExpertsShape("bf16", 32, *qwen[1:]), 256)
+    check_remote(ExpertsShape("fp8_block", 32, *qwen[1:]), 256)
     if "--all" not in sys.argv:
         return
     check_home("fp8", 7168, size=8)
     for format in ("bf16", "fp8_block", "fp8_channel"):
         for experts, *size in SHAPES.values():
             for pairs in (8, 64, 256, 1024):
-                check_far(ExpertsShape(format, max(1, experts // 4), *size), pairs)
+                check_remote(ExpertsShape(format, max(1, experts // 4), *size), pairs)
 
 
 if __name__ == "__main__":
