@@ -6,7 +6,7 @@ from typing import Any
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge, read_config
-from moesaic.config.resolve import SHAPE
+from moesaic.config.resolve import SHAPE_PREFIX
 
 
 def add_model(parser: FlagParser) -> None:
@@ -28,7 +28,7 @@ def read_args(given: Mapping[str, Any]) -> ServerArgs:
 def require_tokenizer(args: ServerArgs, what: str) -> None:
     """Of resolved arguments: ValueError, before weights are loaded, where there is none."""
     if args.skip_tokenizer_init:
-        shape = args.model_path.startswith(SHAPE)
+        shape = args.model_path.startswith(SHAPE_PREFIX)
         how = "give --tokenizer-path DIR" if shape else "leave out --skip-tokenizer-init"
         whose = f", and {args.model_path} has none" if shape else ""
         raise ValueError(f"{what} a tokenizer{whose}: {how}")

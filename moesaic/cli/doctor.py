@@ -14,9 +14,9 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import gpus_of
 from moesaic.config.flags import specs
-from moesaic.config.gpus import crowding, is_shared
+from moesaic.config.gpus import crowding_warning, is_shared
 from moesaic.config.parser import FlagParser
-from moesaic.config.resolve import Filled, filled, problems, resolve
+from moesaic.config.resolve import FlagChange, flag_changes, problems, resolve
 
 if TYPE_CHECKING:
     from moesaic.engine.setup.memory_plan import MemoryPlan, RankShare
@@ -55,7 +55,7 @@ class Findings:
     """What is known of a command line: the layout is missing where something rules it out.
     `devices`: the GPU of each rank, if they have one."""
 
-    flags: list[Filled]
+    flags: list[FlagChange]
     problems: list[str]
     asked: ServerArgs | None = None
     devices: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ def _check(args: ServerArgs) -> Findings:
 
 
 def _check_model(args: ServerArgs, asked: ServerArgs, found: Findings) -> Findings:
-    found = replace(found, flags=filled(args))
+    found = replace(found, flags=flag_changes(args))
     try:
         _choose_device(asked)
         layout = _lay_out(asked)
@@ -120,7 +120,7 @@ def _mps_missing(devices: Sequence[int]) -> Iterator[str]:
 
 def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What works, but not as one may expect."""
-    if crowd := crowding(found.devices):
+    if crowd := crowding_warning(found.devices):
         yield crowd
     if found.asked is not None and found.asked.deepep_config is not None:
         known = [gpus[device]["processors"] for device in found.devices if device < len(gpus)]
@@ -156,7 +156,7 @@ def _check_files(args: ServerArgs, folder: str) -> None:
         load_tokenizer(tokenizer, args.chat_template)
 
 
-def _describe_flag(change: Filled) -> dict[str, Any]:
+def _describe_flag(change: FlagChange) -> dict[str, Any]:
     name = specs(ServerArgs)[change.field].name
     return {"flag": name, "value": change.value, "reason": change.reason}
 

@@ -22,7 +22,7 @@ from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.launch.mps import start_mps
 from moesaic.comm.windows import device_window
 from moesaic.config.devices import num_gpus
-from moesaic.config.gpus import most_on_one, share_gpus
+from moesaic.config.gpus import max_ranks_per_gpu, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
@@ -109,7 +109,7 @@ def tune(wanted: Wanted) -> None:
     with start_mps() if most > gpus else nullcontext() as mps:
         for ranks in wanted.ranks:
             devices = share_gpus(ranks, gpus)
-            shared = {} if mps is None else mps.for_ranks(most_on_one(devices))
+            shared = {} if mps is None else mps.for_ranks(max_ranks_per_gpu(devices))
             places = PerRank([TimedRank(shared, gpu) for gpu in devices])
             with LocalRanks(ranks, SECONDS, peer_timeout=PEER_SECONDS) as pool:
                 tune_ranks(wanted, pool, places)

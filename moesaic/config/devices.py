@@ -16,7 +16,7 @@ from pathlib import Path
 from moesaic.config.args import ServerArgs
 from moesaic.config.gpus import count_gpus, share_gpus
 
-VARIABLE = "MOESAIC_DEVICE"
+DEVICE_VARIABLE = "MOESAIC_DEVICE"
 KINDS = ("auto", "cpu", "cuda")
 NVML = "libnvidia-ml.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -28,19 +28,19 @@ def device_of(args: ServerArgs) -> str:
     return _chosen(args)[0]
 
 
-def why_device(args: ServerArgs) -> str:
+def device_reason(args: ServerArgs) -> str:
     return _chosen(args)[1]
 
 
 def _chosen(args: ServerArgs) -> tuple[str, str]:
     if args.device != "auto":
         return args.device, "--device says so"
-    told = os.environ.get(VARIABLE, "auto")
+    told = os.environ.get(DEVICE_VARIABLE, "auto")
     if told not in KINDS:
-        raise ValueError(f"{VARIABLE} is {told!r}: give {', '.join(KINDS)}")
+        raise ValueError(f"{DEVICE_VARIABLE} is {told!r}: give {', '.join(KINDS)}")
     if told != "auto":
-        return told, f"{VARIABLE} says so"
-    missing = cuda_missing() or beyond_cuda(args) or _too_few(args)
+        return told, f"{DEVICE_VARIABLE} says so"
+    missing = cuda_missing() or unsupported_on_cuda(args) or _too_few(args)
     if missing:
         return "cpu", missing
     return "cuda", "there is a GPU" if num_ranks(args) == 1 else "there is a GPU for each rank"
@@ -58,7 +58,7 @@ def _too_few(args: ServerArgs) -> str:
     return f"{ranks} ranks would have to share {count_gpus(gpus)}: --device cuda does so"
 
 
-def beyond_cuda(args: ServerArgs) -> str:
+def unsupported_on_cuda(args: ServerArgs) -> str:
     """Which flags ask for what CUDA does not do here; empty: none."""
     tp, dp = args.tp_size, args.dp_size if args.enable_dp_attention else 1
     gpus = num_gpus()
@@ -86,7 +86,7 @@ def beyond_cuda(args: ServerArgs) -> str:
 
 
 def gpus_of(args: ServerArgs) -> tuple[int, ...]:
-    """The GPU of each rank of this node, of arguments that `beyond_cuda` lets pass."""
+    """The GPU of each rank of this node, of arguments that `unsupported_on_cuda` lets pass."""
     first, ranks = args.base_gpu_id, num_ranks(args) // args.nnodes
     return tuple(first + number for number in share_gpus(ranks, num_gpus() - first))
 

@@ -51,6 +51,11 @@ class Flag:
     secret: bool = False  # never shown in a message
 
 
+def not_built(help: str, **rest: Any) -> Flag:
+    """A flag that this version accepts only with its default."""
+    return Flag(help, built=ONLY_DEFAULT, **rest)
+
+
 @dataclass(frozen=True)
 class FlagSpec:
     """A field with its annotation taken apart."""
@@ -81,7 +86,7 @@ class FlagSpec:
 Args = TypeVar("Args")
 
 
-def _take_apart(annotation: Any) -> tuple[type, bool, bool]:
+def _unpack_annotation(annotation: Any) -> tuple[type, bool, bool]:
     """(kind, optional, many) of int, int | None, tuple[int, ...] or tuple[int, ...] | None."""
     optional = get_origin(annotation) in (Union, types.UnionType)
     if optional:
@@ -109,7 +114,7 @@ def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
         annotation, flag = get_args(field.type)
-        kind, optional, many = _take_apart(annotation)
+        kind, optional, many = _unpack_annotation(annotation)
         group = _group_of(cls, field.name)
         found[field.name] = FlagSpec(field.name, kind, optional, many, field.default, group, flag)
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-MOST_SHARERS: Final = 8
+TESTED_SHARERS: Final = 8
 """Ranks on one GPU that were tried."""
 PERCENT: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-SPARE: Final = 2
+OVERSUBSCRIPTION: Final = 2
 """How many times its even part of a GPU's processors a rank may compute on."""
-MOST_CLIENTS: Final = 60
+MAX_MPS_CLIENTS: Final = 60
 """Ranks of all servers on an MPS daemon; 48 up to Hopper."""
 CROWD_PERCENT: Final = 50
 """66 of an H200's processors: more than hold a program of each of those."""
@@ -43,15 +43,15 @@ def processor_percent(sharers: int, crowded: bool = False) -> int:
     every processor there is, and leave each other none. 8 ranks took 1.2 to 1.4 times as long for a
     step. With an even part each nobody could use what others do not; so it is more.
     """
-    percent = min(100, -(-100 * SPARE // sharers))
-    return max(percent, CROWD_PERCENT) if crowded or sharers > MOST_SHARERS else percent
+    percent = min(100, -(-100 * OVERSUBSCRIPTION // sharers))
+    return max(percent, CROWD_PERCENT) if crowded or sharers > TESTED_SHARERS else percent
 
 
 def describe_shares(devices: Sequence[int]) -> str:
     """For the log: `5 ranks share 2 GPUs under MPS (GPU 0: ranks 0-2, GPU 1: ranks 3-4); …`."""
     if not is_shared(devices):
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
-    used, most = sorted(set(devices)), most_on_one(devices)
+    used, most = sorted(set(devices)), max_ranks_per_gpu(devices)
     parts = ", ".join(f"GPU {gpu}: {_ranks_on(gpu, devices)}" for gpu in used)
     return (
         f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
@@ -59,13 +59,13 @@ def describe_shares(devices: Sequence[int]) -> str:
     )
 
 
-def crowding(devices: Sequence[int]) -> str:
+def crowding_warning(devices: Sequence[int]) -> str:
     """What to expect of more ranks on a GPU than were tried; empty: there are no more."""
-    most = most_on_one(devices)
-    if most <= MOST_SHARERS:
+    most = max_ranks_per_gpu(devices)
+    if most <= TESTED_SHARERS:
         return ""
     return (
-        f"{most} ranks share a GPU, and more than {MOST_SHARERS} were not tried: CUDA may have no "
+        f"{most} ranks share a GPU, and more than {TESTED_SHARERS} were not tried: CUDA may have no "
         'queues left for them, which it calls "out of memory"'
     )
 
@@ -74,7 +74,7 @@ def count_gpus(number: int) -> str:
     return f"{number} GPU{'s' * (number != 1)}"
 
 
-def most_on_one(devices: Sequence[int]) -> int:
+def max_ranks_per_gpu(devices: Sequence[int]) -> int:
     """Ranks."""
     return max((devices.count(gpu) for gpu in set(devices)), default=0)
 

@@ -14,15 +14,15 @@ from typing import Any
 from moesaic.config.args import ServerArgs
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import (
-    VARIABLE,
-    beyond_cuda,
+    DEVICE_VARIABLE,
     cuda_missing,
     device_of,
+    device_reason,
     gpus_of,
-    why_device,
+    unsupported_on_cuda,
 )
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
-from moesaic.config.gpus import crowding
+from moesaic.config.gpus import crowding_warning
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 SAMPLING = {"cpu": "pytorch", "cuda": "triton"}
 # Prompt tokens of a step: enough rows to keep the matrix units of the device busy.
 CHUNKS = {"cpu": 2048, "cuda": 8192}
-SHAPE = "shape:"
+SHAPE_PREFIX = "shape:"
 # The live ranks of a node are the bits of one signed word of its control page.
 MAX_RANKS_PER_NODE = 62
 
 
 @dataclass(frozen=True)
-class Filled:
+class FlagChange:
     """What a field becomes that was left open or has no effect, and why."""
 
     field: str
@@ -61,9 +61,9 @@ def resolve(args: ServerArgs) -> ServerArgs:
         logger.info("--trust-remote-code changes nothing: no code from a checkpoint is ever run")
     for change in _told(args):
         logger.info("%s: %s", _shown(change), change.reason)
-    if device_of(args) == "cuda" and (crowd := crowding(gpus_of(args))):
+    if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):
         logger.warning("%s", crowd)
-    return replace(args, **{change.field: change.value for change in filled(args)})
+    return replace(args, **{change.field: change.value for change in flag_changes(args)})
 
 
 def problems(args: ServerArgs) -> Iterator[str]:
@@ -75,62 +75,62 @@ def problems(args: ServerArgs) -> Iterator[str]:
         yield str(error)
 
 
-def filled(args: ServerArgs) -> list[Filled]:
+def flag_changes(args: ServerArgs) -> list[FlagChange]:
     """What `resolve` changes in arguments that it accepts."""
     changes = [*_told(args), *_defaults(args)]
     return [change for change in changes if getattr(args, change.field) != change.value]
 
 
-def _shown(change: Filled) -> str:
+def _shown(change: FlagChange) -> str:
     return f"{specs(ServerArgs)[change.field].name} is {change.value}"
 
 
-def _told(args: ServerArgs) -> Iterator[Filled]:
+def _told(args: ServerArgs) -> Iterator[FlagChange]:
     """Changes that may surprise: they are logged."""
     if expert_ranks(args) != args.ep_size:
         why = f"with --moe-a2a-backend {args.moe_a2a_backend} experts are laid over all tp ranks"
-        yield Filled("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
+        yield FlagChange("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
     if args.enable_dp_attention and args.dp_size == 1:
         why = "with --dp-size 1 there is one attention group"
-        yield Filled("enable_dp_attention", False, why)
+        yield FlagChange("enable_dp_attention", False, why)
         if args.enable_dp_lm_head:
-            yield Filled("enable_dp_lm_head", False, why)
-    if args.device == "auto" and VARIABLE not in os.environ:
-        yield Filled("device", device_of(args), why_device(args))
+            yield FlagChange("enable_dp_lm_head", False, why)
+    if args.device == "auto" and DEVICE_VARIABLE not in os.environ:
+        yield FlagChange("device", device_of(args), device_reason(args))
     if device_of(args) == "cuda" and args.enable_dp_attention and args.dp_size > 1:
         why = "on CUDA each attention group computes dense layers and logits by itself"
-        yield Filled("moe_dense_tp_size", 1, why)
-        yield Filled("enable_dp_lm_head", True, why)
+        yield FlagChange("moe_dense_tp_size", 1, why)
+        yield FlagChange("enable_dp_lm_head", True, why)
     if device_of(args) == "cpu":
         for field in ("cuda_graph_bs", "cuda_graph_max_bs"):
             if getattr(args, field) is not None:
-                yield Filled(field, None, "there are no CUDA graphs on cpu")
-    if args.model_path.startswith(SHAPE) and args.tokenizer_path is None:
-        yield Filled(
+                yield FlagChange(field, None, "there are no CUDA graphs on cpu")
+    if args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None:
+        yield FlagChange(
             "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
         )
     if args.nnodes > 1 and args.dist_init_addr is None:
-        yield Filled("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
+        yield FlagChange("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
 
 
-def _defaults(args: ServerArgs) -> Iterator[Filled]:
-    device, bare = device_of(args), args.model_path.startswith(SHAPE)
+def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
+    device, bare = device_of(args), args.model_path.startswith(SHAPE_PREFIX)
     if args.skip_tokenizer_init:
-        yield Filled("tokenizer_path", None, "--skip-tokenizer-init")
+        yield FlagChange("tokenizer_path", None, "--skip-tokenizer-init")
     elif args.tokenizer_path is not None or not bare:
         tokenizer = args.tokenizer_path or args.model_path
-        yield Filled("tokenizer_path", tokenizer, "the model's folder")
-    yield Filled("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
-    if VARIABLE in os.environ:  # else it was told
-        yield Filled("device", device, why_device(args))
-    yield Filled("attention_backend", ATTENTION[device], f"the only one on {device}")
-    yield Filled("sampling_backend", SAMPLING[device], f"the only one on {device}")
+        yield FlagChange("tokenizer_path", tokenizer, "the model's folder")
+    yield FlagChange("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
+    if DEVICE_VARIABLE in os.environ:  # else it was told
+        yield FlagChange("device", device, device_reason(args))
+    yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
+    yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.chunked_prefill_size is None:
-        yield Filled("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
+        yield FlagChange("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
     if args.load_balance_method == "auto":
-        yield Filled("load_balance_method", "round_robin", "the default")
+        yield FlagChange("load_balance_method", "round_robin", "the default")
     if args.dist_timeout is None:
-        yield Filled("dist_timeout", DIST_TIMEOUT, "the default")
+        yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
 
 
 def contradictions(args: ServerArgs) -> Iterator[str]:
@@ -150,7 +150,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
 def _model(args: ServerArgs) -> Iterator[str]:
     if not args.model_path:
         yield "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy"
-    bare = args.model_path.startswith(SHAPE) and args.tokenizer_path is None
+    bare = args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None
     if bare and args.chat_template is not None:
         yield (
             f"--chat-template {args.chat_template} needs a tokenizer, and {args.model_path} has "
@@ -163,7 +163,7 @@ def _model(args: ServerArgs) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{name} {value} needs a tokenizer: leave out --skip-tokenizer-init"
-    if args.model_path.startswith(SHAPE) and args.load_format != "dummy":
+    if args.model_path.startswith(SHAPE_PREFIX) and args.load_format != "dummy":
         yield f"--model-path {args.model_path} has no weights: give --load-format dummy"
 
 
@@ -171,12 +171,12 @@ def _device(args: ServerArgs) -> Iterator[str]:
     if args.device == "npu":  # not built, which is said elsewhere
         return
     device = device_of(args)
-    told = "--device cuda" if args.device == "cuda" else f"{VARIABLE}=cuda"
+    told = "--device cuda" if args.device == "cuda" else f"{DEVICE_VARIABLE}=cuda"
     if device == "cpu" and args.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
     elif device == "cuda" and (missing := cuda_missing()):
         yield f"{told} cannot work here: {missing}; give --device cpu"
-    elif device == "cuda" and (beyond := beyond_cuda(args)):
+    elif device == "cuda" and (beyond := unsupported_on_cuda(args)):
         yield f"{told} cannot do this: {beyond}; leave it out or give --device cpu"
     for name, asked, known in (
         ("--attention-backend", args.attention_backend, ATTENTION),

@@ -19,7 +19,7 @@ from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.config.resolve import (
     BACKEND_ENTRY_POINTS,
     expert_ranks,
-    filled,
+    flag_changes,
     largest_divisor,
     problems,
     resolve,
@@ -477,13 +477,13 @@ def test_what_flags_imply_is_filled_in_and_told(
     line: str, field: str, value: object, told: str, caplog: pytest.LogCaptureFixture
 ):
     asked = parse("--model-path m " + line)
-    changes = {change.field: change.value for change in filled(asked)}
+    changes = {change.field: change.value for change in flag_changes(asked)}
     with caplog.at_level(logging.INFO):
         args = resolve(asked)
     assert getattr(args, field) == value
     assert changes.get(field, value) == value
     assert (told in caplog.text) if told else caplog.text == ""
-    assert filled(args) == []
+    assert flag_changes(args) == []
     caplog.clear()
     assert resolve(args) == args
     assert caplog.text == ""
@@ -590,7 +590,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
     """Pretends what torch is built for and how many GPUs there are."""
 
     def have(version: str | None, count: int) -> None:
-        monkeypatch.delenv(devices.VARIABLE, raising=False)
+        monkeypatch.delenv(devices.DEVICE_VARIABLE, raising=False)
         monkeypatch.delenv(devices.VISIBLE, raising=False)
         monkeypatch.setattr(devices, "_torch_cuda", lambda: version)
         monkeypatch.setattr(devices, "_num_gpus", lambda: count)
@@ -614,12 +614,12 @@ def test_the_device_is_chosen_by_what_there_is(
         assert args.device == kind and f"--device is {kind}: {why}" in caplog.text
         assert resolve(args) == args
     gpus("13.0", 1)
-    monkeypatch.setenv(devices.VARIABLE, "cpu")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cpu")
     assert resolve(make()).device == "cpu"
-    monkeypatch.setenv(devices.VARIABLE, "tpu")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "tpu")
     with pytest.raises(ValueError, match="MOESAIC_DEVICE is 'tpu': give auto, cpu, cuda"):
         resolve(make())
-    monkeypatch.setenv(devices.VARIABLE, "auto")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "auto")
     monkeypatch.setenv(devices.VISIBLE, "")
     assert devices.cuda_missing() == "CUDA_VISIBLE_DEVICES is '' and hides every GPU"
 
@@ -658,7 +658,7 @@ def test_the_variable_is_named_where_it_chose_cuda(
     gpus: Callable[[str | None, int], None], monkeypatch: pytest.MonkeyPatch
 ):
     gpus("13.0", 0)
-    monkeypatch.setenv(devices.VARIABLE, "cuda")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cuda")
     with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot work here: .*--device cpu$"):
         resolve(make())
     with pytest.raises(ValueError, match=r"^--device cuda cannot work here"):
@@ -745,10 +745,10 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert devices.num_gpus() == 2
     with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs, numbered from 0; "):
         resolve(make(device="cuda", base_gpu_id=2))
-    assert devices.why_device(make(tp_size=2, base_gpu_id=4)) == (
+    assert devices.device_reason(make(tp_size=2, base_gpu_id=4)) == (
         "--base-gpu-id 4: there are 2 GPUs, numbered from 0"
     )
-    assert devices.why_device(make(tp_size=2, base_gpu_id=1)) == (
+    assert devices.device_reason(make(tp_size=2, base_gpu_id=1)) == (
         "2 ranks would have to share 1 GPU: --device cuda does so"
     )
 
