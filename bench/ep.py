@@ -173,8 +173,8 @@ def engine_args(read: ServerArgs, options: argparse.Namespace, ep: int) -> dict[
     if options.layers is not None:
         if not read.model_path.startswith((PREFIX, SHAPE_PREFIX)):
             raise ValueError(
-                f"--layers {options.layers} is for {PREFIX} and {SHAPE_PREFIX} models, and a folder has "
-                f"the layers that it has: leave it out with {read.model_path}"
+                f"--layers {options.layers} is for {PREFIX} and {SHAPE_PREFIX} models; a folder "
+                f"has its own layers: leave it out with {read.model_path}"
             )
         made["model_path"] = f"{read.model_path},num_hidden_layers={options.layers}"
     if ep > 1:

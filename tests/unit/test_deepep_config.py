@@ -71,7 +71,7 @@ def test_where_it_is_refused(monkeypatch: pytest.MonkeyPatch):
         return str(caught.value)
 
     assert "leave it out on cpu" in told("--device cpu")
-    assert "is of normal mode: give --moe-a2a-backend deepep" in told("--moe-a2a-backend mori")
+    assert "is for normal mode: give --moe-a2a-backend deepep" in told("--moe-a2a-backend mori")
     assert "with --deepep-mode normal or auto" in told("--deepep-mode low_latency")
     monkeypatch.setattr(devices, "_torch_cuda", lambda: "13.0")
     monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
