@@ -37,7 +37,7 @@ THROUGHPUT = """\
 Measure how many tokens a second the engine gives for many requests, without HTTP."""
 LATENCY = """\
 Measure prefill and decode of one batch after the other, without HTTP."""
-Asked = TypeVar("Asked", ThroughputArgs, LatencyArgs)
+OfflineArgs = TypeVar("Asked", ThroughputArgs, LatencyArgs)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -91,9 +91,9 @@ def _latency(argv: Sequence[str]) -> int:
 def _offline(
     name: str,
     description: str,
-    kind: type[Asked],
+    kind: type[OfflineArgs],
     argv: Sequence[str],
-    measure: Callable[[Engine, Asked], int],
+    measure: Callable[[Engine, OfflineArgs], int],
 ) -> int:
     """With the engine's flags, as `moesaic generate` has them."""
     command = f"moesaic bench {name}"

@@ -102,10 +102,10 @@ def _tune_a2a(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
 ) -> int:
     """This process opens no CUDA: ranks may have to share the GPU by MPS, and it would not."""
-    from moesaic.cli.tune_a2a import Wanted, tune
+    from moesaic.cli.tune_a2a import TuneJob, tune
     from moesaic.config.devices import cuda_missing
 
-    wanted = Wanted(
+    wanted = TuneJob(
         tuple(dict.fromkeys((experts, top_k, hidden) for experts, top_k, hidden, _ in sizes)),
         tuple(_numbers("--ranks", args.ranks)),
         tuple(word.strip() for word in args.payload.split(",")),

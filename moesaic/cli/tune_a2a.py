@@ -48,7 +48,7 @@ MODES = {"collect_rows": "normal", "collect_pairs": "low_latency"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TuneJob:
     """`shapes`: E, K, H."""
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -92,35 +92,35 @@ class A2aCase:
         return str(self.kernel), tuning.bucket(self.tokens)
 
 
-def cases_of(wanted: Wanted, ranks: int) -> Iterator[A2aCase]:
+def list_cases(job: TuneJob, ranks: int) -> Iterator[A2aCase]:
     """Results come back in one type, whatever was sent; by pairs for few tokens only."""
     for (experts, top_k, hidden), tokens in (
-        (shape, tokens) for shape in wanted.shapes or SHAPES for tokens in wanted.tokens
+        (shape, tokens) for shape in job.shapes or SHAPES for tokens in job.tokens
     ):
-        for payload in wanted.payloads:
+        for payload in job.payloads:
             yield A2aCase(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
         yield A2aCase(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)
         if tokens <= FEW_TOKENS:
             yield A2aCase(Kernel("collect_pairs", ranks, hidden), experts, top_k, tokens)
 
 
-def tune(wanted: Wanted) -> None:
-    gpus, most = num_gpus(), max(wanted.ranks)
+def tune(job: TuneJob) -> None:
+    gpus, most = num_gpus(), max(job.ranks)
     with start_mps() if most > gpus else nullcontext() as mps:
-        for ranks in wanted.ranks:
+        for ranks in job.ranks:
             devices = share_gpus(ranks, gpus)
             shared = {} if mps is None else mps.for_ranks(max_ranks_per_gpu(devices))
             places = PerRank([TimedRank(shared, gpu) for gpu in devices])
             with LocalRanks(ranks, SECONDS, peer_timeout=PEER_SECONDS) as pool:
-                tune_ranks(wanted, pool, places)
+                tune_ranks(job, pool, places)
 
 
-def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
+def tune_ranks(job: TuneJob, pool: LocalRanks, places: PerRank) -> None:
     """With so many ranks as the pool has."""
-    machine: GpuModel = pool.run(machine_of, places)[0]
-    path = wanted.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
-    known = {} if wanted.again else a2a_tuned.load(machine.name, wanted.folder)
-    cases = {case.key: case for case in cases_of(wanted, pool.size) if case.key not in known}
+    machine: GpuModel = pool.run(gpu_model, places)[0]
+    path = job.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
+    known = {} if job.again else a2a_tuned.load(machine.name, job.folder)
+    cases = {case.key: case for case in list_cases(job, pool.size) if case.key not in known}
     if not cases:
         print(f"{pool.size} ranks: all of it is in {path}: --again measures it anew")
         return
@@ -130,7 +130,7 @@ def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
             us = slowest(pool.run(measure, case, plans, places))
             best = min(range(len(plans)), key=us.__getitem__)
             name, plan = machine.name, plans[best]
-            a2a_tuned.save(name, case.kernel, case.tokens, plan, us[best], wanted.folder)
+            a2a_tuned.save(name, case.kernel, case.tokens, plan, us[best], job.folder)
             bar.write(f"{case.kernel} {case.tokens} rows: {us[best]:.1f} us (guess {us[0]:.1f})")
             bar.update()
     print(f"wrote {path}")
@@ -144,7 +144,7 @@ def slowest(found: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     ]
 
 
-def machine_of(group: RankGroup, place: TimedRank) -> GpuModel:
+def gpu_model(group: RankGroup, place: TimedRank) -> GpuModel:
     facts = tuning.device_facts(place.open())
     return GpuModel(facts.processors, name=facts.name)
 
@@ -156,11 +156,11 @@ def measure(
     device = place.open()
     with torch.inference_mode():
         with torch.device(device):
-            dispatcher = dispatcher_of(group, case)
+            dispatcher = make_dispatcher(group, case)
         window = device_window.create(group, [], PEER_SECONDS, MEETINGS, device)
         calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("tune"))
-        work = Work(dispatcher, together, *route(case, group.rank, device))
+        work = TimedCalls(dispatcher, together, *route(case, group.rank, device))
         link = work.dispatch if case.kernel.sends else work.combine
         few = case.tokens <= FEW_TOKENS
         length = (FEW if few else MANY) if together.on_gpu else TWINS
@@ -180,7 +180,7 @@ def measure(
     return found
 
 
-class Work:
+class TimedCalls:
     """Rows of dispatches and of combines; results are whatever lies there."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Work:
         return out
 
 
-def dispatcher_of(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
+def make_dispatcher(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
     load_backends()
     config = DispatchConfig(
         layout=EpLayout(case.experts, group.size, 1, group.rank),

@@ -215,8 +215,8 @@ def _nodes(args: ServerArgs) -> Iterator[str]:
     elif world % args.nnodes:
         yield (
             f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be "
-            f"divided evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple of "
-            f"it, or --nnodes {largest_divisor(world, args.nnodes)}"
+            f"divided evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple "
+            f"of it, or --nnodes {largest_divisor(world, args.nnodes)}"
         )
     elif world * replicas > MAX_RANKS_PER_NODE * args.nnodes:
         yield (

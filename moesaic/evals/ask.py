@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTRUCTING: Final = ("system", "developer")
+SYSTEM_ROLES: Final = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Options:
 
     def conversation(self, problem: Problem) -> tuple[ChatTurn, ...]:
         turns = problem.conversation
-        if self.system is None or any(turn.role in INSTRUCTING for turn in turns):
+        if self.system is None or any(turn.role in SYSTEM_ROLES for turn in turns):
             return turns
         return (ChatTurn("system", self.system), *turns)
 

@@ -27,7 +27,7 @@ KNOWN: Final = frozenset(
 )
 
 
-class BadLine(ValueError):
+class InvalidLine(ValueError):
     """What is wrong with a line of a file."""
 
 
@@ -85,7 +85,7 @@ def read_problems(path: str) -> list[Problem]:
         try:
             entry = _object(line)
             found.append(_problem(entry, stem, str(number)))
-        except BadLine as error:
+        except InvalidLine as error:
             raise ValueError(f"--data {path}, line {number}: {error}") from None
         ignored |= entry.keys() - KNOWN
     if not found:
@@ -100,12 +100,12 @@ def _object(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"it is not JSON: {error}") from None
+        raise InvalidLine(f"it is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise BadLine('it is not an object: write {"prompt": "…", "answer": "…"}')
+        raise InvalidLine('it is not an object: write {"prompt": "…", "answer": "…"}')
     for key in KNOWN & entry.keys():
         if not is_text(json.dumps(entry[key], ensure_ascii=False)):
-            raise BadLine(f'"{key}" has half a surrogate pair, which is no character: mend it')
+            raise InvalidLine(f'"{key}" has half a surrogate pair, which is no character: mend it')
     return entry
 
 
@@ -122,7 +122,7 @@ def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
     asked = [key for key in ("prompt", "messages", "question") if key in entry]
     if len(asked) != 1:
         found = " and ".join(asked) or "neither"
-        raise BadLine(f'it has {found}: give one of "prompt" and "messages"')
+        raise InvalidLine(f'it has {found}: give one of "prompt" and "messages"')
     prompt = "" if asked == ["messages"] else _text(entry, asked[0])
     messages = _messages(entry["messages"]) if asked == ["messages"] else ()
     answer, solution = _text(entry, "answer"), entry.get("solution", "")
@@ -152,24 +152,24 @@ def _text(entry: dict[str, Any], key: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         what = "is missing" if value is None else f"is {value!r:.40}"
-        raise BadLine(f'"{key}" {what}: give a text that is not empty')
+        raise InvalidLine(f'"{key}" {what}: give a text that is not empty')
     return value
 
 
 def _task(entry: dict[str, Any], default: str) -> str:
     name = _text(entry, "task") if "task" in entry else default
     if name == "all":
-        raise BadLine('its task is "all", which is the name of the sum: give another "task"')
+        raise InvalidLine('its task is "all", which is the name of the sum: give another "task"')
     return name
 
 
 def _messages(value: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(value, list) or not value:
-        raise BadLine('"messages" must be a list that is not empty')
+        raise InvalidLine('"messages" must be a list that is not empty')
     for number, turn in enumerate(value):
         good = isinstance(turn, dict) and isinstance(turn.get("content"), str)
         if not good or turn.get("role") not in ROLES:
-            raise BadLine(
+            raise InvalidLine(
                 f'message {number} must be {{"role": "user", "content": "…"}}, with a role of '
                 + ", ".join(ROLES)
             )
@@ -179,14 +179,14 @@ def _messages(value: Any) -> tuple[ChatTurn, ...]:
 def _check_match(name: Any, answer: str) -> None:
     if not isinstance(name, str) or name not in MATCHES:
         hint = nearest(str(name), MATCHES)
-        raise BadLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
+        raise InvalidLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
     needs: dict[str, tuple[bool, str]] = {
         "number": (is_number(answer), "a number, and nothing besides"),
         "choice": (MATCHES["choice"].read(answer) is not None, "a letter from A to E"),
     }
     good, what = needs.get(name, (True, ""))
     if not good:
-        raise BadLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {what}')
+        raise InvalidLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {what}')
 
 
 def write_problems(path: str, problems: Sequence[Problem]) -> None:

@@ -24,10 +24,10 @@ from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text, merged
 TRIES: Final = 6
 FIRST_WAIT: Final = 0.5  # seconds, doubled at every further try
 LONGEST_WAIT: Final = 30.0
-AGAIN: Final = (429, 502, 503, 504)  # too much at once, or not there yet
+RETRY_STATUSES: Final = (429, 502, 503, 504)  # too much at once, or not there yet
 
 
-class Unreached(Exception):
+class RetryableError(Exception):
     """A try that may be made again. `wait`: seconds, where the server says so."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
@@ -88,7 +88,7 @@ class HttpAsker(Asker):
         for number in range(1, TRIES + 1):
             try:
                 return await self._once(problem, options)
-            except Unreached as error:
+            except RetryableError as error:
                 if number == TRIES:
                     return ModelReply(error=f"{error}, {TRIES} times")
                 # Spread, so that those who were sent away together do not come back together.
@@ -104,11 +104,11 @@ class HttpAsker(Asker):
             async with self._session.post(url, json=body, timeout=self._timeout) as response:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreached(self._why(error)) from None
+            raise RetryableError(self._why(error)) from None
         if response.status != 200:
             text = f"status {response.status}: {reason(data)}"
-            if response.status in AGAIN:
-                raise Unreached(text, _seconds(response.headers.get("Retry-After")))
+            if response.status in RETRY_STATUSES:
+                raise RetryableError(text, _seconds(response.headers.get("Retry-After")))
             return ModelReply(error=text)
         return _reply(data, time.perf_counter() - started)
 

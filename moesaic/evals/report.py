@@ -14,7 +14,7 @@ from moesaic.evals.result import GradedReply, Result, TaskScore, by_task, score
 
 HEAD: Final = ("task", "n", "accuracy", "95% interval", "invalid", "failed", "tokens", "p50", "p99")
 LONGEST: Final = 1200  # characters of a reply that is shown
-BROKEN: Final = "�"
+REPLACEMENT: Final = "�"
 MOST_ERRORS: Final = 5  # messages that are shown
 
 
@@ -82,12 +82,12 @@ def _failure(output: GradedReply) -> str:
 def _shown(text: str) -> str:
     """Without what would move a terminal's cursor: models may say anything."""
     text = text if len(text) <= LONGEST else text[:LONGEST] + " …"
-    return "".join(char if char.isprintable() or char == "\n" else BROKEN for char in text)
+    return "".join(char if char.isprintable() or char == "\n" else REPLACEMENT for char in text)
 
 
 def name_of(text: str) -> str:
     """As `_shown`, and in one line."""
-    return _shown(text).replace("\n", BROKEN)
+    return _shown(text).replace("\n", REPLACEMENT)
 
 
 def errors(result: Result) -> list[str]:
