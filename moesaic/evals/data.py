@@ -1,4 +1,4 @@
-"""Problems from tasks and from files: one JSON object a line."""
+"""Problems from tasks and from files of one JSON object a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesaic.evals.tasks.problem import MARK, MATCHES, ChatTurn, Problem, is_num
 
 logger = logging.getLogger(__name__)
 
-DRAWN: Final = 100  # problems of a task unless told
+DRAWN: Final = 100  # default number of problems of a task
 ROLES: Final = ("system", "user", "assistant", "developer", "tool")
 KNOWN: Final = frozenset(
     {"task", "id", "prompt", "messages", "question", "answer", "match", "solution"}
@@ -28,13 +28,13 @@ KNOWN: Final = frozenset(
 
 
 class InvalidLine(ValueError):
-    """What is wrong with a line of a file."""
+    """A line of a file that is not a problem."""
 
 
 def choose(
     tasks: str | None, data: str | None, seed: int, num: int | None, progress: bool = False
 ) -> list[Problem]:
-    """Problems of tasks (a,b or all), then those of a file; with neither, of all tasks."""
+    """Problems of tasks (a,b or all), then of a file; by default of all tasks."""
     words = tasks or (None if data is not None else "all")
     drawn = [] if words is None else draw_tasks(words, seed, num or DRAWN, progress)
     return drawn + ([] if data is None else first_of_each(read_problems(data), num))
@@ -59,7 +59,7 @@ def draw_tasks(words: str, seed: int, num: int, progress: bool = False) -> list[
 
 
 def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]:
-    """At most so many of each task."""
+    """At most `num` problems of each task."""
     counts: dict[str, int] = {}
     kept = []
     for problem in problems:
@@ -70,7 +70,7 @@ def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]
 
 
 def read_problems(path: str) -> list[Problem]:
-    """ValueError with the line and what is wrong with it."""
+    """Read a file; ValueError names a wrong line and the reason."""
     file = Path(path)
     stem = file.stem.encode(errors="replace").decode()
     try:
@@ -78,7 +78,7 @@ def read_problems(path: str) -> list[Problem]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--data {path}: cannot be read: {error}") from None
     found, ignored = [], set[str]()
-    # Not by splitlines: a JSON text may hold other line ends as they are.
+    # Not splitlines: JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -92,7 +92,7 @@ def read_problems(path: str) -> list[Problem]:
         raise ValueError(f'--data {path} has no problems: give lines {{"prompt": …, "answer": …}}')
     if ignored:
         names = ", ".join(map(name_of, sorted(ignored)))
-        logger.info("--data %s: keys that mean nothing here: %s", path, names)
+        logger.info("--data %s: ignored keys: %s", path, names)
     return found
 
 
@@ -105,12 +105,14 @@ def _object(line: str) -> dict[str, Any]:
         raise InvalidLine('it is not an object: write {"prompt": "…", "answer": "…"}')
     for key in KNOWN & entry.keys():
         if not is_text(json.dumps(entry[key], ensure_ascii=False)):
-            raise InvalidLine(f'"{key}" has half a surrogate pair, which is no character: mend it')
+            raise InvalidLine(
+                f'"{key}" has half a surrogate pair, which is no character: correct it'
+            )
     return entry
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be sent and written at all."""
+    """Whether it can be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -146,7 +148,7 @@ def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
 
 
 def _text(entry: dict[str, Any], key: str) -> str:
-    """A number will do: of an answer it is what people write."""
+    """The text of a key; numbers are accepted, as people write them as answers."""
     value = entry.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
@@ -190,7 +192,7 @@ def _check_match(name: Any, answer: str) -> None:
 
 
 def write_problems(path: str, problems: Sequence[Problem]) -> None:
-    """As `read_problems` takes them."""
+    """Write problems as `read_problems` reads them."""
     lines = [json.dumps(_line(problem), ensure_ascii=False) + "\n" for problem in problems]
     write_whole(Path(path), "".join(lines).encode())
 
@@ -201,7 +203,7 @@ def _line(problem: Problem) -> dict[str, Any]:
 
 
 def check_target(flag: str, path: str) -> None:
-    """Before anything slow: ValueError where no file can be written."""
+    """Raise ValueError, before anything slow, if the file cannot be written."""
     if not path:
         raise ValueError(f"{flag} is empty: name a file")
     file = Path(path)
@@ -216,25 +218,25 @@ def check_target(flag: str, path: str) -> None:
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {folder}: make it")
         probe = _beside(file.resolve())
-        probe.touch(exist_ok=False)  # permissions alone do not tell: see /proc
+        probe.touch(exist_ok=False)  # permissions are not enough: see /proc
         probe.unlink()
     except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise ValueError(f"{flag} {path}: nothing can be written there: {error}") from None
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe, a terminal, a device: what must be written to, and never be replaced."""
+    """Whether it is a pipe, a terminal or a device, which must not be replaced."""
     return path.exists() and not path.is_file()
 
 
 def _beside(path: Path) -> Path:
-    """A name of this run's own in the same folder."""
+    """A unique name in the same folder."""
     return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.part")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing, whatever ends this process. A link stays one, and what it leads to is
-    written; what is no file is written as it comes."""
+    """Write a file atomically. Links stay links, and their targets are written; pipes and devices
+    are written directly."""
     if _is_special(path):
         path.write_bytes(content)
         return
