@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
+from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import nearest, refuse_unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config
-from moesaic.config.resolve import resolve
 from moesaic.loadgen.args import LatencyArgs, ServeBenchArgs, ThroughputArgs
 
 if TYPE_CHECKING:
@@ -24,9 +21,9 @@ usage: moesaic bench serve [flags]             a server, over HTTP
        moesaic bench throughput MODEL [flags]  the engine in this process, all requests at once
        moesaic bench latency MODEL [flags]     the same, one batch at a time
 
-moesaic bench serve --help shows the flags of each.
+moesaic bench KIND --help shows the flags of each.
 
-A server on this machine, 64 requests at once, then under growing load with a picture:
+A server on this machine with 64 requests at once, then under growing load with a plot:
   moesaic bench serve --num-prompts 500 --random-input-len 512 --random-output-len 128 \\
     --max-concurrency 64
   moesaic bench serve --num-prompts 200 --request-rate 1,2,4,8 --plot load.png
@@ -34,10 +31,10 @@ A server on this machine, 64 requests at once, then under growing load with a pi
 SERVE = """\
 Measure a server over HTTP: throughput, TTFT, TPOT, ITL and end-to-end latency."""
 THROUGHPUT = """\
-Measure how many tokens a second the engine gives for many requests, without HTTP."""
+Measure the throughput of the engine for many requests, without HTTP."""
 LATENCY = """\
-Measure prefill and decode of one batch after the other, without HTTP."""
-OfflineArgs = TypeVar("Asked", ThroughputArgs, LatencyArgs)
+Measure prefill and decode of one batch at a time, without HTTP."""
+OfflineArgs = TypeVar("OfflineArgs", ThroughputArgs, LatencyArgs)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -71,21 +68,15 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _throughput(argv: Sequence[str]) -> int:
-    def measure(engine: Engine, asked: ThroughputArgs) -> int:
-        from moesaic.loadgen.offline_bench import throughput_bench
+    from moesaic.loadgen.offline_bench import throughput_bench
 
-        return throughput_bench(engine, asked)
-
-    return _offline("throughput", THROUGHPUT, ThroughputArgs, argv, measure)
+    return _offline("throughput", THROUGHPUT, ThroughputArgs, argv, throughput_bench)
 
 
 def _latency(argv: Sequence[str]) -> int:
-    def measure(engine: Engine, asked: LatencyArgs) -> int:
-        from moesaic.loadgen.offline_bench import latency_bench
+    from moesaic.loadgen.offline_bench import latency_bench
 
-        return latency_bench(engine, asked)
-
-    return _offline("latency", LATENCY, LatencyArgs, argv, measure)
+    return _offline("latency", LATENCY, LatencyArgs, argv, latency_bench)
 
 
 def _offline(
@@ -95,26 +86,15 @@ def _offline(
     argv: Sequence[str],
     measure: Callable[[Engine, OfflineArgs], int],
 ) -> int:
-    """With the engine's flags, as `moesaic generate` has them."""
     command = f"moesaic bench {name}"
     parser = FlagParser(command, f"{command} MODEL [flags]", description)
     add_model(parser)
     parser.add_flags(kind)
     parser.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
     given = parser.parse(argv)
-    asked, args = merge(kind, given, {}), read_args(given)
-    resolved = resolve(args)  # before anything slow, so that a wrong flag is answered at once
-    check_nodes(resolved)
-    set_up_logging(args.log_level)
+    options, args = merge(kind, given, {}), read_args(given)
+    resolved = prepare(args)
     if resolved.node_rank > 0:
         return join_node(resolved)
-    with _engine(args) as engine:
-        return measure(engine, asked)
-
-
-@contextmanager
-def _engine(args: ServerArgs) -> Iterator[Engine]:
-    from moesaic.engine.engine import Engine
-
-    with Engine(**asdict(args)) as engine:
-        yield engine
+    with start_engine(args) as engine:
+        return measure(engine, options)

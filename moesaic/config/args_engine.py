@@ -134,8 +134,7 @@ class ServeArgs:
         str | None, Flag("Engine for structured output.", choices=("llguidance", "none"))
     ] = None
     skip_server_warmup: Annotated[
-        bool,
-        Flag("Skip the warm-up request and the compilation of GPU kernels at start."),
+        bool, Flag("Skip the warm-up request and the compilation of GPU kernels at start.")
     ] = False
     enable_cache_report: Annotated[bool, Flag("Report cached tokens in usage.")] = False
     log_requests: Annotated[bool, Flag("Log every request.")] = False
@@ -289,10 +288,7 @@ class RuntimeArgs:
     )
     watchdog_timeout: Annotated[
         float,
-        Flag(
-            "Seconds without progress after which a step of several ranks is aborted.",
-            above=0,
-        ),
+        Flag("Seconds without progress after which a step of several ranks is aborted.", above=0),
     ] = 300.0
     log_level: Annotated[
         str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))

@@ -129,8 +129,7 @@ class MoeArgs:
         ),
     ] = "auto"
     deepep_config: Annotated[
-        str | None,
-        Flag("JSON, or a JSON file: most SMs that normal mode's kernels use on CUDA."),
+        str | None, Flag("JSON, or a JSON file: most SMs that normal mode's kernels use on CUDA.")
     ] = None
     deepep_dispatch_output_dtype: Annotated[
         str,
@@ -160,8 +159,7 @@ class MoeArgs:
     dwdp_size: Annotated[
         int,
         not_built(
-            "Ranks that share the weights while every rank computes its own tokens.",
-            at_least=1,
+            "Ranks that share the weights while every rank computes its own tokens.", at_least=1
         ),
     ] = 1
     flashinfer_mxfp4_moe_precision: Annotated[

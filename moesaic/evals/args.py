@@ -5,6 +5,10 @@ from typing import Annotated, ClassVar
 
 from moesaic.config.flags import Flag
 
+# Sampling flags that `moesaic generate` shares.
+TEMPERATURE = Flag("0 takes the likeliest token.", at_least=0)
+TOP_P = Flag("Keep the likeliest tokens up to this mass.", above=0, at_most=1)
+
 
 @dataclass(frozen=True)
 class EvalArgs:
@@ -24,24 +28,19 @@ class EvalArgs:
     ] = None
     out: Annotated[str | None, Flag("Write figures and replies here.", metavar="FILE.json")] = None
     max_new_tokens: Annotated[int, Flag("Most tokens of a reply.", at_least=1)] = 256
-    temperature: Annotated[float, Flag("0 takes the likeliest token.", at_least=0)] = 0.0
-    top_p: Annotated[
-        float, Flag("Keep the likeliest tokens up to this mass.", above=0, at_most=1)
-    ] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 0.0
+    top_p: Annotated[float, TOP_P] = 1.0
     system: Annotated[
-        str | None,
-        Flag("System message for every problem without one.", metavar="TEXT"),
+        str | None, Flag("System message for every problem without one.", metavar="TEXT")
     ] = None
     show_failures: Annotated[
         int, Flag("Print this many wrong replies.", metavar="K", at_least=0)
     ] = 0
     write_data: Annotated[
-        str | None,
-        Flag("Write the problems here and stop; needs no model.", metavar="FILE.jsonl"),
+        str | None, Flag("Write the problems here and stop; needs no model.", metavar="FILE.jsonl")
     ] = None
     compare: Annotated[
-        tuple[str, ...] | None,
-        Flag("Compare two files of --out and stop.", metavar="FILE.json"),
+        tuple[str, ...] | None, Flag("Compare two files of --out and stop.", metavar="FILE.json")
     ] = None
     disable_tqdm: Annotated[bool, Flag("Show no progress bar.")] = False
 

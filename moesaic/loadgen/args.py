@@ -104,8 +104,7 @@ class TargetArgs:
         False
     )
     lora_name: Annotated[
-        tuple[str, ...] | None,
-        Flag("LoRA adapters.", built=ONLY_DEFAULT, instead=NO_ADAPTERS),
+        tuple[str, ...] | None, Flag("LoRA adapters.", built=ONLY_DEFAULT, instead=NO_ADAPTERS)
     ] = None
 
 
@@ -138,10 +137,7 @@ class ServeBenchArgs(DatasetArgs, TargetArgs):
     profile: Annotated[bool, Flag("Profile the server during the measurement.")] = False
     goodput: Annotated[
         tuple[str, ...] | None,
-        Flag(
-            "Report requests a second within these limits (ttft, tpot, e2el).",
-            metavar="NAME:MS",
-        ),
+        Flag("Report requests a second within these limits (ttft, tpot, e2el).", metavar="NAME:MS"),
     ] = None
     output_file: Annotated[
         str | None, Flag("Append the figures as a line of JSON.", metavar="FILE")

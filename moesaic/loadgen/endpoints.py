@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,6 +44,16 @@ def merged(body: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(old, dict) and isinstance(value, dict)
         result[key] = merged(old, value) if both and old is not None else value
     return result
+
+
+def parse_extra_body(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        extra = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ValueError(f'{flag} is not an object: give {{"NAME": VALUE}}')
+    return extra
 
 
 class AnswerUsage(msgspec.Struct):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import sys
@@ -19,7 +18,7 @@ from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import Load, ServeBenchArgs
 from moesaic.loadgen.client import Client, session
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
-from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, error_text
+from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, error_text, parse_extra_body
 from moesaic.loadgen.metrics import measure, parse_goodput
 from moesaic.loadgen.outcome import BenchPrompt
 from moesaic.loadgen.texts import TINY, Texts, TokenTexts, WordTexts, load_tokenizer
@@ -54,21 +53,8 @@ class BenchPlan:
         for path in (args.plot, args.output_file):
             if path is not None and not Path(path).absolute().parent.is_dir():
                 raise ValueError(f"{path}: there is no such folder")
-        return cls(
-            args, args.loads(), parse_goodput(args.goodput), _extra_body(args), _headers(args)
-        )
-
-
-def _extra_body(args: ServeBenchArgs) -> dict[str, Any]:
-    if args.extra_request_body is None:
-        return {}
-    try:
-        extra = json.loads(args.extra_request_body)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--extra-request-body is not JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ValueError('--extra-request-body is not an object: give {"NAME": VALUE}')
-    return extra
+        extra = parse_extra_body("--extra-request-body", args.extra_request_body)
+        return cls(args, args.loads(), parse_goodput(args.goodput), extra, _headers(args))
 
 
 def _headers(args: ServeBenchArgs) -> dict[str, str]:

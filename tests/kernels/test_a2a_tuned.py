@@ -102,7 +102,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(tune_a2a, "tune", lambda wanted: pytest.fail("not measured"))
     for words, told in (
         ("tune", "no SHAPE: give E,K,H,I"),
-        ("tune --a2a --ranks 1,2", "--ranks 1: give 2 to 62; one sends nothing"),
+        ("tune --a2a --ranks 1,2", "--ranks 1: give 2 to 62; one rank sends nothing"),
         ("tune --a2a --payload bf17", "--payload 'bf17': give some of"),
         ("tune --a2a --ranks x", "--ranks 'x': give whole numbers"),
     ):
