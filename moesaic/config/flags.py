@@ -104,9 +104,13 @@ def _group_of(cls: type, field: str) -> str:
     raise AssertionError(f"{cls.__name__} has no field {field}")
 
 
-@cache
 def specs(cls: type) -> dict[str, FlagSpec]:
     """The flags of a dataclass by field name, in order of declaration."""
+    return _collect(cls)
+
+
+@cache  # behind `specs`, as its type is not that of a function
+def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
         annotation, flag = get_args(field.type)

@@ -75,10 +75,6 @@ def _section(title: str, name: str, spread: LatencySummary, longest: bool = Fals
     return [f"{title:-^{WIDTH}}", *(line(f"{label} {name} (ms)", value) for label, value in values)]
 
 
-def rate_word(rate: float) -> str | float:
-    return rate if math.isfinite(rate) else "inf"
-
-
 def notes(args: ServeBenchArgs, figures: RunMetrics, run: Run) -> list[str]:
     """Warnings that belong to the figures."""
     found = []
@@ -130,7 +126,7 @@ def json_line(
         "model": model,
         "dataset_name": args.dataset_name,
         "num_prompts": args.num_prompts,
-        "request_rate": rate_word(load.rate),
+        "request_rate": load.rate if math.isfinite(load.rate) else "inf",
         "burstiness": load.burstiness,
         "max_concurrency": load.limit,
         "sharegpt_output_len": args.sharegpt_output_len,
