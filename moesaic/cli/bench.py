@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
 
 from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
 from moesaic.config.args import ServerArgs
@@ -12,9 +11,6 @@ from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import nearest, refuse_unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.loadgen.args import LatencyArgs, ServeBenchArgs, ThroughputArgs
-
-if TYPE_CHECKING:
-    from moesaic.engine.engine import Engine
 
 USAGE = """\
 usage: moesaic bench serve [flags]             a server, over HTTP
@@ -34,18 +30,21 @@ THROUGHPUT = """\
 Measure the throughput of the engine for many requests, without HTTP."""
 LATENCY = """\
 Measure prefill and decode of one batch at a time, without HTTP."""
-OfflineArgs = TypeVar("OfflineArgs", ThroughputArgs, LatencyArgs)
+OFFLINE: dict[str, tuple[str, type[ThroughputArgs | LatencyArgs]]] = {
+    "throughput": (THROUGHPUT, ThroughputArgs),
+    "latency": (LATENCY, LatencyArgs),
+}
 
 
 def run(argv: Sequence[str]) -> int:
-    kinds = {"serve": _serve, "throughput": _throughput, "latency": _latency}
+    kinds = ("serve", *OFFLINE)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in kinds:
         hint = nearest(argv[0], kinds)
         raise ValueError(f"unknown benchmark {argv[0]}: choose one of {', '.join(kinds)}{hint}")
-    return kinds[argv[0]](argv[1:])
+    return _serve(argv[1:]) if argv[0] == "serve" else _offline(argv[0], argv[1:])
 
 
 def _serve(argv: Sequence[str]) -> int:
@@ -67,25 +66,8 @@ def _serve(argv: Sequence[str]) -> int:
     return serve_bench(args)
 
 
-def _throughput(argv: Sequence[str]) -> int:
-    from moesaic.loadgen.offline_bench import throughput_bench
-
-    return _offline("throughput", THROUGHPUT, ThroughputArgs, argv, throughput_bench)
-
-
-def _latency(argv: Sequence[str]) -> int:
-    from moesaic.loadgen.offline_bench import latency_bench
-
-    return _offline("latency", LATENCY, LatencyArgs, argv, latency_bench)
-
-
-def _offline(
-    name: str,
-    description: str,
-    kind: type[OfflineArgs],
-    argv: Sequence[str],
-    measure: Callable[[Engine, OfflineArgs], int],
-) -> int:
+def _offline(name: str, argv: Sequence[str]) -> int:
+    description, kind = OFFLINE[name]
     command = f"moesaic bench {name}"
     parser = FlagParser(command, f"{command} MODEL [flags]", description)
     add_model(parser)
@@ -96,5 +78,8 @@ def _offline(
     resolved = prepare(args)
     if resolved.node_rank > 0:
         return join_node(resolved)
+    from moesaic.loadgen import offline_bench  # only here: --help must be quick
+
+    measure = getattr(offline_bench, f"{name}_bench")
     with start_engine(args) as engine:
-        return measure(engine, options)
+        return int(measure(engine, options))
