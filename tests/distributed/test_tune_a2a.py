@@ -23,4 +23,4 @@ def test_what_is_measured_is_written_once(
     assert all(plan.programs == 1 for plan in found.values())
     assert "wrote" in capsys.readouterr().out
     tune_ranks(wanted, pools(2), places)
-    assert "all of it is in" in capsys.readouterr().out
+    assert "all results are in" in capsys.readouterr().out
