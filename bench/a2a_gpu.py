@@ -57,7 +57,7 @@ from moesaic.comm.errors import RankFailed
 from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.launch.mps import Mps, start_mps
 from moesaic.config.devices import cuda_missing, num_gpus
-from moesaic.config.gpus import most_on_one, share_gpus
+from moesaic.config.gpus import max_ranks_per_gpu, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.kernels.timing_ranks import TimedRank
 from moesaic.moe.backends import load_backends
@@ -187,7 +187,7 @@ def places(ranks: int, mps: Mps | None, device: str) -> PerRank:
     if device == "cpu":
         return PerRank([TimedRank({}, -1)] * ranks)
     gpus = share_gpus(ranks, num_gpus())
-    shared = {} if mps is None else mps.for_ranks(most_on_one(gpus))
+    shared = {} if mps is None else mps.for_ranks(max_ranks_per_gpu(gpus))
     return PerRank([TimedRank(shared, gpu) for gpu in gpus])
 
 

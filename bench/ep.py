@@ -66,10 +66,10 @@ from moesaic.cli.common import add_model, read_args
 from moesaic.comm.launch.service import Timeouts
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
-from moesaic.config.devices import device_of, why_device
+from moesaic.config.devices import device_of, device_reason
 from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, read_config
-from moesaic.config.resolve import SHAPE, resolve
+from moesaic.config.resolve import SHAPE_PREFIX, resolve
 from moesaic.engine.frontend import core_client as remote
 from moesaic.engine.setup.memory_plan import check_plan, context_length
 from moesaic.engine.worker.local_core import LocalCore
@@ -171,10 +171,10 @@ def engine_args(read: ServerArgs, options: argparse.Namespace, ep: int) -> dict[
     made = asdict(read) | {"disable_radix_cache": True, "skip_tokenizer_init": True}
     made |= {"device": device_of(read), "skip_server_warmup": options.no_warm_up}
     if options.layers is not None:
-        if not read.model_path.startswith((PREFIX, SHAPE)):
+        if not read.model_path.startswith((PREFIX, SHAPE_PREFIX)):
             raise ValueError(
-                f"--layers {options.layers} is for {PREFIX} and {SHAPE} models, and a folder has "
-                f"the layers that it has: leave it out with {read.model_path}"
+                f"--layers {options.layers} is for {PREFIX} and {SHAPE_PREFIX} models; a folder "
+                f"has its own layers: leave it out with {read.model_path}"
             )
         made["model_path"] = f"{read.model_path},num_hidden_layers={options.layers}"
     if ep > 1:
@@ -441,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.part is not None:
             return part_of(read, options)
         if read.device == "auto" and device_of(read) == "cpu":
-            say(f"on the CPU: {why_device(read)}")
+            say(f"on the CPU: {device_reason(read)}")
         for ep in options.ep:
             check(read, options, ep)
     check_out(options.out or RESULTS / "ep.json")

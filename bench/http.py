@@ -39,7 +39,7 @@ from bench.http_server import Server, started
 from moesaic import Engine
 from moesaic.engine.frontend.inputs import GenerateInput
 from moesaic.loadgen.client import Client, session
-from moesaic.loadgen.endpoints import ENDPOINTS, Asked
+from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions
 from moesaic.loadgen.outcome import BenchPrompt
 
 # Over HTTP: which endpoint, and whether it streams.
@@ -122,8 +122,8 @@ def by_http(url: str, requests: list[Request], way: str) -> Sample:
 
     async def run() -> Sample:
         async with session({}) as connections:
-            asked = Asked("default", stream, True, {})
-            client = Client(connections, url, ENDPOINTS[endpoint], asked)
+            options = RequestOptions("default", stream, True, {})
+            client = Client(connections, url, ENDPOINTS[endpoint], options)
             one = BenchPrompt("", 1, 1, [0])
             await asyncio.gather(*(client.ask(one) for _ in prompts))
             started = time.perf_counter()

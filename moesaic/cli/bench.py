@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
 
-from moesaic.cli.common import add_model, check_nodes, join_node, read_args, set_up_logging
+from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import nearest, refuse_unbuilt
 from moesaic.config.parser import FlagParser, merge, read_config
-from moesaic.config.resolve import resolve
 from moesaic.loadgen.args import LatencyArgs, ServeBenchArgs, ThroughputArgs
-
-if TYPE_CHECKING:
-    from moesaic.engine.engine import Engine
 
 USAGE = """\
 usage: moesaic bench serve [flags]             a server, over HTTP
        moesaic bench throughput MODEL [flags]  the engine in this process, all requests at once
        moesaic bench latency MODEL [flags]     the same, one batch at a time
 
-moesaic bench serve --help shows the flags of each.
+moesaic bench KIND --help shows the flags of each.
 
-A server on this machine, 64 requests at once, then under growing load with a picture:
+A server on this machine with 64 requests at once, then under growing load with a plot:
   moesaic bench serve --num-prompts 500 --random-input-len 512 --random-output-len 128 \\
     --max-concurrency 64
   moesaic bench serve --num-prompts 200 --request-rate 1,2,4,8 --plot load.png
@@ -34,21 +27,24 @@ A server on this machine, 64 requests at once, then under growing load with a pi
 SERVE = """\
 Measure a server over HTTP: throughput, TTFT, TPOT, ITL and end-to-end latency."""
 THROUGHPUT = """\
-Measure how many tokens a second the engine gives for many requests, without HTTP."""
+Measure the throughput of the engine for many requests, without HTTP."""
 LATENCY = """\
-Measure prefill and decode of one batch after the other, without HTTP."""
-Asked = TypeVar("Asked", ThroughputArgs, LatencyArgs)
+Measure prefill and decode of one batch at a time, without HTTP."""
+OFFLINE: dict[str, tuple[str, type[ThroughputArgs | LatencyArgs]]] = {
+    "throughput": (THROUGHPUT, ThroughputArgs),
+    "latency": (LATENCY, LatencyArgs),
+}
 
 
 def run(argv: Sequence[str]) -> int:
-    kinds = {"serve": _serve, "throughput": _throughput, "latency": _latency}
+    kinds = ("serve", *OFFLINE)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] not in kinds:
         hint = nearest(argv[0], kinds)
         raise ValueError(f"unknown benchmark {argv[0]}: choose one of {', '.join(kinds)}{hint}")
-    return kinds[argv[0]](argv[1:])
+    return _serve(argv[1:]) if argv[0] == "serve" else _offline(argv[0], argv[1:])
 
 
 def _serve(argv: Sequence[str]) -> int:
@@ -70,51 +66,20 @@ def _serve(argv: Sequence[str]) -> int:
     return serve_bench(args)
 
 
-def _throughput(argv: Sequence[str]) -> int:
-    def measure(engine: Engine, asked: ThroughputArgs) -> int:
-        from moesaic.loadgen.offline_bench import throughput_bench
-
-        return throughput_bench(engine, asked)
-
-    return _offline("throughput", THROUGHPUT, ThroughputArgs, argv, measure)
-
-
-def _latency(argv: Sequence[str]) -> int:
-    def measure(engine: Engine, asked: LatencyArgs) -> int:
-        from moesaic.loadgen.offline_bench import latency_bench
-
-        return latency_bench(engine, asked)
-
-    return _offline("latency", LATENCY, LatencyArgs, argv, measure)
-
-
-def _offline(
-    name: str,
-    description: str,
-    kind: type[Asked],
-    argv: Sequence[str],
-    measure: Callable[[Engine, Asked], int],
-) -> int:
-    """With the engine's flags, as `moesaic generate` has them."""
+def _offline(name: str, argv: Sequence[str]) -> int:
+    description, kind = OFFLINE[name]
     command = f"moesaic bench {name}"
     parser = FlagParser(command, f"{command} MODEL [flags]", description)
     add_model(parser)
     parser.add_flags(kind)
     parser.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
     given = parser.parse(argv)
-    asked, args = merge(kind, given, {}), read_args(given)
-    resolved = resolve(args)  # before anything slow, so that a wrong flag is answered at once
-    check_nodes(resolved)
-    set_up_logging(args.log_level)
+    options, args = merge(kind, given, {}), read_args(given)
+    resolved = prepare(args)
     if resolved.node_rank > 0:
         return join_node(resolved)
-    with _engine(args) as engine:
-        return measure(engine, asked)
+    from moesaic.loadgen import offline_bench  # only here: --help must be quick
 
-
-@contextmanager
-def _engine(args: ServerArgs) -> Iterator[Engine]:
-    from moesaic.engine.engine import Engine
-
-    with Engine(**asdict(args)) as engine:
-        yield engine
+    measure = getattr(offline_bench, f"{name}_bench")
+    with start_engine(args) as engine:
+        return int(measure(engine, options))

@@ -1,12 +1,18 @@
-"""What the commands that start an engine share: the model argument, flags, logging."""
+"""The model argument, flags, logging and engine that commands share."""
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from moesaic.config.args import ServerArgs
 from moesaic.config.parser import FlagParser, merge, read_config
-from moesaic.config.resolve import SHAPE
+from moesaic.config.resolve import SHAPE_PREFIX, resolve
+
+if TYPE_CHECKING:
+    from moesaic.engine.engine import Engine
 
 
 def add_model(parser: FlagParser) -> None:
@@ -16,7 +22,7 @@ def add_model(parser: FlagParser) -> None:
 
 
 def read_args(given: Mapping[str, Any]) -> ServerArgs:
-    """The engine's arguments from a parsed command line and the file it names."""
+    """The engine's arguments from a parsed command line and its --config file."""
     named, flagged = given["model"], given.get("model_path")
     if named is not None and flagged is not None and named != flagged:
         raise ValueError(f"two models, {named} and --model-path {flagged}: keep one")
@@ -26,9 +32,9 @@ def read_args(given: Mapping[str, Any]) -> ServerArgs:
 
 
 def require_tokenizer(args: ServerArgs, what: str) -> None:
-    """Of resolved arguments: ValueError, before weights are loaded, where there is none."""
+    """Raise ValueError, before weights are loaded, if resolved arguments have no tokenizer."""
     if args.skip_tokenizer_init:
-        shape = args.model_path.startswith(SHAPE)
+        shape = args.model_path.startswith(SHAPE_PREFIX)
         how = "give --tokenizer-path DIR" if shape else "leave out --skip-tokenizer-init"
         whose = f", and {args.model_path} has none" if shape else ""
         raise ValueError(f"{what} a tokenizer{whose}: {how}")
@@ -39,15 +45,31 @@ def set_up_logging(level: str) -> None:
 
 
 def check_nodes(args: ServerArgs) -> None:
-    """Of resolved arguments: ValueError if several nodes could not meet as they are told to."""
+    """Raise ValueError if the nodes of resolved arguments cannot reach each other."""
     if args.nnodes > 1:
         from moesaic.comm.supervise.address import check_init_address
 
         check_init_address(args.node_rank, args.dist_init_addr or "")
 
 
+def prepare(args: ServerArgs, needs_tokenizer: str = "") -> ServerArgs:
+    """Resolve and check arguments before anything slow, so a wrong flag is reported at once."""
+    resolved = resolve(args)
+    check_nodes(resolved)
+    if needs_tokenizer:
+        require_tokenizer(resolved, needs_tokenizer)
+    set_up_logging(args.log_level)
+    return resolved
+
+
+def start_engine(args: ServerArgs) -> Engine:
+    from moesaic.engine.engine import Engine
+
+    return Engine(**asdict(args))
+
+
 def join_node(args: ServerArgs) -> int:
-    """The ranks of another node than the first, which gives the answers; until that ends."""
+    """Run the ranks of a node other than the first until the first one ends."""
     check_nodes(args)
     from moesaic.engine.frontend.core_client import serve_node
 

@@ -1,5 +1,5 @@
-"""`moesaic doctor [MODEL] …`: what this machine has, what runs here, and how a command line would
-lay a model over ranks. Nothing is loaded and nothing is started."""
+"""`moesaic doctor [MODEL] …`: describes this machine, its backends, and how a command line would
+place a model on ranks. Loads and starts nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from moesaic.config.args import ServerArgs
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import gpus_of
 from moesaic.config.flags import specs
-from moesaic.config.gpus import crowding, is_shared
+from moesaic.config.gpus import crowding_warning, is_shared
 from moesaic.config.parser import FlagParser
-from moesaic.config.resolve import Filled, filled, problems, resolve
+from moesaic.config.resolve import FlagChange, flag_changes, problems, resolve
 
 if TYPE_CHECKING:
     from moesaic.engine.setup.memory_plan import MemoryPlan, RankShare
     from moesaic.moe.registry import A2aBackend, MoeProblem, RunnerBackend
 
 DESCRIPTION = """\
-Say what this machine has, which backends run here and why not the others.
-With MODEL: which rank would hold which layers, experts and heads, and how many bytes of weights, KV
-cache and buffers. Takes all flags of the server; loads and starts nothing.
+Describe this machine, and which backends run here and why the others do not.
+With MODEL: the layers, experts and heads of every rank, and the bytes of its weights, KV cache and
+buffers. Accepts all flags of the server; loads and starts nothing.
 The exit status is 1 if the command line cannot work."""
+MESH = "world nnodes replicas pp tp dp attention_tp ep moe_tp dense_tp vocab_tp"
+RANKS = "replica stage tp_rank dp_rank attention_rank ep_rank moe_tp_rank"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,19 +54,18 @@ def run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a command line: the layout is missing where something rules it out.
-    `devices`: the GPU of each rank, if they have one."""
+    """What is known about a command line."""
 
-    flags: list[Filled]
+    flags: list[FlagChange]
     problems: list[str]
-    asked: ServerArgs | None = None
-    devices: tuple[int, ...] = ()
-    layout: MemoryPlan | None = None
+    resolved: ServerArgs | None = None
+    devices: tuple[int, ...] = ()  # the GPU of each rank, if any
+    layout: MemoryPlan | None = None  # None if a problem rules it out
     cache_tokens: int | None = None
 
 
 def examine(args: ServerArgs) -> dict[str, Any]:
-    """The whole report, as plain data with keys that stay."""
+    """The whole report as plain data; its keys are stable."""
     from moesaic.cli.machine import describe_libraries, describe_machine
 
     machine = describe_machine()
@@ -87,17 +88,17 @@ def _check(args: ServerArgs) -> Findings:
     named = args if args.model_path else replace(args, model_path="MODEL")
     if wrong := list(problems(named)):
         return Findings([], wrong)
-    asked = resolve(named)
-    devices = gpus_of(asked) if asked.device == "cuda" else ()
-    found = Findings([], list(_mps_missing(devices)), asked, devices)
-    return _check_model(args, asked, found) if args.model_path else found
+    resolved = resolve(named)
+    devices = gpus_of(resolved) if resolved.device == "cuda" else ()
+    found = Findings([], list(_mps_missing(devices)), resolved, devices)
+    return _check_model(args, resolved, found) if args.model_path else found
 
 
-def _check_model(args: ServerArgs, asked: ServerArgs, found: Findings) -> Findings:
-    found = replace(found, flags=filled(args))
+def _check_model(args: ServerArgs, resolved: ServerArgs, found: Findings) -> Findings:
+    found = replace(found, flags=flag_changes(args))
     try:
-        _choose_device(asked)
-        layout = _lay_out(asked)
+        _choose_device(resolved)
+        layout = _lay_out(resolved)
     except ValueError as error:
         return replace(found, problems=[*found.problems, str(error)])
     found = replace(found, layout=layout)
@@ -119,16 +120,16 @@ def _mps_missing(devices: Sequence[int]) -> Iterator[str]:
 
 
 def _notes(found: Findings, gpus: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What works, but not as one may expect."""
-    if crowd := crowding(found.devices):
+    """What works, but may surprise."""
+    if crowd := crowding_warning(found.devices):
         yield crowd
-    if found.asked is not None and found.asked.deepep_config is not None:
+    if found.resolved is not None and found.resolved.deepep_config is not None:
         known = [gpus[device]["processors"] for device in found.devices if device < len(gpus)]
-        yield from read_deepep_config(found.asked.deepep_config).notes(min(known, default=0))
+        yield from read_deepep_config(found.resolved.deepep_config).notes(min(known, default=0))
 
 
 def _choose_device(args: ServerArgs) -> None:
-    """What is free is asked of the GPU that --base-gpu-id names, as when it is run."""
+    """Select the GPU of --base-gpu-id, whose free memory counts, as a server does."""
     from moesaic.engine.setup.device_memory import compute_device
 
     compute_device(args)
@@ -144,25 +145,25 @@ def _lay_out(args: ServerArgs) -> MemoryPlan:
 
 
 def _check_files(args: ServerArgs, folder: str) -> None:
-    """ValueError for what a server would refuse, of the files that are there: a folder may be
-    looked at before its tensors and its tokenizer are fetched."""
+    """Raise ValueError for files that a server would refuse; tensors and tokenizer may still be
+    missing."""
     from moesaic.engine.text.tokenizer import load_tokenizer
     from moesaic.models.checkpoint import check_folder
 
-    are_there = any(Path(folder).glob("*.safetensors*"))
-    check_folder(folder, has_tensors=are_there and args.load_format != "dummy")
+    has_tensors = any(Path(folder).glob("*.safetensors*"))
+    check_folder(folder, has_tensors=has_tensors and args.load_format != "dummy")
     tokenizer = folder if args.tokenizer_path == args.model_path else args.tokenizer_path
     if tokenizer is not None and (Path(tokenizer) / "tokenizer.json").is_file():
         load_tokenizer(tokenizer, args.chat_template)
 
 
-def _describe_flag(change: Filled) -> dict[str, Any]:
+def _describe_flag(change: FlagChange) -> dict[str, Any]:
     name = specs(ServerArgs)[change.field].name
     return {"flag": name, "value": change.value, "reason": change.reason}
 
 
 def _describe_backends(asked: MoeProblem | None) -> dict[str, Any]:
-    """Each backend by itself, with all else left open."""
+    """Each backend, with all other choices on auto."""
     from moesaic.moe.backends import load_backends
     from moesaic.moe.registry import (
         A2A_REGISTRY,
@@ -205,24 +206,9 @@ def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
         for share, gpu in zip(layout.ranks, devices, strict=True)
     ]
     return {
-        "mesh": {
-            "world": mesh.world,
-            "nnodes": mesh.nnodes,
-            "replicas": mesh.replicas,
-            "pp": mesh.pp,
-            "tp": mesh.tp,
-            "dp": mesh.dp,
-            "attention_tp": mesh.attention_tp,
-            "ep": mesh.ep,
-            "moe_tp": mesh.moe_tp,
-            "dense_tp": mesh.dense_tp,
-            "vocab_tp": mesh.vocab_tp,
-        },
+        "mesh": _attributes(mesh, MESH),
         "moe": {
-            "a2a": choice.a2a,
-            "mode": choice.mode,
-            "runner": choice.runner,
-            "payload": choice.payload,
+            **_attributes(choice, "a2a mode runner payload"),
             "weights": choice.weights.name,
             "copies": layout.moe.copies,
             "deterministic": layout.moe.deterministic,
@@ -242,6 +228,10 @@ def _describe_layout(layout: MemoryPlan, found: Findings) -> dict[str, Any]:
     }
 
 
+def _attributes(source: object, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
+
+
 def _describe_gpu(gpu: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     held = [rank for rank in ranks if rank["gpu"] == gpu]
     return {
@@ -253,30 +243,19 @@ def _describe_gpu(gpu: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_rank(share: RankShare, tokens: int) -> dict[str, Any]:
-    place = share.place
+    position = share.place
     cache_bytes = share.cache_bytes_per_token * tokens
     return {
-        "rank": place.rank,
+        "rank": position.rank,
         "node": share.node,
-        "replica": place.replica,
-        "stage": place.stage,
-        "tp_rank": place.tp_rank,
-        "dp_rank": place.dp_rank,
-        "attention_rank": place.attention_rank,
-        "ep_rank": place.ep_rank,
-        "moe_tp_rank": place.moe_tp_rank,
+        **_attributes(position, RANKS),
         "layers": list(share.layers),
         "moe_layers": list(share.moe_layers),
         "first_slot": share.first_slot,
         "experts": list(share.experts),
-        "query_heads": share.query_heads,
-        "kv_heads": share.kv_heads,
-        "dense_bytes": share.dense_bytes,
-        "expert_bytes": share.expert_bytes,
-        "cache_bytes_per_token": share.cache_bytes_per_token,
+        **_attributes(share, "query_heads kv_heads dense_bytes expert_bytes cache_bytes_per_token"),
         "cache_bytes": cache_bytes,
-        "a2a_bytes": share.a2a_bytes,
-        "collective_bytes": share.collective_bytes,
+        **_attributes(share, "a2a_bytes collective_bytes"),
         "total_bytes": share.fixed_bytes + cache_bytes,
         "step_bytes": share.step.total,
     }

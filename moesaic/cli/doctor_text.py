@@ -1,4 +1,4 @@
-"""The doctor's report for reading."""
+"""The doctor's report as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns: to the right under a head, to the left without one."""
+    """Aligned columns: right-aligned under a head, left-aligned without one."""
     lines = [*([tuple(head)] if head else []), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     align = str.rjust if head else str.ljust

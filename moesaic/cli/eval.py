@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.common import (
     add_model,
-    check_nodes,
     join_node,
+    prepare,
     read_args,
-    require_tokenizer,
     set_up_logging,
+    start_engine,
 )
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.flags import specs
 from moesaic.config.parser import FlagParser, merge
-from moesaic.config.resolve import resolve
 from moesaic.evals.args import EvalArgs, ServerTargetArgs
 from moesaic.evals.server_url import ServerUrl
+from moesaic.loadgen.endpoints import parse_extra_body
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
@@ -41,8 +40,8 @@ Ask a model, or a server, problems with known answers, and count the right ones.
   moesaic eval --base-url URL --tasks words --system "End with #### and the answer alone."
   moesaic eval --compare scores.json others.json"""
 INTERRUPTED = 130
-# What may be said besides of a server: everything else is the engine's.
-BESIDES_URL = ("log_level",)
+# Flags of the engine that also apply to a server.
+SHARED_FLAGS = ("log_level",)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,14 +51,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_flags(ServerTargetArgs)
     parser.add_flags(ServerArgs)
     given = parser.parse(argv)
-    asked, server = merge(EvalArgs, given, {}), merge(ServerTargetArgs, given, {})
-    if asked.compare is not None:
-        return _compare(asked.compare)
-    if asked.write_data is not None:
-        return _write_data(asked, asked.write_data)
+    args, server = merge(EvalArgs, given, {}), merge(ServerTargetArgs, given, {})
+    if args.compare is not None:
+        return _compare(args.compare)
+    if args.write_data is not None:
+        return _write_data(args, args.write_data)
     if server.base_url is not None:
-        return _ask_server(asked, server, server.base_url, given)
-    return _ask_engine(asked, given, server)
+        return _ask_server(args, server, server.base_url, given)
+    return _ask_engine(args, given, server)
 
 
 def _compare(paths: Sequence[str]) -> int:
@@ -71,49 +70,48 @@ def _compare(paths: Sequence[str]) -> int:
     return 0
 
 
-def _problems(asked: EvalArgs) -> list[Problem]:
-    """All that can be wrong with them, and with the files to write, is said before a model is
-    loaded."""
+def _problems(args: EvalArgs) -> list[Problem]:
+    """The problems; errors in them or in the files to write are reported before a model loads."""
     from moesaic.evals.data import check_target, choose, is_text
 
-    for flag, path in (("--out", asked.out), ("--write-data", asked.write_data)):
+    for flag, path in (("--out", args.out), ("--write-data", args.write_data)):
         if path is not None:
             check_target(flag, path)
-    if asked.system is not None and not (asked.system.strip() and is_text(asked.system)):
-        raise ValueError(f"--system is {asked.system!r}: give a text in UTF-8 that is not empty")
-    return choose(asked.tasks, asked.data, asked.seed, asked.num, not asked.disable_tqdm)
+    if args.system is not None and not (args.system.strip() and is_text(args.system)):
+        raise ValueError(f"--system is {args.system!r}: give a text in UTF-8 that is not empty")
+    return choose(args.tasks, args.data, args.seed, args.num, not args.disable_tqdm)
 
 
-def _write_data(asked: EvalArgs, path: str) -> int:
+def _write_data(args: EvalArgs, path: str) -> int:
     from moesaic.evals.data import write_problems
 
-    problems = _problems(asked)
+    problems = _problems(args)
     write_problems(path, problems)
     print(f"wrote {len(problems)} problems to {path}")
     return 0
 
 
 def _ask_server(
-    asked: EvalArgs, server: ServerTargetArgs, url: str, given: Mapping[str, Any]
+    args: EvalArgs, server: ServerTargetArgs, url: str, given: Mapping[str, Any]
 ) -> int:
-    place = ServerUrl.of(url)
+    address = ServerUrl.of(url)
     path = given["model"] or given.get("model_path")
     if path is not None:
         raise ValueError(
-            f"--base-url {place.url} and --model-path {path}: keep one; to name the model of a "
+            f"--base-url {address.url} and --model-path {path}: keep one; to name the model of a "
             "server give --model"
         )
-    idle = [
+    unused = [
         spec.name
         for field, spec in specs(ServerArgs).items()
-        if field in given and field not in {*BESIDES_URL, *specs(ServerTargetArgs)}
+        if field in given and field not in {*SHARED_FLAGS, *specs(ServerTargetArgs)}
     ]
     if given["config"] is not None:
-        idle.append("--config")
-    if idle:
-        raise ValueError(f"{', '.join(idle)}: for an engine, not for a server at --base-url")
-    extra = _extra_body(server.extra_body)
-    problems = _problems(asked)
+        unused.append("--config")
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: for an engine, not for a server at --base-url")
+    extra = parse_extra_body("--extra-body", server.extra_body)
+    problems = _problems(args)
     set_up_logging(given.get("log_level", "info"))
     try:
         from moesaic.evals.http import HttpAsker, ServerAccess
@@ -126,49 +124,34 @@ def _ask_server(
     access = ServerAccess(
         server.remote_model, server.api_key, server.concurrency, server.timeout, extra
     )
-    public = replace(server, base_url=place.url)
-    return _evaluate(HttpAsker(place, access), problems, asked, _changed(asked) | _changed(public))
+    public = replace(server, base_url=address.url)
+    return _evaluate(HttpAsker(address, access), problems, args, _changed(args) | _changed(public))
 
 
-def _extra_body(text: str | None) -> dict[str, Any]:
-    try:
-        extra = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--extra-body is not JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ValueError('--extra-body is not an object: give {"NAME": VALUE}')
-    return extra
-
-
-def _ask_engine(asked: EvalArgs, given: Mapping[str, Any], server: ServerTargetArgs) -> int:
-    idle = [spec.name for field, spec in specs(ServerTargetArgs).items() if field in given]
-    if idle := [name for name in idle if name not in ("--remote-model", "--api-key")]:
-        raise ValueError(f"{', '.join(idle)}: for a server, and there is no --base-url")
-    if server.remote_model is not None:  # --model, which elsewhere is the same as --model-path
+def _ask_engine(args: EvalArgs, given: Mapping[str, Any], server: ServerTargetArgs) -> int:
+    unused = [spec.name for field, spec in specs(ServerTargetArgs).items() if field in given]
+    if unused := [name for name in unused if name not in ("--remote-model", "--api-key")]:
+        raise ValueError(f"{', '.join(unused)}: for a server, and there is no --base-url")
+    if server.remote_model is not None:  # --model is elsewhere an alias of --model-path
         if (other := given["model"] or given.get("model_path")) not in (None, server.remote_model):
             raise ValueError(f"two models, {other} and --model {server.remote_model}: keep one")
         given = {**given, "model": None, "model_path": server.remote_model}
-    args = read_args(given)
-    if not args.model_path:
+    engine_args = read_args(given)
+    if not engine_args.model_path:
         raise ValueError(
             "nothing to evaluate: give --model-path DIR, or --base-url URL for a server"
         )
-    resolved = resolve(args)
-    check_nodes(resolved)
-    require_tokenizer(resolved, "an evaluation needs")
-    set_up_logging(args.log_level)
-    _say_unused(given)
+    resolved = prepare(engine_args, "an evaluation needs")
+    _log_unused(given)
     if resolved.node_rank > 0:
         return join_node(resolved)
-    problems = _problems(asked)
-    from moesaic.engine.engine import Engine
-
-    with Engine(**asdict(args)) as engine:
-        return _evaluate(engine, problems, asked, _changed(asked) | _changed(args))
+    problems = _problems(args)
+    with start_engine(engine_args) as engine:
+        return _evaluate(engine, problems, args, _changed(args) | _changed(engine_args))
 
 
-def _say_unused(given: Mapping[str, Any]) -> None:
-    """A command line that serves a model evaluates it as well, without what is HTTP's alone."""
+def _log_unused(given: Mapping[str, Any]) -> None:
+    """A command line of `serve` works here; its HTTP flags have no effect."""
     fields = specs(ServerArgs).items()
     names = [
         spec.name for field, spec in fields if field in given and spec.group == ServeArgs.GROUP
@@ -177,46 +160,43 @@ def _say_unused(given: Mapping[str, Any]) -> None:
         logger.info("%s: not used, as no server is started", ", ".join(names))
 
 
-def _changed(args: object) -> dict[str, Any]:
+def _changed(flags: object) -> dict[str, Any]:
     """Flags that differ from their defaults, without secrets."""
     return {
         spec.field: value
-        for spec in specs(type(args)).values()
-        if (value := getattr(args, spec.field)) != spec.default and not spec.flag.secret
+        for spec in specs(type(flags)).values()
+        if (value := getattr(flags, spec.field)) != spec.default and not spec.flag.secret
     }
 
 
 def _evaluate(
-    target: Engine | Asker,
-    problems: Sequence[Problem],
-    asked: EvalArgs,
-    arguments: dict[str, Any],
+    target: Engine | Asker, problems: Sequence[Problem], args: EvalArgs, arguments: dict[str, Any]
 ) -> int:
     from moesaic.evals import report
     from moesaic.evals.ask import Options
     from moesaic.evals.data import DRAWN, write_whole
     from moesaic.evals.run import evaluate
 
-    drawn = DRAWN if asked.tasks or asked.data is None else None
+    drawn = DRAWN if args.tasks or args.data is None else None
     options = Options(
-        max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        system=asked.system,
-        seed=asked.seed,
-        progress=not asked.disable_tqdm,
-        num=asked.num or drawn,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        system=args.system,
+        seed=args.seed,
+        progress=not args.disable_tqdm,
+        num=args.num or drawn,
         arguments=arguments,
     )
     result = evaluate(target, problems, options)
     unwritten = ""
-    if asked.out is not None:  # first: it must not be lost to a pipe that closes
+    if args.out is not None:  # first: a closed pipe must not lose it
         try:
-            write_whole(Path(asked.out), result.to_json())
+            write_whole(Path(args.out), result.to_json())
         except OSError as error:
-            unwritten = f"error: --out {asked.out} could not be written: {error}"
-    if asked.show_failures:
-        print(report.failures(result, asked.show_failures) + "\n")
+            unwritten = f"error: --out {args.out} could not be written: {error}"
+    if args.show_failures:
+        print(report.failures(result, args.show_failures) + "\n")
     print(report.table(result))
     for line in report.errors(result):
         print(line, file=sys.stderr)

@@ -7,28 +7,20 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.common import (
-    add_model,
-    check_nodes,
-    join_node,
-    read_args,
-    require_tokenizer,
-    set_up_logging,
-)
+from moesaic.cli.common import add_model, join_node, prepare, read_args, start_engine
 from moesaic.cli.sampling import GenerateArgs
 from moesaic.config.args import ServerArgs
 from moesaic.config.args_engine import ServeArgs
 from moesaic.config.parser import FlagParser, merge
-from moesaic.config.resolve import resolve
 
 if TYPE_CHECKING:
     from moesaic.engine.engine import Engine
 
 DESCRIPTION = """\
-Answer prompts with a model, in this process or on ranks of its own.
+Answer prompts with a model, in this process or on several ranks.
 Without --prompt: a conversation on a terminal, or one prompt a line from a pipe."""
 Message = dict[str, str]
 
@@ -39,18 +31,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_flags(GenerateArgs)
     parser.add_flags(ServerArgs, leave_out=(ServeArgs.GROUP,))
     given = parser.parse(argv)
-    asked, args = merge(GenerateArgs, given, {}), read_args(given)
-    resolved = resolve(args)  # before anything slow, so that a wrong flag is answered at once
-    check_nodes(resolved)
+    options, args = merge(GenerateArgs, given, {}), read_args(given)
+    resolved = prepare(args, "--chat needs" if options.chat else "prompts here are texts and need")
     if resolved.node_rank > 0:
-        set_up_logging(args.log_level)
         return join_node(resolved)
-    require_tokenizer(resolved, "--chat needs" if asked.chat else "prompts here are texts and need")
-    talk = not asked.prompt and sys.stdin is not None and sys.stdin.isatty()
-    prompts = () if talk else asked.prompt or _piped_prompts()
-    set_up_logging(args.log_level)
-    with _start(args) as engine:
-        conversation = Conversation(engine, asked)
+    talk = not options.prompt and sys.stdin is not None and sys.stdin.isatty()
+    prompts = () if talk else options.prompt or _piped_prompts()
+    with start_engine(args) as engine:
+        conversation = Conversation(engine, options)
         if talk:
             conversation.talk()
         else:
@@ -66,23 +54,15 @@ def _piped_prompts() -> tuple[str, ...]:
     return prompts
 
 
-def _start(args: ServerArgs) -> Engine:
-    from moesaic.engine.engine import Engine
-
-    return Engine(**asdict(args))
-
-
 @dataclass(frozen=True)
 class Conversation:
-    """An engine and what was asked of it."""
-
     engine: Engine
-    asked: GenerateArgs
+    options: GenerateArgs
 
     def answer(self, prompts: Sequence[str]) -> None:
         """Answer all prompts in one batch and print the results in order."""
-        sampling = self.asked.sampling()
-        if self.asked.chat:
+        sampling = self.options.sampling()
+        if self.options.chat:
             ids = [self._chat_ids([_user(prompt)]) for prompt in prompts]
             results = self.engine.generate(input_ids=ids, sampling_params=sampling)
         else:
@@ -98,7 +78,7 @@ class Conversation:
             raise RuntimeError(f"{len(failures)} of {len(results)} answers failed: {failures[0]}")
 
     def _print(self, prompt: str, result: dict[str, Any], several: bool) -> None:
-        if self.asked.json:
+        if self.options.json:
             print(json.dumps({"prompt": prompt, **result}, ensure_ascii=False))
         elif several:
             print(f">>> {prompt}\n{result['text']}\n")
@@ -106,10 +86,9 @@ class Conversation:
             print(result["text"])
 
     def talk(self) -> None:
-        """Prompts from the terminal until its end (Ctrl-D); Ctrl-C cuts an answer short."""
+        """Answer prompts from the terminal until Ctrl-D; Ctrl-C stops an answer."""
         print(
-            "Type a prompt; /new starts over, Ctrl-C cuts an answer short, Ctrl-D ends.",
-            file=sys.stderr,
+            "Type a prompt; /new starts over, Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr
         )
         history: list[Message] = []
         for prompt in _typed_prompts():
@@ -117,7 +96,7 @@ class Conversation:
                 history = []
                 continue
             try:
-                if self.asked.json or self.asked.n not in (None, 1):
+                if self.options.json or self.options.n not in (None, 1):
                     self.answer([prompt])
                 else:
                     history = self._turn(history, prompt)
@@ -126,8 +105,8 @@ class Conversation:
 
     def _turn(self, history: list[Message], prompt: str) -> list[Message]:
         messages = [*history, _user(prompt)]
-        sampling = self.asked.sampling()
-        if self.asked.chat:
+        sampling = self.options.sampling()
+        if self.options.chat:
             ids = self._chat_ids(messages)
             stream = self.engine.generate(input_ids=ids, sampling_params=sampling, stream=True)
         else:
@@ -137,14 +116,14 @@ class Conversation:
         return [*messages, {"role": "assistant", "content": text}]
 
     def _chat_ids(self, messages: list[Message]) -> list[int]:
-        """The templated conversation; the template has written the special tokens itself."""
+        """The templated conversation; the template adds the special tokens itself."""
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
 def _show_growing(stream: Generator[dict[str, Any], None, None]) -> str:
-    """Print an answer while it grows; what has been printed by then is the answer."""
+    """Print an answer while it grows; Ctrl-C keeps the printed part."""
     shown = ""
     try:
         for piece in stream:
@@ -161,7 +140,7 @@ def _user(content: str) -> Message:
 
 
 def _typed_prompts() -> Iterator[str]:
-    with suppress(ImportError):  # not on every platform; gives `input` editing and history
+    with suppress(ImportError):  # not on every platform; adds editing and history to `input`
         importlib.import_module("readline")
     while True:
         try:

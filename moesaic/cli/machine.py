@@ -1,4 +1,4 @@
-"""What this machine has, as plain data."""
+"""This machine, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ PACKAGES = (
     "pyyaml",
     "tqdm",
 )
-# Instructions that make a difference to the kernels and to torch.
+# Instructions that the kernels and torch use.
 INSTRUCTIONS = (
     "amx_tile",
     "amx_bf16",
@@ -44,7 +44,7 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class VendorLibrary:
-    """A vendor's library and the backends whose contracts it implements elsewhere."""
+    """A vendor's library, and the backends that it implements elsewhere."""
 
     module: str
     backends: str
@@ -80,11 +80,7 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_libraries() -> list[dict[str, Any]]:
     return [
-        {
-            "module": library.module,
-            "backends": library.backends,
-            "installed": find_spec(library.module) is not None,
-        }
+        {**asdict(library), "installed": find_spec(library.module) is not None}
         for library in LIBRARIES
     ]
 
@@ -106,14 +102,11 @@ def describe_cpu() -> dict[str, Any]:
 
 
 def _shared_memory() -> dict[str, int] | None:
-    """Of /dev/shm; windows do not need it, other programs may."""
+    """The size of /dev/shm, which only other programs need."""
     with suppress(OSError):
         status = os.statvfs("/dev/shm")
         unit = status.f_frsize
-        return {
-            "total_bytes": unit * status.f_blocks,
-            "free_bytes": unit * status.f_bavail,
-        }
+        return {"total_bytes": unit * status.f_blocks, "free_bytes": unit * status.f_bavail}
     return None
 
 

@@ -1,4 +1,4 @@
-"""`moesaic COMMAND …`: finds the command, runs it, turns errors into one line."""
+"""`moesaic COMMAND …`: runs the command and prints errors as one line."""
 
 import importlib
 import io
@@ -13,7 +13,7 @@ from moesaic.config.flags import nearest
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its module has `run(argv) -> int` and is imported when it is called."""
+    """A subcommand, whose module has `run(argv) -> int` and is imported on use."""
 
     name: str
     help: str
@@ -41,16 +41,16 @@ Ask a model in a local Hugging Face folder, in chat form:
 Score a model on problems with known answers; nothing is downloaded:
   moesaic eval --model-path DIR --num 100
 
-See which rank would hold what, and whether it fits, without loading anything:
+See what every rank would hold, and whether it fits, without loading anything:
   moesaic doctor tiny:deepseek_v3 --tp 4 --dp 4 --enable-dp-attention --moe-a2a-backend deepep
 
-Every flag of the engine, with its default and what works now:
+Every flag of the engine, with its default and what is built:
   moesaic generate --help
 """
 
 
 def overview() -> str:
-    """What `moesaic --help` prints."""
+    """The output of `moesaic --help`."""
     width = max(len(command.name) for command in COMMANDS)
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
     return "\n".join(
@@ -70,7 +70,7 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run a command line and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview(), end="", file=sys.stdout if words else sys.stderr)
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moesaic {moesaic.__version__}")
         return 0
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an answer must not be lost to a poor locale
+        if isinstance(stream, io.TextIOWrapper):  # a limited locale must not lose an answer
             stream.reconfigure(errors="replace")
     try:
         return _run(words[0], words[1:])
     except BrokenPipeError:
-        # The reader of our output went away; keep the interpreter from complaining at exit.
+        # The reader closed the pipe; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`moesaic quantize SRC DST --format F`: writes a checkpoint anew with fewer bits."""
+"""`moesaic quantize SRC DST --format F`: writes a quantised copy of a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from moesaic.config.flags import Flag
 from moesaic.config.parser import FlagParser, merge, read_config
 
 DESCRIPTION = """\
-Write a checkpoint anew with its matrices rounded to fewer bits, in a standard form on disk.
+Write a copy of a checkpoint with its matrices rounded to fewer bits, in a standard format.
 SRC is a Hugging Face folder in bfloat16, float16 or float32 (or tiny:FAMILY), DST a new folder.
-Rounds to nearest, without calibration: awq and gptq name the form on disk, not those methods."""
+Rounds to nearest, without calibration: awq and gptq name the file format, not the method."""
 FORMATS = (
     "fp8",
     "fp8_channel",
@@ -33,21 +33,18 @@ MIB = 1 << 20
 class QuantizeArgs:
     GROUP: ClassVar[str] = "Quantisation"
 
-    format: Annotated[str | None, Flag("What to write.", choices=FORMATS)] = None
+    format: Annotated[str | None, Flag("Format to write.", choices=FORMATS)] = None
     group_size: Annotated[
-        int | None,
-        Flag("Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8),
+        int | None, Flag("Columns per scale of int4_w4a16, awq and gptq; unset: 128.", at_least=8)
     ] = None
-    experts_only: Annotated[
-        bool, Flag("Quantise the routed experts and leave all other matrices as they are.")
-    ] = False
+    experts_only: Annotated[bool, Flag("Quantise only the routed experts.")] = False
 
 
 def run(argv: Sequence[str]) -> int:
     usage = "moesaic quantize SRC DST --format FORMAT [flags]"
     parser = FlagParser("moesaic quantize", usage, DESCRIPTION)
     parser.add_argument("source", metavar="SRC", help="folder to read")
-    parser.add_argument("target", metavar="DST", help="folder to write; must not hold anything")
+    parser.add_argument("target", metavar="DST", help="folder to write; must be empty or missing")
     parser.add_flags(QuantizeArgs)
     given = parser.parse(argv)
     file = read_config(QuantizeArgs, given["config"]) if given["config"] is not None else {}

@@ -4,23 +4,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from moesaic.config.flags import Flag
+from moesaic.evals.args import TEMPERATURE, TOP_P
 
-SAMPLING_FIELDS = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "n",
-    "ignore_eos",
-)
+NOT_SAMPLING = ("prompt", "chat", "json")
 
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Sampling defaults are those of SamplingParams: an unset flag is not passed on."""
+    """Unset sampling flags are not passed on: SamplingParams has the defaults."""
 
     GROUP: ClassVar[str] = "Prompts and sampling"
 
@@ -29,10 +20,8 @@ class GenerateArgs:
     ] = ()
     chat: Annotated[bool, Flag("Wrap prompts in the model's chat template.")] = False
     max_new_tokens: Annotated[int | None, Flag("Most tokens of an answer.", at_least=0)] = None
-    temperature: Annotated[float | None, Flag("0 takes the likeliest token.", at_least=0)] = None
-    top_p: Annotated[
-        float | None, Flag("Keep the likeliest tokens up to this mass.", above=0, at_most=1)
-    ] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
+    top_p: Annotated[float | None, TOP_P] = None
     top_k: Annotated[
         int | None, Flag("Keep this many tokens; -1: all.", at_least=1, also=(-1,))
     ] = None
@@ -45,10 +34,10 @@ class GenerateArgs:
         tuple[str, ...] | None, Flag("End at this text; may be given several times.", repeat=True)
     ] = None
     n: Annotated[int | None, Flag("Answers to each prompt.", at_least=1)] = None
-    ignore_eos: Annotated[bool | None, Flag("Go on after the end-of-text token.")] = None
+    ignore_eos: Annotated[bool | None, Flag("Continue after the end-of-text token.")] = None
     json: Annotated[bool, Flag("Print one JSON object for each answer.")] = False
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that were given."""
-        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        """The given sampling parameters."""
+        values = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING}
         return {name: value for name, value in values.items() if value is not None}

@@ -12,7 +12,7 @@ from moesaic.server.listen import bind
 
 DESCRIPTION = """\
 Serve a Mixture-of-Experts model over HTTP.
-With --nnodes run the same line on every node, each with its --node-rank; node 0 has the server."""
+With --nnodes run the same command on every node, with its --node-rank; node 0 is the server."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _start_under(torchrun: Torchrun, args: ServerArgs) -> int:
-    """The first process of a node starts its ranks; the others are only in torchrun's way."""
+    """The first process of a node starts its ranks; torchrun's other processes only wait."""
     if not torchrun.is_launcher:
         torchrun.wait_for_launcher()
         return 0
@@ -60,7 +60,7 @@ def _check_count(torchrun: Torchrun, args: ServerArgs) -> None:
 
 
 def _start(args: ServerArgs) -> int:
-    args = resolve(args)  # before anything slow, so that a wrong flag is answered at once
+    args = resolve(args)  # before anything slow, so a wrong flag is reported at once
     return join_node(args) if args.node_rank > 0 else _serve(args)
 
 

@@ -1,4 +1,4 @@
-"""`moesaic tune`: measures which configurations of the experts' kernels are fastest on this GPU."""
+"""`moesaic tune`: finds the fastest configurations of the expert kernels on this GPU."""
 
 import os
 import subprocess
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from moesaic.kernels.tune import TuneCase
 
 DESCRIPTION = """\
-Measure which configurations of the experts' kernels are fastest on this GPU, and write them down.
+Find the fastest configurations of the expert kernels on this GPU, and write them to a file.
 SHAPE is E,K,H,I: experts, experts of a token, hidden size, intermediate size; several are allowed.
-All candidates of all sizes are compiled first, on all cores. Each is measured in a glance, the best
-ones closely, then whole layers.
-With --a2a: of the kernels between ranks, how many programs they take; ranks share this GPU, or have
-one each. I is not looked at, and without SHAPE those of Qwen3-30B-A3B and DeepSeek-V3 are measured.
-What was found already is skipped, so a run that was stopped goes on where it was.
-The engine reads the files of the package and, before them, of the folder MOESAIC_TUNED."""
+All candidates of all shapes are compiled first, on all cores. Each is measured briefly, the best
+ones longer, then whole layers.
+With --a2a: the number of programs of the all-to-all kernels; ranks share this GPU, or have one
+each. I is ignored, and without SHAPE those of Qwen3-30B-A3B and DeepSeek-V3 are measured.
+Known results are skipped, so a stopped run continues where it was.
+The engine reads the files of the folder MOESAIC_TUNED, then those of the package."""
 MAX_JOBS = 16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 USAGE = """\
 moesaic tune SHAPE [SHAPE …] [flags]
        moesaic tune [SHAPE …] --a2a [flags]"""
-# Flags that count only without --a2a, and only with it.
+# Flags that apply only without --a2a, and only with it.
 ONLY = {False: ("weights", "jobs", "share"), True: ("ranks", "payload")}
 WHERE = "run it where there is an NVIDIA GPU, with torch built for CUDA"
 
@@ -42,7 +42,7 @@ class TuneArgs:
 
     weights: Annotated[str, Flag("Weight format of the experts: bf16, fp8_block, …")] = "bf16"
     tokens: Annotated[
-        str, Flag("Numbers of tokens, comma-separated; each stands for its power of two.")
+        str, Flag("Token counts, comma-separated; each represents its power of two.")
     ] = ",".join(map(str, TOKENS))
     out: Annotated[str | None, Flag("Folder to write to; unset: the package's own.")] = None
     jobs: Annotated[
@@ -53,15 +53,13 @@ class TuneArgs:
             at_least=1,
         ),
     ] = None
-    again: Annotated[bool, Flag("Measure what is there already, too.")] = False
-    a2a: Annotated[bool, Flag("Kernels between ranks, in place of the experts'.")] = False
+    again: Annotated[bool, Flag("Measure known results again.")] = False
+    a2a: Annotated[bool, Flag("Tune the all-to-all kernels instead of the expert kernels.")] = False
     ranks: Annotated[str, Flag("With --a2a: numbers of ranks, comma-separated.")] = "2,4,8"
     payload: Annotated[
-        str, Flag("With --a2a: formats that are sent, comma-separated: bf16, fp8, nvfp4, …")
+        str, Flag("With --a2a: payload formats, comma-separated: bf16, fp8, nvfp4, …")
     ] = "bf16"
-    share: Annotated[
-        str | None, Flag("I/N: compile every N-th candidate from I on, and measure nothing.")
-    ] = None
+    share: Annotated[str | None, Flag("I/N: only compile every N-th candidate from I on.")] = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -85,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         _compile(cases, args.share)
     elif cases:
         _require_writable(_folder(args))
-        _compile_apart([*argv], args.jobs or min(MAX_JOBS, os.cpu_count() or 1))
+        _compile_in_processes([*argv], args.jobs or min(MAX_JOBS, os.cpu_count() or 1))
         _measure(cases, args)
     else:
         print("everything that was asked for is there already: --again measures it anew")
@@ -102,10 +100,10 @@ def _tune_a2a(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
 ) -> int:
     """This process opens no CUDA: ranks may have to share the GPU by MPS, and it would not."""
-    from moesaic.cli.tune_a2a import Wanted, tune
+    from moesaic.cli.tune_a2a import TuneJob, tune
     from moesaic.config.devices import cuda_missing
 
-    wanted = Wanted(
+    job = TuneJob(
         tuple(dict.fromkeys((experts, top_k, hidden) for experts, top_k, hidden, _ in sizes)),
         tuple(_numbers("--ranks", args.ranks)),
         tuple(word.strip() for word in args.payload.split(",")),
@@ -115,8 +113,8 @@ def _tune_a2a(
     )
     if missing := cuda_missing():
         raise ValueError(f"moesaic tune --a2a measures on a CUDA device, and {missing}: {WHERE}")
-    _require_writable(wanted.folder)
-    tune(wanted)
+    _require_writable(job.folder)
+    tune(job)
     return 0
 
 
@@ -153,7 +151,7 @@ def _folder(args: TuneArgs) -> Path:
 
 
 def _require_writable(folder: Path) -> None:
-    """Found out before minutes are spent on compiling and measuring."""
+    """Fail before minutes are spent on compiling and measuring."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -168,7 +166,7 @@ def _require_writable(folder: Path) -> None:
 def _cases(
     sizes: Sequence[tuple[int, int, int, int]], tokens: Sequence[int], args: TuneArgs
 ) -> "list[TuneCase]":
-    """Those that are not there yet."""
+    """The cases without a known result."""
     import torch
 
     from moesaic.kernels import tuning
@@ -180,7 +178,7 @@ def _cases(
         )
     device = tuning.device_facts(torch.device("cuda", torch.cuda.current_device()))
     folder = _folder(args)
-    tuning.read(folder / tuning.file_name(device.name, args.weights))  # or saving would find out
+    tuning.read(folder / tuning.file_name(device.name, args.weights))  # fails early
     known = {} if args.again else tuning.load(device.name, args.weights, folder)
     cases: dict[tuple[str, int], TuneCase] = {}
     for (experts, top_k, hidden, inner), count in (
@@ -207,8 +205,8 @@ def _compile(cases: "Sequence[TuneCase]", share: str) -> None:
     compile_all(cases, torch.device("cuda", torch.cuda.current_device()), part)
 
 
-def _compile_apart(argv: list[str], jobs: int) -> None:
-    """In processes of their own: Triton compiles on one core."""
+def _compile_in_processes(argv: list[str], jobs: int) -> None:
+    """In child processes: Triton compiles on one core."""
     print(f"compiling candidates in {jobs} processes …", file=sys.stderr)
     command = [sys.executable, "-m", "moesaic.cli.main", "tune", *argv]
     children = [

@@ -1,8 +1,8 @@
-"""`moesaic tune --a2a`: measures how many programs the kernels between ranks take best.
+"""`moesaic tune --a2a`: finds the best number of programs of the all-to-all kernels.
 
-Ranks are processes of this machine. A plan is tried in a row of dispatches, or of combines, with a
-meeting of all ranks behind each, inside one CUDA graph: the slowest rank's median counts. What is
-found is written down case by case, and what is there already is skipped.
+Ranks are processes of this machine. A plan is measured in a series of dispatches, or of combines,
+with a barrier of all ranks after each, inside one CUDA graph; the slowest rank's median counts.
+Results are saved case by case, and known ones are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.comm.launch.local_ranks import LocalRanks, PerRank
 from moesaic.comm.launch.mps import start_mps
 from moesaic.comm.windows.factory import create_device_window
 from moesaic.config.devices import num_gpus
-from moesaic.config.gpus import most_on_one, share_gpus
+from moesaic.config.gpus import max_ranks_per_gpu, share_gpus
 from moesaic.config.resolve import MAX_RANKS_PER_NODE
 from moesaic.core.step import Step
 from moesaic.kernels import a2a_tuned, tuning
@@ -43,15 +43,13 @@ PEER_SECONDS = 30.0
 FEW_TOKENS = 256
 FEW, MANY = Length(16, 3, 5), Length(4, 2, 5)
 TWINS = Length(2, 1, 1)
-"""Where there is no GPU."""
+"""Without a GPU."""
 MODES = {"collect_rows": "normal", "collect_pairs": "low_latency"}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """`shapes`: E, K, H."""
-
-    shapes: tuple[tuple[int, int, int], ...]
+class TuneJob:
+    shapes: tuple[tuple[int, int, int], ...]  # E, K, H
     ranks: tuple[int, ...]
     payloads: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -67,20 +65,20 @@ class Wanted:
         for ranks in self.ranks:
             if not 2 <= ranks <= MAX_RANKS_PER_NODE:
                 raise ValueError(
-                    f"--ranks {ranks}: give 2 to {MAX_RANKS_PER_NODE}; one sends nothing, and a "
-                    "machine holds no more"
+                    f"--ranks {ranks}: give 2 to {MAX_RANKS_PER_NODE}; one rank sends nothing, "
+                    "and a machine has no more"
                 )
             for experts, _, _ in self.shapes or SHAPES:
                 if experts % ranks:
                     raise ValueError(
-                        f"--ranks {ranks} cannot hold {experts} experts evenly: give divisors of "
-                        "that"
+                        f"--ranks {ranks} cannot share {experts} experts evenly: give "
+                        "divisors of it"
                     )
 
 
 @dataclass(frozen=True)
 class A2aCase:
-    """A kernel, and in what layer it is measured."""
+    """A kernel, and the layer in which it is measured."""
 
     kernel: Kernel
     experts: int
@@ -92,37 +90,36 @@ class A2aCase:
         return str(self.kernel), tuning.bucket(self.tokens)
 
 
-def cases_of(wanted: Wanted, ranks: int) -> Iterator[A2aCase]:
-    """Results come back in one type, whatever was sent; by pairs for few tokens only."""
+def list_cases(job: TuneJob, ranks: int) -> Iterator[A2aCase]:
+    """Results have one type for all payloads; pairs are for few tokens only."""
     for (experts, top_k, hidden), tokens in (
-        (shape, tokens) for shape in wanted.shapes or SHAPES for tokens in wanted.tokens
+        (shape, tokens) for shape in job.shapes or SHAPES for tokens in job.tokens
     ):
-        for payload in wanted.payloads:
+        for payload in job.payloads:
             yield A2aCase(Kernel("send", ranks, hidden, payload), experts, top_k, tokens)
         yield A2aCase(Kernel("collect_rows", ranks, hidden), experts, top_k, tokens)
         if tokens <= FEW_TOKENS:
             yield A2aCase(Kernel("collect_pairs", ranks, hidden), experts, top_k, tokens)
 
 
-def tune(wanted: Wanted) -> None:
-    gpus, most = num_gpus(), max(wanted.ranks)
+def tune(job: TuneJob) -> None:
+    gpus, most = num_gpus(), max(job.ranks)
     with start_mps() if most > gpus else nullcontext() as mps:
-        for ranks in wanted.ranks:
+        for ranks in job.ranks:
             devices = share_gpus(ranks, gpus)
-            shared = {} if mps is None else mps.for_ranks(most_on_one(devices))
+            shared = {} if mps is None else mps.for_ranks(max_ranks_per_gpu(devices))
             places = PerRank([TimedRank(shared, gpu) for gpu in devices])
             with LocalRanks(ranks, SECONDS, peer_timeout=PEER_SECONDS) as pool:
-                tune_ranks(wanted, pool, places)
+                tune_ranks(job, pool, places)
 
 
-def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
-    """With so many ranks as the pool has."""
-    machine: GpuModel = pool.run(machine_of, places)[0]
-    path = wanted.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
-    known = {} if wanted.again else a2a_tuned.load(machine.name, wanted.folder)
-    cases = {case.key: case for case in cases_of(wanted, pool.size) if case.key not in known}
+def tune_ranks(job: TuneJob, pool: LocalRanks, places: PerRank) -> None:
+    machine: GpuModel = pool.run(gpu_model, places)[0]
+    path = job.folder / tuning.file_name(machine.name, a2a_tuned.FORMAT)
+    known = {} if job.again else a2a_tuned.load(machine.name, job.folder)
+    cases = {case.key: case for case in list_cases(job, pool.size) if case.key not in known}
     if not cases:
-        print(f"{pool.size} ranks: all of it is in {path}: --again measures it anew")
+        print(f"{pool.size} ranks: all results are in {path}: --again measures them again")
         return
     with tqdm(total=len(cases), desc=f"{pool.size} ranks", disable=None) as bar:
         for case in cases.values():
@@ -130,21 +127,21 @@ def tune_ranks(wanted: Wanted, pool: LocalRanks, places: PerRank) -> None:
             us = slowest(pool.run(measure, case, plans, places))
             best = min(range(len(plans)), key=us.__getitem__)
             name, plan = machine.name, plans[best]
-            a2a_tuned.save(name, case.kernel, case.tokens, plan, us[best], wanted.folder)
+            a2a_tuned.save(name, case.kernel, case.tokens, plan, us[best], job.folder)
             bar.write(f"{case.kernel} {case.tokens} rows: {us[best]:.1f} us (guess {us[0]:.1f})")
             bar.update()
     print(f"wrote {path}")
 
 
 def slowest(found: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Of each plan: the median over rounds of the slowest rank's. `found`: by rank, plan, round."""
+    """For each plan the median over rounds of the slowest rank; times by rank, plan, round."""
     plans = zip(*found, strict=True)
     return [
         statistics.median(max(rounds) for rounds in zip(*ranks, strict=True)) for ranks in plans
     ]
 
 
-def machine_of(group: RankGroup, place: TimedRank) -> GpuModel:
+def gpu_model(group: RankGroup, place: TimedRank) -> GpuModel:
     facts = tuning.device_facts(place.open())
     return GpuModel(facts.processors, name=facts.name)
 
@@ -152,24 +149,24 @@ def machine_of(group: RankGroup, place: TimedRank) -> GpuModel:
 def measure(
     group: RankGroup, case: A2aCase, plans: Sequence[LaunchPlan], place: TimedRank
 ) -> list[list[float]]:
-    """On one rank: microseconds by plan and round, the meeting included."""
+    """Microseconds by plan and round on one rank, including the barrier."""
     device = place.open()
     with torch.inference_mode():
         with torch.device(device):
-            dispatcher = dispatcher_of(group, case)
+            dispatcher = make_dispatcher(group, case)
         window = create_device_window(group, [], PEER_SECONDS, MEETINGS, device)
         calls = tuple(window.call(number, "tune") for number in range(MEETINGS))
         together = Together(calls, lambda: group.barrier("tune"))
-        work = Work(dispatcher, together, *route(case, group.rank, device))
-        link = work.dispatch if case.kernel.sends else work.combine
+        timed = TimedCalls(dispatcher, together, *route(case, group.rank, device))
+        call = timed.dispatch if case.kernel.sends else timed.combine
         few = case.tokens <= FEW_TOKENS
         length = (FEW if few else MANY) if together.on_gpu else TWINS
         found = []
         try:
             for plan in plans:
                 with trying(case.kernel, plan):
-                    link(0), link(1)  # compiles
-                    found.append(together.microseconds(link, length, together.on_gpu))
+                    call(0), call(1)  # compiles
+                    found.append(together.microseconds(call, length, together.on_gpu))
                 dispatcher.exchange.check()
                 window.check()
         finally:
@@ -180,8 +177,8 @@ def measure(
     return found
 
 
-class Work:
-    """Rows of dispatches and of combines; results are whatever lies there."""
+class TimedCalls:
+    """Dispatches and combines to measure; the results are arbitrary data."""
 
     def __init__(
         self, dispatcher: DeviceRowsDispatcher, together: Together, x_TH: Tensor, topk: TopKOutput
@@ -212,7 +209,7 @@ class Work:
         return out
 
 
-def dispatcher_of(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
+def make_dispatcher(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
     load_backends()
     config = DispatchConfig(
         layout=EpLayout(case.experts, group.size, 1, group.rank),
@@ -231,7 +228,7 @@ def dispatcher_of(group: RankGroup, case: A2aCase) -> DeviceRowsDispatcher:
 
 
 def route(case: A2aCase, seed: int, device: torch.device) -> tuple[Tensor, TopKOutput]:
-    """Drawn on the CPU, so that all devices get the same."""
+    """Drawn on the CPU, so all devices get the same routing."""
     generator = torch.Generator().manual_seed(seed)
     x_TH = torch.randn(case.tokens, case.kernel.hidden, generator=generator).bfloat16()
     scores_TE = torch.rand(case.tokens, case.experts, generator=generator)

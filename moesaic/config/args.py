@@ -15,7 +15,7 @@ from moesaic.config.args_parallel import (
 from moesaic.config.args_roles import DisaggregationArgs, SpeculativeArgs
 
 
-# The bases stand last to first: dataclass collects fields from the end of the list.
+# Bases are listed last to first: dataclass collects fields from the end of the list.
 @dataclass(frozen=True)
 class ServerArgs(
     DisaggregationArgs,
@@ -30,9 +30,9 @@ class ServerArgs(
     ServeArgs,
     ModelArgs,
 ):
-    """What the user asked for; `resolve` checks it and fills in what was left open."""
+    """The flags as given; `resolve` checks them and fills in the unset ones."""
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "ServerArgs":
-        """From Python keywords: a field's name or an alias; values in the field's type."""
+        """Build from Python keywords: field names or aliases."""
         return flags.from_kwargs(cls, kwargs)

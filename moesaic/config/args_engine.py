@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from moesaic.config.flags import ONLY_DEFAULT, Flag
+from moesaic.config.flags import Flag, not_built
 from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -42,7 +42,7 @@ class ModelArgs:
     model_path: Annotated[
         str,
         Flag(
-            "Hugging Face folder with safetensors; tiny:FAMILY makes a random toy on the spot, "
+            "Hugging Face folder with safetensors files; tiny:FAMILY creates a random toy model, "
             "shape:NAME has the sizes of a known model for --load-format dummy.",
             aliases=("--model",),
             metavar="DIR",
@@ -62,7 +62,7 @@ class ModelArgs:
         ),
     ] = "auto"
     trust_remote_code: Annotated[
-        bool, Flag("Accepted for compatibility: no code from a checkpoint is ever run.")
+        bool, Flag("Accepted for compatibility; code from a checkpoint is never run.")
     ] = False
     context_length: Annotated[
         int | None, Flag("Longest sequence in tokens; unset: what the model declares.", at_least=1)
@@ -114,10 +114,7 @@ class ServeArgs:
         ),
     ] = None
     served_model_name: Annotated[
-        str | None,
-        Flag(
-            "Model name that the API shows; unset: the model path.",
-        ),
+        str | None, Flag("Model name that the API shows; unset: the model path.")
     ] = None
     tool_call_parser: Annotated[
         str | None,
@@ -134,34 +131,27 @@ class ServeArgs:
         ),
     ] = None
     grammar_backend: Annotated[
-        str | None,
-        Flag(
-            "Engine for structured output.",
-            choices=("llguidance", "none"),
-        ),
+        str | None, Flag("Engine for structured output.", choices=("llguidance", "none"))
     ] = None
     skip_server_warmup: Annotated[
-        bool,
-        Flag(
-            "Send no request of our own at start, nor compile a GPU's kernels before they are used."
-        ),
+        bool, Flag("Skip the warm-up request and the compilation of GPU kernels at start.")
     ] = False
     enable_cache_report: Annotated[bool, Flag("Report cached tokens in usage.")] = False
     log_requests: Annotated[bool, Flag("Log every request.")] = False
     log_requests_level: Annotated[
         int,
         Flag(
-            "0: metadata; 1: and sampling; 2: and shortened texts; 3: everything.",
+            "0: metadata; 1: also sampling; 2: also shortened texts; 3: everything.",
             choices=(0, 1, 2, 3),
         ),
     ] = 2
     enable_metrics: Annotated[
-        bool, Flag("Accepted for compatibility: metrics are always served.")
+        bool, Flag("Accepted for compatibility; metrics are always served.")
     ] = False
     drain_timeout: Annotated[
         float,
         Flag(
-            "Seconds that open requests have to finish after SIGTERM; then they end with an error.",
+            "Seconds that open requests may take after SIGTERM before they fail.",
             at_least=0,
             at_most=86400,
         ),
@@ -194,7 +184,7 @@ class ScheduleArgs:
     chunked_prefill_size: Annotated[
         int | None,
         Flag(
-            "Most prompt tokens in one step; longer prompts go in pieces; -1: never in pieces; "
+            "Most prompt tokens in one step; longer prompts are split; -1: never split; "
             "unset: 2048 on CPU, 8192 on CUDA.",
             at_least=1,
             also=(-1,),
@@ -202,15 +192,14 @@ class ScheduleArgs:
     ] = None
     max_prefill_tokens: Annotated[
         int | None,
-        Flag(
+        not_built(
             "Most prompt tokens in one step.",
             at_least=1,
-            built=ONLY_DEFAULT,
             instead="use --chunked-prefill-size, the token budget of a step",
         ),
     ] = None
     enable_mixed_chunk: Annotated[
-        bool, Flag("Put prefill chunks and decodes in one batch (they always are).")
+        bool, Flag("Accepted for compatibility; prefill and decode always share a batch.")
     ] = False
     page_size: Annotated[int, Flag("Tokens in one page of the KV cache.", at_least=1)] = 16
     schedule_policy: Annotated[
@@ -229,7 +218,7 @@ class ScheduleArgs:
         False
     )
     disable_overlap_schedule: Annotated[
-        bool, Flag("Do not schedule the next step while the device works (on CPU it never is).")
+        bool, Flag("Do not schedule the next step while the device computes (CPU never does).")
     ] = False
     stream_interval: Annotated[int, Flag("Tokens between two pieces of a stream.", at_least=1)] = 1
 
@@ -241,8 +230,8 @@ class RuntimeArgs:
     device: Annotated[
         str,
         Flag(
-            "Where to compute; auto: what MOESAIC_DEVICE says, else on CUDA where there is a GPU "
-            "for each rank and what is asked for can be done there.",
+            "Device to compute on; auto: MOESAIC_DEVICE, else cuda if there is a GPU "
+            "for each rank and CUDA supports all flags given.",
             choices=DEVICES,
             built=("auto", "cpu", "cuda"),
         ),
@@ -250,22 +239,19 @@ class RuntimeArgs:
     num_threads: Annotated[
         int | None,
         Flag(
-            "Threads of torch on CPU; unset: torch's choice, mostly all cores.",
+            "Threads of torch on CPU; unset: torch's choice, usually all cores.",
             at_least=1,
             at_most=1024,
         ),
     ] = None
     base_gpu_id: Annotated[int, Flag("First GPU to use on a node.", at_least=0)] = 0
     gpu_id_step: Annotated[
-        int,
-        Flag(
-            "Distance between two GPUs; 0: every rank on the first.", at_least=0, built=ONLY_DEFAULT
-        ),
+        int, not_built("Distance between two GPUs; 0: every rank on the first.", at_least=0)
     ] = 1
     random_seed: Annotated[
         int | None,
         Flag(
-            "Seed of requests that bring none (unset: a new one) and of dummy weights (unset: 0).",
+            "Seed of requests without one (unset: random) and of dummy weights (unset: 0).",
             at_least=0,
         ),
     ] = None
@@ -286,11 +272,9 @@ class RuntimeArgs:
         ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
-        bool, Flag("Same bits whatever the batch, the mesh (TP, EP, DP, PP) or placement.")
+        bool, Flag("Bitwise equal results for any batch, mesh (TP, EP, DP, PP) and placement.")
     ] = False
-    disable_cuda_graph: Annotated[bool, Flag("Capture no CUDA graphs (on CPU there are none).")] = (
-        False
-    )
+    disable_cuda_graph: Annotated[bool, Flag("Capture no CUDA graphs (CPU has none).")] = False
     cuda_graph_bs: Annotated[
         tuple[int, ...] | None,
         Flag("Batch sizes to capture as CUDA graphs; unset: 1, 2, 4, 8, 16 and so on.", at_least=1),
@@ -299,15 +283,12 @@ class RuntimeArgs:
         int | None,
         Flag("Largest batch size to capture; unset: --max-running-requests.", at_least=1),
     ] = None
-    enable_torch_compile: Annotated[
-        bool, Flag("Compile the model with torch.compile.", built=ONLY_DEFAULT)
-    ] = False
+    enable_torch_compile: Annotated[bool, not_built("Compile the model with torch.compile.")] = (
+        False
+    )
     watchdog_timeout: Annotated[
         float,
-        Flag(
-            "Seconds in which a step of several ranks may stand still before they are ended.",
-            above=0,
-        ),
+        Flag("Seconds without progress after which a step of several ranks is aborted.", above=0),
     ] = 300.0
     log_level: Annotated[
         str, Flag("Least severe log line to show.", choices=("debug", "info", "warning", "error"))

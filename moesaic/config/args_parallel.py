@@ -1,9 +1,9 @@
-"""Flags of parallelism, expert parallelism, balancing, overlap, elasticity and speculation."""
+"""Flags of parallelism, expert parallelism, load balancing, overlap and elasticity."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from moesaic.config.flags import ONLY_DEFAULT, Flag
+from moesaic.config.flags import Flag, not_built
 
 A2A_BACKENDS = ("none", "deepep", "mooncake", "mori", "flashinfer", "ascend_fuseep")
 RUNNER_BACKENDS = (
@@ -49,7 +49,7 @@ class ParallelArgs:
     ep_size: Annotated[
         int,
         Flag(
-            "Ranks over which the experts of a layer are laid.",
+            "Ranks that share the experts of a layer (expert parallel).",
             aliases=("--ep", "--expert-parallel-size"),
             at_least=1,
         ),
@@ -63,12 +63,7 @@ class ParallelArgs:
         ),
     ] = 1
     pp_size: Annotated[
-        int,
-        Flag(
-            "Pipeline stages.",
-            aliases=("--pp", "--pipeline-parallel-size"),
-            at_least=1,
-        ),
+        int, Flag("Pipeline stages.", aliases=("--pp", "--pipeline-parallel-size"), at_least=1)
     ] = 1
     enable_dp_attention: Annotated[
         bool, Flag("Split attention by request over --dp-size groups.")
@@ -76,22 +71,20 @@ class ParallelArgs:
     enable_dp_lm_head: Annotated[
         bool,
         Flag(
-            "Compute logits in each attention group on its own; with --enable-dp-attention on CUDA "
-            "it is on."
+            "Compute logits within each attention group; always on with --enable-dp-attention "
+            "on CUDA."
         ),
     ] = False
     enable_tp_lm_head_all_to_all: Annotated[
-        bool | None,
-        Flag("Exchange the parts of the logits by an all-to-all.", built=ONLY_DEFAULT),
+        bool | None, not_built("Exchange the shards of the logits by an all-to-all.")
     ] = None
     enable_dp_attention_local_control_broadcast: Annotated[
-        bool,
-        Flag("Send control messages within an attention group only.", built=ONLY_DEFAULT),
+        bool, not_built("Send control messages within an attention group only.")
     ] = False
     load_balance_method: Annotated[
         str,
         Flag(
-            "How requests are spread over data-parallel groups: in turn, or to the one with the "
+            "How requests are assigned to data-parallel groups: in turn, or to the one with the "
             "fewest requests or tokens; auto: in turn.",
             choices=LOAD_BALANCE_METHODS,
             built=("auto", "round_robin", "total_requests", "total_tokens"),
@@ -102,15 +95,15 @@ class ParallelArgs:
     dist_init_addr: Annotated[
         str | None,
         Flag(
-            "Where the nodes meet: an address of node 0 and a free port there; unset: MASTER_ADDR "
-            "and MASTER_PORT of the environment.",
+            "Rendezvous address: an address of node 0 and a free port there; unset: MASTER_ADDR "
+            "and MASTER_PORT.",
             aliases=("--nccl-init-addr",),
             metavar="HOST:PORT",
         ),
     ] = None
     dist_timeout: Annotated[
         float | None,
-        Flag("Seconds that a rank waits for its peers in an operation; unset: 300.", above=0),
+        Flag("Seconds that a rank waits for its peers in one operation; unset: 300.", above=0),
     ] = None
 
 
@@ -119,84 +112,70 @@ class MoeArgs:
     GROUP: ClassVar[str] = "Mixture of experts"
 
     moe_a2a_backend: Annotated[
-        str,
-        Flag("How tokens travel to their experts.", choices=A2A_BACKENDS, open=True),
+        str, Flag("How tokens are sent to their experts.", choices=A2A_BACKENDS, open=True)
     ] = "none"
     moe_runner_backend: Annotated[
         str, Flag("How experts compute.", choices=RUNNER_BACKENDS, open=True)
     ] = "auto"
     moe_backend_module: Annotated[
         str | None,
-        Flag("Python module that registers other backends for the two flags above.", metavar="M"),
+        Flag("Python module that registers more backends for the two flags above.", metavar="M"),
     ] = None
     deepep_mode: Annotated[
         str,
         Flag(
-            "normal for prefill, low_latency for decode, auto: the one that fits each step.",
+            "normal for prefill, low_latency for decode; auto: chosen for each step.",
             choices=("auto", "normal", "low_latency"),
         ),
     ] = "auto"
     deepep_config: Annotated[
-        str | None,
-        Flag("JSON, or a file with it: SMs that normal mode's kernels take at most, on CUDA."),
+        str | None, Flag("JSON, or a JSON file: most SMs that normal mode's kernels use on CUDA.")
     ] = None
     deepep_dispatch_output_dtype: Annotated[
         str,
         Flag(
-            "What is sent to the experts; auto: what the runner and the weights consume.",
+            "Type sent to the experts; auto: what the runner and the weights consume.",
             aliases=("--deepep-dispatcher-output-dtype",),
             choices=("auto", "bf16", "fp8", "int8", "nvfp4", "mxfp4"),
         ),
     ] = "auto"
-    fuseep_mode: Annotated[
-        int, Flag("Variant of the fused all-to-all.", choices=(1, 2), built=ONLY_DEFAULT)
-    ] = 2
+    fuseep_mode: Annotated[int, not_built("Variant of the fused all-to-all.", choices=(1, 2))] = 2
     moe_dense_tp_size: Annotated[
         int | None,
         Flag(
-            "Tensor-parallel size of dense layers: 1 or --tp-size; unset: that, but 1 with "
+            "Tensor-parallel size of dense layers: 1 or --tp-size; unset: --tp-size, but 1 with "
             "--enable-dp-attention on CUDA.",
             at_least=1,
         ),
     ] = None
     moe_dp_size: Annotated[
         int,
-        Flag(
+        not_built(
             "Data-parallel groups of the MoE layers.",
             aliases=("--moe-data-parallel-size",),
             at_least=1,
-            built=ONLY_DEFAULT,
         ),
     ] = 1
     dwdp_size: Annotated[
         int,
-        Flag(
-            "Ranks over which weights are spread while every rank computes its own tokens.",
-            at_least=1,
-            built=ONLY_DEFAULT,
+        not_built(
+            "Ranks that share the weights while every rank computes its own tokens.", at_least=1
         ),
     ] = 1
     flashinfer_mxfp4_moe_precision: Annotated[
-        str,
-        Flag(
-            "Activations of the flashinfer_mxfp4 runner.",
-            choices=("default", "bf16"),
-            built=ONLY_DEFAULT,
-        ),
+        str, not_built("Activations of the flashinfer_mxfp4 runner.", choices=("default", "bf16"))
     ] = "default"
     disable_flashinfer_cutlass_moe_fp4_allgather: Annotated[
-        bool, Flag("Quantize to FP4 after the all-gather, not before it.", built=ONLY_DEFAULT)
+        bool, not_built("Quantize to FP4 after the all-gather, not before it.")
     ] = False
     disable_shared_experts_fusion: Annotated[
-        bool,
-        Flag("Compute shared experts apart from the routed ones.", built=ONLY_DEFAULT),
+        bool, not_built("Compute shared experts separately from the routed ones.")
     ] = False
     enforce_shared_experts_fusion: Annotated[
-        bool, Flag("Compute shared experts as routed ones.", built=ONLY_DEFAULT)
+        bool, not_built("Compute shared experts as routed ones.")
     ] = False
     enable_waterfill: Annotated[
-        bool,
-        Flag("Send the shared expert's rows to the ranks with least to do.", built=ONLY_DEFAULT),
+        bool, not_built("Send the shared expert's rows to the least loaded ranks.")
     ] = False
 
 
@@ -204,77 +183,53 @@ class MoeArgs:
 class BalanceArgs:
     GROUP: ClassVar[str] = "Expert load balancing"
 
-    enable_eplb: Annotated[
-        bool, Flag("Move and replicate experts while serving.", built=ONLY_DEFAULT)
-    ] = False
+    enable_eplb: Annotated[bool, not_built("Move and replicate experts while serving.")] = False
     eplb_algorithm: Annotated[
-        str,
-        Flag("How a placement is computed.", choices=EPLB_ALGORITHMS, built=ONLY_DEFAULT),
+        str, not_built("How a placement is computed.", choices=EPLB_ALGORITHMS)
     ] = "auto"
     eplb_rebalance_num_iterations: Annotated[
-        int, Flag("Forward passes between two rebalances.", at_least=1, built=ONLY_DEFAULT)
+        int, not_built("Forward passes between two rebalances.", at_least=1)
     ] = 1000
     eplb_rebalance_num_requests: Annotated[
-        int | None,
-        Flag("Finished requests between two rebalances.", at_least=1, built=ONLY_DEFAULT),
+        int | None, not_built("Finished requests between two rebalances.", at_least=1)
     ] = None
     eplb_rebalance_layers_per_chunk: Annotated[
-        int | None,
-        Flag("Layers moved in one pass; unset: all.", at_least=1, built=ONLY_DEFAULT),
+        int | None, not_built("Layers moved in one pass; unset: all.", at_least=1)
     ] = None
     eplb_min_rebalancing_utilization_threshold: Annotated[
-        float,
-        Flag(
-            "Rebalance only while mean/max load is below this.",
-            at_least=0,
-            at_most=1,
-            built=ONLY_DEFAULT,
-        ),
+        float, not_built("Rebalance only while mean/max load is below this.", at_least=0, at_most=1)
     ] = 1.0
     ep_num_redundant_experts: Annotated[
         int, Flag("Extra slots for replicas of experts.", at_least=0)
     ] = 0
     ep_dispatch_algorithm: Annotated[
         str | None,
-        Flag(
-            "How a token chooses among replicas.",
-            choices=("static", "dynamic", "fake", "lp"),
-            built=ONLY_DEFAULT,
+        not_built(
+            "How a token chooses among replicas.", choices=("static", "dynamic", "fake", "lp")
         ),
     ] = None
     init_expert_location: Annotated[
-        str,
-        Flag(
-            "First placement: trivial, or JSON or a recorder's dump to plan from.",
-            built=ONLY_DEFAULT,
-        ),
+        str, not_built("First placement: trivial, or JSON or a recorder's dump to plan from.")
     ] = "trivial"
     expert_distribution_recorder_mode: Annotated[
         str | None,
-        Flag(
-            "What is recorded of the routing.",
+        not_built(
+            "What is recorded about the routing.",
             choices=("stat", "stat_approx", "per_pass", "per_token"),
-            built=ONLY_DEFAULT,
         ),
     ] = None
     expert_distribution_recorder_buffer_size: Annotated[
         int | None,
-        Flag(
-            "Passes kept; -1: all; unset: the rebalancing period.",
-            at_least=1,
-            also=(-1,),
-            built=ONLY_DEFAULT,
-        ),
+        not_built("Passes kept; -1: all; unset: the rebalancing period.", at_least=1, also=(-1,)),
     ] = None
     enable_expert_distribution_metrics: Annotated[
-        bool, Flag("Export expert load as metrics.", built=ONLY_DEFAULT)
+        bool, not_built("Export expert load as metrics.")
     ] = False
     expert_balancedness_report_mode: Annotated[
         str,
-        Flag(
-            "Where mean/max load of the ranks is reported.",
+        not_built(
+            "Where the mean/max load of the ranks is reported.",
             choices=("off", "server_log", "prometheus", "both"),
-            built=ONLY_DEFAULT,
         ),
     ] = "off"
 
@@ -284,20 +239,19 @@ class OverlapArgs:
     GROUP: ClassVar[str] = "Overlap of communication and computation"
 
     enable_two_batch_overlap: Annotated[
-        bool, Flag("Compute one micro-batch while the other travels.", built=ONLY_DEFAULT)
+        bool, not_built("Compute one micro-batch while the other communicates.")
     ] = False
     tbo_token_distribution_threshold: Annotated[
         float,
-        Flag(
+        not_built(
             "Split inside a sequence when splitting between two leaves one half less than this "
             "share of the tokens; 0: never.",
             at_least=0,
             at_most=0.5,
-            built=ONLY_DEFAULT,
         ),
     ] = 0.48
     enable_single_batch_overlap: Annotated[
-        bool, Flag("Compute shared experts while tokens travel.", built=ONLY_DEFAULT)
+        bool, not_built("Compute shared experts while tokens are sent.")
     ] = False
 
 
@@ -306,33 +260,30 @@ class ElasticArgs:
     GROUP: ClassVar[str] = "Elastic expert parallelism"
 
     elastic_ep_backend: Annotated[
-        str | None,
-        Flag("Go on when ranks die or join.", choices=("mooncake", "nixl"), built=ONLY_DEFAULT),
+        str | None, not_built("Continue when ranks fail or join.", choices=("mooncake", "nixl"))
     ] = None
     mooncake_ib_device: Annotated[
-        str | None, Flag("InfiniBand devices, comma-separated; unset: found.", built=ONLY_DEFAULT)
+        str | None, not_built("InfiniBand devices, comma-separated; unset: detected.")
     ] = None
     enable_elastic_expert_backup: Annotated[
-        bool, Flag("Keep a copy of the experts in host memory.", built=ONLY_DEFAULT)
+        bool, not_built("Keep a copy of the experts in host memory.")
     ] = False
     elastic_ep_join_mode: Annotated[
         str | None,
-        Flag(
-            "Join a running service: as new ranks, or in place of dead ones.",
+        not_built(
+            "Join a running service: as new ranks, or in place of failed ones.",
             choices=("scale", "recover"),
-            built=ONLY_DEFAULT,
         ),
     ] = None
     elastic_ep_join_rank_offset: Annotated[
-        int, Flag("First rank number of the joining ranks.", at_least=0, built=ONLY_DEFAULT)
+        int, not_built("First rank number of the joining ranks.", at_least=0)
     ] = 0
     elastic_ep_initial_size: Annotated[
-        int | None, Flag("Ranks at the start of the service.", at_least=1, built=ONLY_DEFAULT)
+        int | None, not_built("Ranks at the start of the service.", at_least=1)
     ] = None
     max_ep_size: Annotated[
-        int | None,
-        Flag("Most ranks to which the service may grow.", at_least=1, built=ONLY_DEFAULT),
+        int | None, not_built("Most ranks to which the service may grow.", at_least=1)
     ] = None
     elastic_ep_scale_timeout: Annotated[
-        float, Flag("Seconds that joining may take.", above=0, built=ONLY_DEFAULT)
+        float, not_built("Timeout in seconds for joining.", above=0)
     ] = 600.0

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from moesaic.config.args_engine import ATTENTION_BACKENDS
 from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS, TRANSFER_BACKENDS
-from moesaic.config.flags import ONLY_DEFAULT, Flag
+from moesaic.config.flags import not_built
 
 
 @dataclass(frozen=True)
@@ -14,74 +14,49 @@ class SpeculativeArgs:
 
     speculative_algorithm: Annotated[
         str | None,
-        Flag(
+        not_built(
             "How draft tokens are made.",
             choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
-            built=ONLY_DEFAULT,
         ),
     ] = None
     speculative_draft_model_path: Annotated[
         str | None,
-        Flag(
-            "Folder of the draft model.",
-            aliases=("--speculative-draft-model",),
-            metavar="DIR",
-            built=ONLY_DEFAULT,
+        not_built(
+            "Folder of the draft model.", aliases=("--speculative-draft-model",), metavar="DIR"
         ),
     ] = None
     speculative_num_steps: Annotated[
-        int | None, Flag("Draft steps before a check.", at_least=1, built=ONLY_DEFAULT)
+        int | None, not_built("Draft steps before a verify.", at_least=1)
     ] = None
     speculative_eagle_topk: Annotated[
-        int | None, Flag("Branches of a draft step.", at_least=1, built=ONLY_DEFAULT)
+        int | None, not_built("Branches of a draft step.", at_least=1)
     ] = None
     speculative_num_draft_tokens: Annotated[
-        int | None, Flag("Draft tokens checked at once.", at_least=1, built=ONLY_DEFAULT)
+        int | None, not_built("Draft tokens verified at once.", at_least=1)
     ] = None
     speculative_accept_threshold_single: Annotated[
-        float,
-        Flag(
-            "Accept a draft token above this probability.",
-            above=0,
-            at_most=1,
-            built=ONLY_DEFAULT,
-        ),
+        float, not_built("Accept a draft token above this probability.", above=0, at_most=1)
     ] = 1.0
     speculative_accept_threshold_acc: Annotated[
         float,
-        Flag(
-            "Divide the acceptance bound of a draft token by this.",
-            above=0,
-            at_most=1,
-            built=ONLY_DEFAULT,
-        ),
+        not_built("Divide the acceptance bound of a draft token by this.", above=0, at_most=1),
     ] = 1.0
     speculative_token_map: Annotated[
-        str | None, Flag("File with the draft's vocabulary.", metavar="FILE", built=ONLY_DEFAULT)
+        str | None, not_built("File with the drafter's vocabulary.", metavar="FILE")
     ] = None
     speculative_attention_mode: Annotated[
-        str,
-        Flag("Attention kernels of the check.", choices=("prefill", "decode"), built=ONLY_DEFAULT),
+        str, not_built("Attention kernels of the verify step.", choices=("prefill", "decode"))
     ] = "prefill"
     speculative_draft_attention_backend: Annotated[
-        str | None,
-        Flag("Attention kernels of the draft.", choices=ATTENTION_BACKENDS, built=ONLY_DEFAULT),
+        str | None, not_built("Attention kernels of the drafter.", choices=ATTENTION_BACKENDS)
     ] = None
     speculative_moe_runner_backend: Annotated[
         str | None,
-        Flag(
-            "Runner of the draft; unset: the target's.",
-            choices=RUNNER_BACKENDS,
-            built=ONLY_DEFAULT,
-        ),
+        not_built("Runner of the drafter; unset: the target's.", choices=RUNNER_BACKENDS),
     ] = None
     speculative_moe_a2a_backend: Annotated[
         str | None,
-        Flag(
-            "All-to-all of the draft; unset: the target's.",
-            choices=A2A_BACKENDS,
-            built=ONLY_DEFAULT,
-        ),
+        not_built("All-to-all of the drafter; unset: the target's.", choices=A2A_BACKENDS),
     ] = None
 
 
@@ -91,34 +66,28 @@ class DisaggregationArgs:
 
     disaggregation_mode: Annotated[
         str,
-        Flag(
-            "Serve only prefill or only decode; null: both.",
-            choices=("null", "prefill", "decode"),
-            built=ONLY_DEFAULT,
+        not_built(
+            "Serve only prefill or only decode; null: both.", choices=("null", "prefill", "decode")
         ),
     ] = "null"
     disaggregation_transfer_backend: Annotated[
-        str,
-        Flag("What carries the KV cache.", choices=TRANSFER_BACKENDS, built=ONLY_DEFAULT),
+        str, not_built("How the KV cache is transferred.", choices=TRANSFER_BACKENDS)
     ] = "mooncake"
     disaggregation_bootstrap_port: Annotated[
-        int,
-        Flag("Port where prefill and decode meet.", at_least=1, at_most=65535, built=ONLY_DEFAULT),
+        int, not_built("Port for the rendezvous of prefill and decode.", at_least=1, at_most=65535)
     ] = 8998
     disaggregation_ib_device: Annotated[
-        str | None, Flag("InfiniBand devices, comma-separated; unset: found.", built=ONLY_DEFAULT)
+        str | None, not_built("InfiniBand devices, comma-separated; unset: detected.")
     ] = None
     disaggregation_decode_enable_radix_cache: Annotated[
-        bool, Flag("Reuse shared prefixes on the decode side.", built=ONLY_DEFAULT)
+        bool, not_built("Reuse shared prefixes on the decode side.")
     ] = False
     num_reserved_decode_tokens: Annotated[
-        int,
-        Flag("Tokens kept free for each running request.", at_least=0, built=ONLY_DEFAULT),
+        int, not_built("Tokens reserved for each running request.", at_least=0)
     ] = 512
     disaggregation_decode_polling_interval: Annotated[
-        int, Flag("Steps between two looks for arrived caches.", at_least=1, built=ONLY_DEFAULT)
+        int, not_built("Steps between two polls for received caches.", at_least=1)
     ] = 1
     disaggregation_decode_extra_slots: Annotated[
-        int | None,
-        Flag("Request slots for caches under way.", at_least=0, built=ONLY_DEFAULT),
+        int | None, not_built("Request slots for caches in transfer.", at_least=0)
     ] = None

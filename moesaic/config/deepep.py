@@ -1,9 +1,8 @@
-"""--deepep-config: what normal mode's kernels may take of a GPU, in the JSON that SGLang takes.
+"""--deepep-config: how many SMs normal mode's kernels may use, in SGLang's JSON.
 
     {"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}}
 
-Sizes of chunks are known by name and have nothing to size here: kernels write rows straight to
-where they are computed.
+Chunk sizes are accepted and ignored: kernels write rows straight to where they are computed.
 """
 
 from __future__ import annotations
@@ -17,27 +16,26 @@ from typing import Any, Final
 PHASES: Final = {"normal_dispatch": "dispatch", "normal_combine": "combine"}
 NUM_SMS: Final = "num_sms"
 CHUNKS: Final = tuple(
-    f"num_max_{link}_chunked_{way}_tokens" for link in ("nvl", "rdma") for way in ("send", "recv")
+    f"num_max_{link}_chunked_{end}_tokens" for link in ("nvl", "rdma") for end in ("send", "recv")
 )
 LARGEST: Final = {NUM_SMS: 1024, **dict.fromkeys(CHUNKS, 1 << 20)}
-"""Above what any GPU or step has: a slip of the pen."""
+"""Above what any GPU or step has."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeepEPConfig:
-    """Multiprocessors that each way may take, 0 for as many as serve. `idle`: what was given and
-    does nothing here."""
+    """The most SMs that dispatch and combine may use; 0: no limit."""
 
     dispatch: int = 0
     combine: int = 0
-    idle: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # keys that have no effect
 
     def notes(self, processors: int) -> Iterator[str]:
-        """What of it changes nothing on a GPU with so many multiprocessors; 0: not known."""
-        if self.idle:
-            yield f"--deepep-config: nothing here is sent in chunks: {', '.join(self.idle)}"
-        for name, way in PHASES.items():
-            if processors and (given := getattr(self, way)) > processors:
+        """Settings that have no effect on a GPU with this many SMs; 0: not known."""
+        if self.ignored:
+            yield f"--deepep-config: nothing is sent in chunks here: {', '.join(self.ignored)}"
+        for name, phase in PHASES.items():
+            if processors and (given := getattr(self, phase)) > processors:
                 yield (
                     f"--deepep-config: {NUM_SMS} {given} of {name} bounds nothing: the GPU has "
                     f"{processors} multiprocessors"
@@ -45,9 +43,9 @@ class DeepEPConfig:
 
 
 def read_deepep_config(text: str) -> DeepEPConfig:
-    """`text`: JSON, or the path of a file with it."""
+    """Read JSON, or the JSON file at a path."""
     phases = _parse(text)
-    sms, idle = {}, []
+    sms, ignored = {}, []
     for name, values in phases.items():
         if name not in PHASES or not isinstance(values, dict):
             raise ValueError(f"--deepep-config: {name!r}: give objects {' and '.join(PHASES)}")
@@ -64,30 +62,27 @@ def read_deepep_config(text: str) -> DeepEPConfig:
             if key == NUM_SMS:
                 sms[PHASES[name]] = value
             else:
-                idle.append(f"{name}.{key}")
-    if not sms and not idle:
+                ignored.append(f"{name}.{key}")
+    if not sms and not ignored:
         raise ValueError(f"--deepep-config names no {NUM_SMS}: give one, or leave it out")
-    return DeepEPConfig(**sms, idle=tuple(idle))
+    return DeepEPConfig(**sms, ignored=tuple(ignored))
 
 
 def _parse(text: str) -> dict[str, Any]:
     if not text.strip():
-        raise ValueError("--deepep-config is empty: give JSON, or the path of a file with it")
+        raise ValueError("--deepep-config is empty: give JSON, or the path of a JSON file")
     if not text.lstrip().startswith(("{", "[")):
         path = Path(text).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"--deepep-config {path} is neither an object in JSON nor a file that can be read: "
-                f"{error}"
+                f"--deepep-config {path} is neither a JSON object nor a readable file: {error}"
             ) from error
     try:
-        found = json.loads(text, object_pairs_hook=_no_key_twice)
+        found = json.loads(text, object_pairs_hook=_unique_keys)
     except ValueError as error:
-        raise ValueError(
-            f"--deepep-config cannot be read as JSON ({error}): {text[:60]!r}"
-        ) from error
+        raise ValueError(f"--deepep-config is not valid JSON ({error}): {text[:60]!r}") from error
     if not isinstance(found, dict):
         raise ValueError(
             f"--deepep-config is {text[:60]!r}: give an object of {' and '.join(PHASES)}"
@@ -95,7 +90,7 @@ def _parse(text: str) -> dict[str, Any]:
     return found
 
 
-def _no_key_twice(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise ValueError(f"{twice[0]!r} is given twice")

@@ -1,6 +1,6 @@
-"""Which device a command line means, and which GPU each rank, found out without torch.
+"""The device of a command line and the GPU of each rank, without torch.
 
-Asking torch would start CUDA in this process, and ranks are forked from processes like it.
+Torch would initialise CUDA in this process, from which ranks are forked.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from pathlib import Path
 from moesaic.config.args import ServerArgs
 from moesaic.config.gpus import count_gpus, share_gpus
 
-VARIABLE = "MOESAIC_DEVICE"
-KINDS = ("auto", "cpu", "cuda")
+DEVICE_VARIABLE = "MOESAIC_DEVICE"
+DEVICE_NAMES = ("auto", "cpu", "cuda")
 NVML = "libnvidia-ml.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def device_of(args: ServerArgs) -> str:
-    """cpu or cuda: what the flag says, what MOESAIC_DEVICE says where that leaves it open, else
-    cuda where torch can use a GPU for each rank, and what is asked for can be done there."""
+    """cpu or cuda: by flag, else by MOESAIC_DEVICE, else cuda if torch can use a GPU for each rank
+    and CUDA supports all flags given."""
     return _chosen(args)[0]
 
 
-def why_device(args: ServerArgs) -> str:
+def device_reason(args: ServerArgs) -> str:
     return _chosen(args)[1]
 
 
 def _chosen(args: ServerArgs) -> tuple[str, str]:
     if args.device != "auto":
         return args.device, "--device says so"
-    told = os.environ.get(VARIABLE, "auto")
-    if told not in KINDS:
-        raise ValueError(f"{VARIABLE} is {told!r}: give {', '.join(KINDS)}")
-    if told != "auto":
-        return told, f"{VARIABLE} says so"
-    missing = cuda_missing() or beyond_cuda(args) or _too_few(args)
+    value = os.environ.get(DEVICE_VARIABLE, "auto")
+    if value not in DEVICE_NAMES:
+        raise ValueError(f"{DEVICE_VARIABLE} is {value!r}: give {', '.join(DEVICE_NAMES)}")
+    if value != "auto":
+        return value, f"{DEVICE_VARIABLE} says so"
+    missing = cuda_missing() or unsupported_on_cuda(args) or _too_few(args)
     if missing:
         return "cpu", missing
     return "cuda", "there is a GPU" if num_ranks(args) == 1 else "there is a GPU for each rank"
@@ -51,18 +51,18 @@ def num_ranks(args: ServerArgs) -> int:
 
 
 def _too_few(args: ServerArgs) -> str:
-    """Ranks share a GPU only if that is asked for: a server would not be fast so."""
+    """Why ranks would share a GPU: that is slow, so it must be asked for."""
     ranks, gpus = num_ranks(args), num_gpus() - args.base_gpu_id
     if ranks <= gpus:
         return ""
     return f"{ranks} ranks would have to share {count_gpus(gpus)}: --device cuda does so"
 
 
-def beyond_cuda(args: ServerArgs) -> str:
-    """Which flags ask for what CUDA does not do here; empty: none."""
+def unsupported_on_cuda(args: ServerArgs) -> str:
+    """The first flag that CUDA does not support, and why; empty: none."""
     tp, dp = args.tp_size, args.dp_size if args.enable_dp_attention else 1
     gpus = num_gpus()
-    if args.base_gpu_id >= max(1, gpus):  # that there is none is said elsewhere
+    if args.base_gpu_id >= max(1, gpus):  # `cuda_missing` reports that there is none
         counted = f"there {'is' if gpus == 1 else 'are'} {count_gpus(gpus)}"
         return f"--base-gpu-id {args.base_gpu_id}: {counted}, numbered from 0"
     if args.pp_size > 1:
@@ -71,28 +71,28 @@ def beyond_cuda(args: ServerArgs) -> str:
         return f"--nnodes {args.nnodes}: several nodes are built for cpu only"
     if dp > 1 and args.moe_dense_tp_size not in (None, 1):
         return (
-            f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention cuts dense "
-            "layers over attention groups, which is built for cpu only (1 is for both)"
+            f"--moe-dense-tp-size {args.moe_dense_tp_size} with --enable-dp-attention splits "
+            "dense layers over attention groups, which is built for cpu only (1 works on both)"
         )
     copies = num_ranks(args) // (tp * args.pp_size)
     if copies > 1 and num_ranks(args) > gpus - args.base_gpu_id:
         groups = "" if tp % copies == 0 else f"--tp-size {tp * copies} "
         return (
-            f"--dp-size {copies} means {copies} copies of the model, and these cannot share a GPU, "
-            "as nobody settles how much of its memory each takes (attention groups of one copy "
-            f"can: {groups}--enable-dp-attention)"
+            f"--dp-size {copies} means {copies} replicas of the model, which cannot share a GPU: "
+            "nothing divides its memory between them (attention groups of one replica can share: "
+            f"{groups}--enable-dp-attention)"
         )
     return ""
 
 
 def gpus_of(args: ServerArgs) -> tuple[int, ...]:
-    """The GPU of each rank of this node, of arguments that `beyond_cuda` lets pass."""
+    """The GPU of each rank of this node, for arguments that CUDA supports."""
     first, ranks = args.base_gpu_id, num_ranks(args) // args.nnodes
     return tuple(first + number for number in share_gpus(ranks, num_gpus() - first))
 
 
 def cuda_missing() -> str:
-    """Why CUDA cannot be used here; empty where it can."""
+    """Why CUDA cannot be used here; empty if it can."""
     version = _torch_cuda()
     if version is None:
         return "torch is built without CUDA"
@@ -103,7 +103,7 @@ def cuda_missing() -> str:
 
 @cache
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch is built for, from the file that says so; None: it is not."""
+    """The CUDA version that torch is built for, from its version file; None: without CUDA."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -113,28 +113,28 @@ def _torch_cuda() -> str | None:
 
 
 def num_gpus() -> int:
-    """Those that this process may use."""
+    """GPUs visible to this process."""
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return _num_gpus()
-    # CUDA takes them in order, up to the first that it does not know, and none if one comes twice.
+    # CUDA uses them up to the first unknown one, and none if one is repeated.
     names = list(takewhile(_is_gpu, (name.strip() for name in visible.split(","))))
     return len(names) if len(set(names)) == len(names) else 0
 
 
 def _is_gpu(name: str) -> bool:
-    """A number, or what a GPU or a part of one is known by everywhere."""
+    """Whether this is the index of a GPU, or the UUID of one or of a MIG slice."""
     return int(name) < _num_gpus() if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
 
 
 @cache
 def _num_gpus() -> int:
-    """By the driver's library for management, which starts nothing on a GPU, or by device files:
-    containers may have one without the other."""
-    return _managed_gpus() or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    """Counted by NVML, which starts nothing on a GPU, or by device files: containers may have one
+    without the other."""
+    return _nvml_gpus() or len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _managed_gpus() -> int:
+def _nvml_gpus() -> int:
     try:
         nvml = ctypes.CDLL(NVML)
     except OSError:

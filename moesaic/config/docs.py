@@ -20,7 +20,6 @@ accepted; where it lists values, only those.
 
 
 def markdown() -> str:
-    """The whole page."""
     parts = [HEAD]
     group = ""
     for spec in specs(ServerArgs).values():

@@ -4,8 +4,8 @@
         GROUP: ClassVar[str] = "Model"
         page_size: Annotated[int, Flag("Tokens in one KV page.", at_least=1)] = 1
 
-From such a declaration come the command line flag, the key of the YAML file, the keyword of the
-Python API, the range check, the refusal of what is not built yet, and the line in docs/flags.md.
+Such a declaration gives the command line flag, the key of the YAML file, the keyword of the Python
+API, the range check, the refusal of what is not built yet, and the line in docs/flags.md.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 
 class Built(Enum):
-    """How much of a flag works in this version; a tuple of values says it one by one."""
+    """How much of a flag works in this version, where no tuple of values says so."""
 
     ALL = "all"
     ONLY_DEFAULT = "only the default"
@@ -38,9 +38,9 @@ class Flag:
     help: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str | int, ...] = ()
-    open: bool = False  # other values than the choices may come from outside the package
+    open: bool = False  # packages may register more values than the choices
     built: Built | tuple[str | int, ...] = ALL
-    instead: str = ""  # what to do until it is built, where the built values do not say it
+    instead: str = ""  # what to do until it is built, if `built` does not say it
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
@@ -51,9 +51,14 @@ class Flag:
     secret: bool = False  # never shown in a message
 
 
+def not_built(help: str, **rest: Any) -> Flag:
+    """A flag that this version accepts only with its default."""
+    return Flag(help, built=ONLY_DEFAULT, **rest)
+
+
 @dataclass(frozen=True)
 class FlagSpec:
-    """A field with its annotation taken apart."""
+    """A field with its unpacked annotation."""
 
     field: str
     kind: type
@@ -81,7 +86,7 @@ class FlagSpec:
 Args = TypeVar("Args")
 
 
-def _take_apart(annotation: Any) -> tuple[type, bool, bool]:
+def _unpack_annotation(annotation: Any) -> tuple[type, bool, bool]:
     """(kind, optional, many) of int, int | None, tuple[int, ...] or tuple[int, ...] | None."""
     optional = get_origin(annotation) in (Union, types.UnionType)
     if optional:
@@ -104,12 +109,12 @@ def specs(cls: type) -> dict[str, FlagSpec]:
     return _collect(cls)
 
 
-@cache
+@cache  # behind `specs`, as its type is not that of a function
 def _collect(cls: type) -> dict[str, FlagSpec]:
     found = {}
     for field in dataclasses.fields(cls):
         annotation, flag = get_args(field.type)
-        kind, optional, many = _take_apart(annotation)
+        kind, optional, many = _unpack_annotation(annotation)
         group = _group_of(cls, field.name)
         found[field.name] = FlagSpec(field.name, kind, optional, many, field.default, group, flag)
     return found
@@ -117,7 +122,7 @@ def _collect(cls: type) -> dict[str, FlagSpec]:
 
 @cache
 def _fields_by_key(cls: type) -> dict[str, str]:
-    """Every accepted spelling of a key, with underscores, and the field it means."""
+    """Fields by every accepted key, in underscores."""
     return {
         name.removeprefix("--").replace("-", "_"): spec.field
         for spec in specs(cls).values()
@@ -126,13 +131,13 @@ def _fields_by_key(cls: type) -> dict[str, str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A question to append to a message: the closest known word, or nothing."""
+    """A hint to append to a message: the closest known word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def find_field(cls: type, key: str) -> str:
-    """The field that a key of a file or a keyword means; KeyError with a hint if there is none."""
+    """The field of a file's key or a keyword; KeyError with a hint if there is none."""
     fields = _fields_by_key(cls)
     normal = key.replace("-", "_")
     if normal not in fields:
@@ -141,7 +146,7 @@ def find_field(cls: type, key: str) -> str:
 
 
 def parse_text(spec: FlagSpec, text: str) -> Any:
-    """One word of the command line as the flag's type."""
+    """Convert one word of the command line to the flag's type."""
     try:
         return spec.kind(text)
     except ValueError:
@@ -159,7 +164,7 @@ def _kind_words(spec: FlagSpec) -> str:
 
 
 def convert(spec: FlagSpec, value: Any) -> Any:
-    """The value in the field's exact type, or ValueError where it has another type."""
+    """Convert to the field's exact type, or raise ValueError."""
     if value is None and spec.optional:
         return None
     if spec.many:
@@ -181,7 +186,7 @@ def _convert_one(spec: FlagSpec, value: Any) -> Any:
 
 
 def check(spec: FlagSpec, value: Any) -> None:
-    """ValueError where the value is not among the choices or outside the range."""
+    """Raise ValueError if the value is not among the choices or out of range."""
     if value is None and spec.optional:
         return
     for item in value if spec.many else (value,):
@@ -204,7 +209,7 @@ def _in_range(flag: Flag, value: float) -> bool:
 
 
 def range_words(flag: Flag) -> str:
-    """The range as words: `at least 1, or -1`."""
+    """The range in words: `at least 1, or -1`."""
     bounds = (
         ("at least", flag.at_least),
         ("more than", flag.above),
@@ -216,7 +221,7 @@ def range_words(flag: Flag) -> str:
 
 
 def build(cls: type[Args], *layers: Mapping[str, Any]) -> Args:
-    """An instance from field values; a later layer wins over an earlier one."""
+    """Build an instance from field values; later layers override earlier ones."""
     values: dict[str, Any] = {}
     for layer in layers:
         for field, value in layer.items():
@@ -227,7 +232,7 @@ def build(cls: type[Args], *layers: Mapping[str, Any]) -> Args:
 
 
 def from_kwargs(cls: type[Args], kwargs: Mapping[str, Any]) -> Args:
-    """An instance from keywords, by field name or alias; an unknown keyword is a TypeError."""
+    """Build an instance from field names or aliases; an unknown keyword is a TypeError."""
     values: dict[str, Any] = {}
     for key, value in kwargs.items():
         try:
@@ -241,7 +246,7 @@ def from_kwargs(cls: type[Args], kwargs: Mapping[str, Any]) -> Args:
 
 
 def show(spec: FlagSpec, value: Any) -> str:
-    """A flag with its value as one would type it."""
+    """The flag with its value, as typed on a command line."""
     if value is True:
         return spec.name
     if spec.flag.secret:
@@ -251,13 +256,13 @@ def show(spec: FlagSpec, value: Any) -> str:
 
 
 def without_secrets(args: Args) -> Args:
-    """For processes and messages that need no keys."""
+    """The same arguments without keys, for processes and messages that need none."""
     secret = {spec.field: spec.default for spec in specs(type(args)).values() if spec.flag.secret}
     return dataclasses.replace(args, **secret)  # type: ignore[type-var]
 
 
 def refuse_unbuilt(args: object) -> None:
-    """ValueError naming every flag whose value does not work in this version."""
+    """Raise ValueError for all flags whose value does not work in this version."""
     values = [(spec, getattr(args, spec.field)) for spec in specs(type(args)).values()]
     parts = [
         f"{show(spec, value)} ({remedy(spec)})" for spec, value in values if not spec.accepts(value)
@@ -267,7 +272,7 @@ def refuse_unbuilt(args: object) -> None:
 
 
 def remedy(spec: FlagSpec) -> str:
-    """What to do in this version with a flag that is not all built."""
+    """What to do in this version with a flag that is not fully built."""
     if spec.flag.instead:
         return spec.flag.instead
     if isinstance(spec.flag.built, tuple):

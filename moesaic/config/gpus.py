@@ -1,24 +1,23 @@
-"""Which GPU each rank of a node uses, where there may be more ranks than GPUs."""
+"""Which GPU each rank of a node uses; ranks may share GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-MOST_SHARERS: Final = 8
-"""Ranks on one GPU that were tried."""
+TESTED_SHARERS: Final = 8
+"""Most ranks on one GPU that were tested."""
 PERCENT: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-SPARE: Final = 2
-"""How many times its even part of a GPU's processors a rank may compute on."""
-MOST_CLIENTS: Final = 60
-"""Ranks of all servers on an MPS daemon; 48 up to Hopper."""
+OVERSUBSCRIPTION: Final = 2
+"""How many times its even share of a GPU's SMs a rank may use."""
+MAX_MPS_CLIENTS: Final = 60
+"""Ranks of all servers on one MPS daemon; 48 up to Hopper."""
 CROWD_PERCENT: Final = 50
-"""66 of an H200's processors: more than hold a program of each of those."""
+"""66 of an H200's SMs: more than one for each MPS client."""
 
 
 def share_gpus(ranks: int, gpus: int) -> tuple[int, ...]:
-    """The GPU of each rank of a node: one each, or as many on each as on any other, give or take
-    one, neighbours together.
+    """The GPU of each rank of a node: one each, or neighbouring ranks evenly on all GPUs.
 
     5 ranks on 2 GPUs: (0, 0, 0, 1, 1).
     """
@@ -35,38 +34,37 @@ def is_shared(devices: Sequence[int]) -> bool:
 
 
 def processor_percent(sharers: int, crowded: bool = False) -> int:
-    """The part of a GPU's processors that each of so many ranks on it may compute on. `crowded`:
-    there may be ranks of other servers. Many ranks are a crowd as well: each may have a program
-    that waits, on a processor of its own; whichever these are, some must be left.
+    """The percentage of a GPU's SMs that each of `sharers` ranks may use.
 
-    All at once, the kernels of ranks would come one after the other: those that read weights take
-    every processor there is, and leave each other none. 8 ranks took 1.2 to 1.4 times as long for a
-    step. With an even part each nobody could use what others do not; so it is more.
+    Without a limit the kernels of ranks run one after the other, as those that read weights occupy
+    every SM: with 8 ranks a step took 1.2 to 1.4 times as long. An even share would leave idle SMs
+    unused, so ranks get more. If `crowded` by ranks of other servers, or by many of this one, each
+    rank may have a program that waits on an SM of its own, and enough SMs must remain.
     """
-    percent = min(100, -(-100 * SPARE // sharers))
-    return max(percent, CROWD_PERCENT) if crowded or sharers > MOST_SHARERS else percent
+    percent = min(100, -(-100 * OVERSUBSCRIPTION // sharers))
+    return max(percent, CROWD_PERCENT) if crowded or sharers > TESTED_SHARERS else percent
 
 
 def describe_shares(devices: Sequence[int]) -> str:
     """For the log: `5 ranks share 2 GPUs under MPS (GPU 0: ranks 0-2, GPU 1: ranks 3-4); …`."""
     if not is_shared(devices):
         return f"{len(devices)} rank{'s' * (len(devices) > 1)}, a GPU each"
-    used, most = sorted(set(devices)), most_on_one(devices)
+    used, most = sorted(set(devices)), max_ranks_per_gpu(devices)
     parts = ", ".join(f"GPU {gpu}: {_ranks_on(gpu, devices)}" for gpu in used)
     return (
-        f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has its "
-        f"part of the memory, 1/{most} of a GPU or more"
+        f"{len(devices)} ranks share {count_gpus(len(used))} under MPS ({parts}); each has "
+        f"at least 1/{most} of a GPU's memory"
     )
 
 
-def crowding(devices: Sequence[int]) -> str:
-    """What to expect of more ranks on a GPU than were tried; empty: there are no more."""
-    most = most_on_one(devices)
-    if most <= MOST_SHARERS:
+def crowding_warning(devices: Sequence[int]) -> str:
+    """A warning if more ranks share a GPU than were tested; else empty."""
+    most = max_ranks_per_gpu(devices)
+    if most <= TESTED_SHARERS:
         return ""
     return (
-        f"{most} ranks share a GPU, and more than {MOST_SHARERS} were not tried: CUDA may have no "
-        'queues left for them, which it calls "out of memory"'
+        f"{most} ranks share a GPU, and more than {TESTED_SHARERS} are untested: CUDA may run out "
+        'of queues, which it reports as "out of memory"'
     )
 
 
@@ -74,8 +72,7 @@ def count_gpus(number: int) -> str:
     return f"{number} GPU{'s' * (number != 1)}"
 
 
-def most_on_one(devices: Sequence[int]) -> int:
-    """Ranks."""
+def max_ranks_per_gpu(devices: Sequence[int]) -> int:
     return max((devices.count(gpu) for gpu in set(devices)), default=0)
 
 

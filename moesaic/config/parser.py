@@ -21,7 +21,7 @@ Args = TypeVar("Args")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises ValueError in one line and knows no abbreviations."""
+    """An argparse parser that raises ValueError in one line and accepts no abbreviations."""
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(
@@ -41,8 +41,8 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def add_flags(self, cls: type[Any], leave_out: Collection[str] = ()) -> None:
-        """Add the flags of a dataclass, except the groups named in leave_out. A name that is
-        there already keeps its meaning: what is an alias elsewhere may be a command's own flag."""
+        """Add the flags of a dataclass, except the groups in leave_out. A name that is already
+        taken keeps its meaning: an alias elsewhere may be a command's own flag."""
         groups: dict[str, argparse._ArgumentGroup] = {}
         for spec in specs(cls).values():
             if spec.group in leave_out:
@@ -55,7 +55,7 @@ class FlagParser(argparse.ArgumentParser):
                 self.flags.extend(names)
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """What was given on the command line, as text; an unknown flag is an error with a hint."""
+        """The given flags as text; an unknown flag is an error with a hint."""
         namespace, rest = self.parse_known_args(list(argv))
         if rest:
             raise ValueError(self._complaint(rest[0].split("=")[0]))
@@ -75,7 +75,7 @@ def _add_flag(group: argparse._ArgumentGroup, spec: FlagSpec, names: Sequence[st
     common: dict[str, Any] = {"dest": spec.field, "default": argparse.SUPPRESS}
     if spec.kind is bool:
         group.add_argument(*names, action="store_true", help=_help(spec), **common)
-        # Lets the command line win over a file that switches the flag on.
+        # The command line can override a file that switches the flag on.
         off = f"--no-{spec.name.removeprefix('--')}"
         group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **common)
         return
@@ -104,13 +104,13 @@ def _built(spec: FlagSpec) -> str:
 
 def read_config(cls: type[Any], path: Path) -> dict[str, Any]:
     """Field values from a YAML file whose keys are flags without the leading dashes."""
-    import yaml  # here, because most runs have no file and --help must be quick
+    import yaml  # most runs have no file, and --help must be quick
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"--config {path}: cannot be read: {reason}") from None
+        raise ValueError(f"--config {path}: is not readable: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -128,7 +128,7 @@ def read_config(cls: type[Any], path: Path) -> dict[str, Any]:
 
 
 def merge(cls: type[Args], given: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
-    """The dataclass from the command line's text and the file's values."""
+    """Build the dataclass from the command line's text and the file's values."""
     typed = {
         field: _typed(spec, given[field]) for field, spec in specs(cls).items() if field in given
     }

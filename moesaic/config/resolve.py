@@ -1,7 +1,7 @@
-"""From what the user asked for to what will run, or a ValueError that says what to change.
+"""Turns the given flags into those that run, or raises a ValueError that says what to change.
 
-Checked in the order of use to the reader: a value out of range, then flags that contradict each
-other, then what is not built yet. A contradiction stays wrong in every version, so it comes first.
+A value out of range is reported first, then flags that contradict each other, then what is not
+built yet: a contradiction stays wrong in every version.
 """
 
 import logging
@@ -14,35 +14,34 @@ from typing import Any
 from moesaic.config.args import ServerArgs
 from moesaic.config.deepep import read_deepep_config
 from moesaic.config.devices import (
-    VARIABLE,
-    beyond_cuda,
+    DEVICE_VARIABLE,
     cuda_missing,
     device_of,
+    device_reason,
     gpus_of,
-    why_device,
+    unsupported_on_cuda,
 )
 from moesaic.config.flags import check, convert, nearest, refuse_unbuilt, specs
-from moesaic.config.gpus import crowding
+from moesaic.config.gpus import crowding_warning
 
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
-# Installed packages that bring MoE backends name them here; moe/backends.py imports them.
+# Installed packages name their MoE backends here; moe/backends.py imports them.
 BACKEND_ENTRY_POINTS = "moesaic.moe_backends"
 DIST_TIMEOUT = 300.0
-# What attends and what samples, where each can.
 ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 SAMPLING = {"cpu": "pytorch", "cuda": "triton"}
 # Prompt tokens of a step: enough rows to keep the matrix units of the device busy.
 CHUNKS = {"cpu": 2048, "cuda": 8192}
-SHAPE = "shape:"
-# The live ranks of a node are the bits of one signed word of its control page.
+SHAPE_PREFIX = "shape:"
+# The live ranks of a node are bits of one signed word of its control page.
 MAX_RANKS_PER_NODE = 62
 
 
 @dataclass(frozen=True)
-class Filled:
-    """What a field becomes that was left open or has no effect, and why."""
+class FlagChange:
+    """The value that `resolve` gives a field, and why."""
 
     field: str
     value: Any
@@ -50,7 +49,7 @@ class Filled:
 
 
 def resolve(args: ServerArgs) -> ServerArgs:
-    """The same arguments, checked and with what was left open filled in; idempotent."""
+    """Check the arguments and fill in the unset ones; idempotent."""
     for spec in specs(ServerArgs).values():
         check(spec, convert(spec, getattr(args, spec.field)))
     problem = next(contradictions(args), None)
@@ -58,16 +57,16 @@ def resolve(args: ServerArgs) -> ServerArgs:
         raise ValueError(problem)
     refuse_unbuilt(args)
     if args.trust_remote_code:
-        logger.info("--trust-remote-code changes nothing: no code from a checkpoint is ever run")
-    for change in _told(args):
+        logger.info("--trust-remote-code changes nothing: code from a checkpoint is never run")
+    for change in _logged(args):
         logger.info("%s: %s", _shown(change), change.reason)
-    if device_of(args) == "cuda" and (crowd := crowding(gpus_of(args))):
+    if device_of(args) == "cuda" and (crowd := crowding_warning(gpus_of(args))):
         logger.warning("%s", crowd)
-    return replace(args, **{change.field: change.value for change in filled(args)})
+    return replace(args, **{change.field: change.value for change in flag_changes(args)})
 
 
 def problems(args: ServerArgs) -> Iterator[str]:
-    """Everything for which `resolve` would refuse these arguments, not only the first."""
+    """All reasons for which `resolve` would refuse these arguments."""
     yield from contradictions(args)
     try:
         refuse_unbuilt(args)
@@ -75,66 +74,66 @@ def problems(args: ServerArgs) -> Iterator[str]:
         yield str(error)
 
 
-def filled(args: ServerArgs) -> list[Filled]:
-    """What `resolve` changes in arguments that it accepts."""
-    changes = [*_told(args), *_defaults(args)]
+def flag_changes(args: ServerArgs) -> list[FlagChange]:
+    """The changes that `resolve` makes to arguments that it accepts."""
+    changes = [*_logged(args), *_defaults(args)]
     return [change for change in changes if getattr(args, change.field) != change.value]
 
 
-def _shown(change: Filled) -> str:
+def _shown(change: FlagChange) -> str:
     return f"{specs(ServerArgs)[change.field].name} is {change.value}"
 
 
-def _told(args: ServerArgs) -> Iterator[Filled]:
-    """Changes that may surprise: they are logged."""
+def _logged(args: ServerArgs) -> Iterator[FlagChange]:
+    """Changes that may surprise, so they are logged."""
     if expert_ranks(args) != args.ep_size:
-        why = f"with --moe-a2a-backend {args.moe_a2a_backend} experts are laid over all tp ranks"
-        yield Filled("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
+        why = f"with --moe-a2a-backend {args.moe_a2a_backend} all tp ranks share the experts"
+        yield FlagChange("ep_size", expert_ranks(args), f"{why} unless --ep-size is more than 1")
     if args.enable_dp_attention and args.dp_size == 1:
         why = "with --dp-size 1 there is one attention group"
-        yield Filled("enable_dp_attention", False, why)
+        yield FlagChange("enable_dp_attention", False, why)
         if args.enable_dp_lm_head:
-            yield Filled("enable_dp_lm_head", False, why)
-    if args.device == "auto" and VARIABLE not in os.environ:
-        yield Filled("device", device_of(args), why_device(args))
+            yield FlagChange("enable_dp_lm_head", False, why)
+    if args.device == "auto" and DEVICE_VARIABLE not in os.environ:
+        yield FlagChange("device", device_of(args), device_reason(args))
     if device_of(args) == "cuda" and args.enable_dp_attention and args.dp_size > 1:
-        why = "on CUDA each attention group computes dense layers and logits by itself"
-        yield Filled("moe_dense_tp_size", 1, why)
-        yield Filled("enable_dp_lm_head", True, why)
+        why = "on CUDA each attention group computes its own dense layers and logits"
+        yield FlagChange("moe_dense_tp_size", 1, why)
+        yield FlagChange("enable_dp_lm_head", True, why)
     if device_of(args) == "cpu":
         for field in ("cuda_graph_bs", "cuda_graph_max_bs"):
             if getattr(args, field) is not None:
-                yield Filled(field, None, "there are no CUDA graphs on cpu")
-    if args.model_path.startswith(SHAPE) and args.tokenizer_path is None:
-        yield Filled(
+                yield FlagChange(field, None, "there are no CUDA graphs on cpu")
+    if args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None:
+        yield FlagChange(
             "skip_tokenizer_init", True, "a shape has no tokenizer: requests are token ids"
         )
     if args.nnodes > 1 and args.dist_init_addr is None:
-        yield Filled("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
+        yield FlagChange("dist_init_addr", _master_address(), "MASTER_ADDR and MASTER_PORT say so")
 
 
-def _defaults(args: ServerArgs) -> Iterator[Filled]:
-    device, bare = device_of(args), args.model_path.startswith(SHAPE)
+def _defaults(args: ServerArgs) -> Iterator[FlagChange]:
+    device, bare = device_of(args), args.model_path.startswith(SHAPE_PREFIX)
     if args.skip_tokenizer_init:
-        yield Filled("tokenizer_path", None, "--skip-tokenizer-init")
+        yield FlagChange("tokenizer_path", None, "--skip-tokenizer-init")
     elif args.tokenizer_path is not None or not bare:
         tokenizer = args.tokenizer_path or args.model_path
-        yield Filled("tokenizer_path", tokenizer, "the model's folder")
-    yield Filled("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
-    if VARIABLE in os.environ:  # else it was told
-        yield Filled("device", device, why_device(args))
-    yield Filled("attention_backend", ATTENTION[device], f"the only one on {device}")
-    yield Filled("sampling_backend", SAMPLING[device], f"the only one on {device}")
+        yield FlagChange("tokenizer_path", tokenizer, "the model's folder")
+    yield FlagChange("dtype", DTYPE_NAMES.get(args.dtype, args.dtype), "its other name")
+    if DEVICE_VARIABLE in os.environ:  # else it is logged
+        yield FlagChange("device", device, device_reason(args))
+    yield FlagChange("attention_backend", ATTENTION[device], f"the only one on {device}")
+    yield FlagChange("sampling_backend", SAMPLING[device], f"the only one on {device}")
     if args.chunked_prefill_size is None:
-        yield Filled("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
+        yield FlagChange("chunked_prefill_size", CHUNKS[device], f"the default on {device}")
     if args.load_balance_method == "auto":
-        yield Filled("load_balance_method", "round_robin", "the default")
+        yield FlagChange("load_balance_method", "round_robin", "the default")
     if args.dist_timeout is None:
-        yield Filled("dist_timeout", DIST_TIMEOUT, "the default")
+        yield FlagChange("dist_timeout", DIST_TIMEOUT, "the default")
 
 
 def contradictions(args: ServerArgs) -> Iterator[str]:
-    """What is wrong with these arguments whatever is built, the first cause first."""
+    """What is wrong with these arguments in every version, the first cause first."""
     yield from _model(args)
     yield from _device(args)
     yield from _sizes(args)
@@ -150,7 +149,7 @@ def contradictions(args: ServerArgs) -> Iterator[str]:
 def _model(args: ServerArgs) -> Iterator[str]:
     if not args.model_path:
         yield "--model-path is missing: name a model folder, or tiny:qwen3_moe for a random toy"
-    bare = args.model_path.startswith(SHAPE) and args.tokenizer_path is None
+    bare = args.model_path.startswith(SHAPE_PREFIX) and args.tokenizer_path is None
     if bare and args.chat_template is not None:
         yield (
             f"--chat-template {args.chat_template} needs a tokenizer, and {args.model_path} has "
@@ -163,21 +162,21 @@ def _model(args: ServerArgs) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{name} {value} needs a tokenizer: leave out --skip-tokenizer-init"
-    if args.model_path.startswith(SHAPE) and args.load_format != "dummy":
+    if args.model_path.startswith(SHAPE_PREFIX) and args.load_format != "dummy":
         yield f"--model-path {args.model_path} has no weights: give --load-format dummy"
 
 
 def _device(args: ServerArgs) -> Iterator[str]:
-    if args.device == "npu":  # not built, which is said elsewhere
+    if args.device == "npu":  # `refuse_unbuilt` reports it
         return
     device = device_of(args)
-    told = "--device cuda" if args.device == "cuda" else f"{VARIABLE}=cuda"
+    source = "--device cuda" if args.device == "cuda" else f"{DEVICE_VARIABLE}=cuda"
     if device == "cpu" and args.kv_cache_dtype != "auto":
         yield f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda: leave it out on cpu"
     elif device == "cuda" and (missing := cuda_missing()):
-        yield f"{told} cannot work here: {missing}; give --device cpu"
-    elif device == "cuda" and (beyond := beyond_cuda(args)):
-        yield f"{told} cannot do this: {beyond}; leave it out or give --device cpu"
+        yield f"{source} cannot work here: {missing}; give --device cpu"
+    elif device == "cuda" and (beyond := unsupported_on_cuda(args)):
+        yield f"{source} cannot do this: {beyond}; leave it out or give --device cpu"
     for name, asked, known in (
         ("--attention-backend", args.attention_backend, ATTENTION),
         ("--sampling-backend", args.sampling_backend, SAMPLING),
@@ -190,8 +189,8 @@ def _device(args: ServerArgs) -> Iterator[str]:
 def _sizes(args: ServerArgs) -> Iterator[str]:
     if args.ep_size > args.tp_size:
         yield (
-            f"--ep-size is {args.ep_size} with --tp-size {args.tp_size}: experts are laid over the "
-            f"tensor-parallel ranks, so raise --tp-size to {args.ep_size} or lower --ep-size"
+            f"--ep-size is {args.ep_size} with --tp-size {args.tp_size}: experts are shared by "
+            f"the tensor-parallel ranks, so raise --tp-size to {args.ep_size} or lower --ep-size"
         )
     elif args.tp_size % args.ep_size:
         yield (
@@ -210,30 +209,30 @@ def _nodes(args: ServerArgs) -> Iterator[str]:
         )
     if args.nnodes > 1 and replicas > 1:
         yield (
-            f"--dp-size {replicas} means {replicas} copies of the model, which cannot be laid over "
+            f"--dp-size {replicas} means {replicas} replicas of the model, which cannot span "
             f"--nnodes {args.nnodes}: give --enable-dp-attention, or start a server on each node"
         )
     elif world % args.nnodes:
         yield (
-            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be shared "
-            f"evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple of it, or "
-            f"--nnodes {largest_divisor(world, args.nnodes)}"
+            f"--tp-size {args.tp_size} × --pp-size {args.pp_size} = {world} ranks cannot be "
+            f"divided evenly by --nnodes {args.nnodes}: choose sizes whose product is a multiple "
+            f"of it, or --nnodes {largest_divisor(world, args.nnodes)}"
         )
     elif world * replicas > MAX_RANKS_PER_NODE * args.nnodes:
         yield (
             f"{world * replicas} ranks on --nnodes {args.nnodes}: a node holds at most "
             f"{MAX_RANKS_PER_NODE}, so give more nodes or smaller sizes"
         )
-    yield from _meeting(args)
+    yield from _rendezvous(args)
 
 
-def _meeting(args: ServerArgs) -> Iterator[str]:
+def _rendezvous(args: ServerArgs) -> Iterator[str]:
     source, address = "--dist-init-addr", args.dist_init_addr
     if args.nnodes > 1 and address is None:
         source, address = "MASTER_ADDR:MASTER_PORT", _master_address()
         if address is None:
             yield (
-                f"--nnodes {args.nnodes} without a place to meet: give all nodes "
+                f"--nnodes {args.nnodes} without a rendezvous address: give all nodes "
                 "--dist-init-addr NODE0:PORT, an address of node 0 and a free port there "
                 "(or MASTER_ADDR and MASTER_PORT in the environment)"
             )
@@ -245,7 +244,7 @@ def _meeting(args: ServerArgs) -> Iterator[str]:
 
 
 def _master_address() -> str | None:
-    """Where torchrun and others say in the environment that node 0 is met."""
+    """The address of node 0 from the environment, as torchrun sets it."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
@@ -302,11 +301,11 @@ def _deepep_config(args: ServerArgs) -> Iterator[str]:
         return
     if args.moe_a2a_backend != "deepep" or args.deepep_mode == "low_latency":
         yield (
-            "--deepep-config is of normal mode: give --moe-a2a-backend deepep, with --deepep-mode "
+            "--deepep-config is for normal mode: give --moe-a2a-backend deepep, with --deepep-mode "
             "normal or auto, or leave it out"
         )
     elif device_of(args) == "cpu":
-        yield "--deepep-config is of a GPU's multiprocessors: leave it out on cpu"
+        yield "--deepep-config limits a GPU's SMs: leave it out on cpu"
     try:
         read_deepep_config(args.deepep_config)
     except ValueError as error:
@@ -314,8 +313,8 @@ def _deepep_config(args: ServerArgs) -> Iterator[str]:
 
 
 def _backend_names(args: ServerArgs) -> Iterator[str]:
-    """Names that nobody can bring. Where a module or an installed package may bring one, the
-    registry has the last word once they are imported."""
+    """Unknown names, unless a module or an installed package may register them: then the registry
+    decides once they are imported."""
     for field in ("moe_a2a_backend", "moe_runner_backend"):
         spec, name = specs(ServerArgs)[field], getattr(args, field)
         known = [str(choice) for choice in spec.flag.choices]
@@ -323,7 +322,7 @@ def _backend_names(args: ServerArgs) -> Iterator[str]:
             continue
         yield (
             f"{spec.name} is {name!r}: choose one of {', '.join(known)}, or name the module that "
-            f"brings it with --moe-backend-module{nearest(name, known)}"
+            f"registers it with --moe-backend-module{nearest(name, known)}"
         )
 
 
@@ -396,12 +395,12 @@ def _roles(args: ServerArgs) -> Iterator[str]:
 
 
 def expert_ranks(args: ServerArgs) -> int:
-    """Ranks over which experts are laid: an all-to-all backend without --ep-size means all."""
+    """Ranks that share the experts: an all-to-all backend without --ep-size means all."""
     if args.ep_size == 1 and args.moe_a2a_backend != "none":
         return args.tp_size
     return args.ep_size
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of number that is at most `most`."""
+    """The largest divisor of `number` up to `most`."""
     return max(d for d in range(1, min(number, most) + 1) if number % d == 0)

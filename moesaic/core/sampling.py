@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: names and defaults are those of SGLang."""
+"""Sampling parameters of a request, with the names and defaults of SGLang."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_BUILT: Final = (
 ALIASES: Final = {"seed": "sampling_seed"}
 GREEDY_BELOW: Final = 1e-6
 MAX_SEED: Final = 2**63
-# Of counts of tokens: what a message between processes can carry, and more than anybody has.
+# Counts of tokens must fit into a message between processes.
 MAX_COUNT: Final = 2**31
 # Beyond these float32 would overflow or underflow.
 MAX_BIAS: Final = 1e6
 MIN_REPETITION_PENALTY: Final = 0.01
-# Each of these is looked at for every token.
+# Each of these is checked for every token.
 MAX_STOPS: Final = 64
 MAX_STOP_LENGTH: Final = 1024
 MAX_STOP_IDS: Final = 1024
@@ -36,14 +36,14 @@ MAX_GRAMMAR_BYTES: Final = 2**16
 
 
 class Grammar(NamedTuple):
-    """What an answer must look like; `kind` is one of GRAMMARS."""
+    """The format of an answer; `kind` is one of GRAMMARS."""
 
     kind: str
     text: str
 
 
 class BadParameter(ValueError):
-    """`name`: the sampling parameter at fault."""
+    """An invalid value of the sampling parameter `name`."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class BadParameter(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Checked on construction; `from_dict` is the door for JSON and keyword arguments."""
+    """Checked on construction; `from_dict` reads JSON and keyword arguments."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -93,7 +93,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SamplingParams:
-        """Build from JSON-like values; None means the default, except for max_new_tokens."""
+        """Build from JSON-like values; None is the default, except for max_new_tokens."""
         known = {f.name for f in fields(cls)}
         chosen: dict[str, Any] = {}
         for given, value in (values or {}).items():
@@ -109,7 +109,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken and no random number is needed."""
+        """Whether the most likely token is taken, without a random number."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
@@ -122,19 +122,19 @@ class SamplingParams:
 
     @property
     def looks_back(self) -> bool:
-        """Whether what may follow depends on the tokens so far."""
+        """Whether the next token depends on the tokens so far beyond the logits."""
         return self.penalised or self.min_new_tokens > 0 or self.grammar is not None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must look like, if that was asked for."""
+        """The required format of the answer, if any."""
         for kind in GRAMMARS:
             if (text := getattr(self, kind)) is not None:
                 return Grammar(kind, text)
         return None
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids that the model does not have."""
+        """Refuse token ids outside the vocabulary."""
         named = {"stop_token_ids": self.stop_token_ids, "logit_bias": tuple(self.logit_bias)}
         for name, ids in named.items():
             for token in ids:
@@ -186,13 +186,13 @@ class SamplingParams:
         if not given:
             return
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} cannot be had together: give one of them")
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
         kind = given[0]
         _set(self, kind, _grammar_text(kind, getattr(self, kind)))
         if self.ignore_eos:
             _refuse("ignore_eos", True, "a structured answer ends where the grammar does")
         if self.min_new_tokens > 0:
-            fix = "a structured answer ends where the grammar does: say its least size there"
+            fix = "a structured answer ends where the grammar does: set its least size there"
             _refuse("min_new_tokens", self.min_new_tokens, fix)
 
 
@@ -214,7 +214,7 @@ def _check_foreign(name: str, value: Any, known: set[str]) -> None:
         if value is not None:
             raise ValueError(f"sampling parameter {name!r} is not built yet: leave it out")
     elif name == "spaces_between_special_tokens":
-        # Fast tokenizers put no space there whatever is asked, so only the default is honest.
+        # Fast tokenizers never add such spaces, so only the default is true.
         if value not in (None, True):
             _refuse(name, value, "this tokenizer never adds such spaces: leave it out")
     else:
@@ -262,12 +262,12 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _grammar_text(kind: str, value: Any) -> str:
-    """Never shown in a message: it may be long."""
+    """Check a grammar; messages never show it, as it may be long."""
     if kind == "json_schema" and isinstance(value, dict):
         try:
             value = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            fix = "it cannot be written as JSON"
+            fix = "it is not serialisable as JSON"
             raise BadParameter(kind, f"{kind} is not possible: {fix}") from error
     if not isinstance(value, str) or not value:
         what = "a JSON schema as text or dict" if kind == "json_schema" else "a text"
@@ -297,7 +297,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _bias(value: Any) -> dict[int, float]:
-    """Token id -> bias; JSON turns the keys into strings, which are taken back here."""
+    """Biases by token id; keys may be strings, as in JSON."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

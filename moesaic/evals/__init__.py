@@ -1,1 +1,1 @@
-"""How well a model answers: problems to an engine or a server, replies graded, figures written."""
+"""Evaluation: asks an engine or a server problems and grades the replies."""

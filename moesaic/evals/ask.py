@@ -1,4 +1,4 @@
-"""Who is asked: an engine in this process. A server is in http.py."""
+"""Asks an engine in this process; http.py asks a server."""
 
 from __future__ import annotations
 
@@ -16,69 +16,63 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTRUCTING: Final = ("system", "developer")
+SYSTEM_ROLES: Final = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How problems are asked. `system`: said before those that have no such message of their own;
-    `concurrency`: most at once, None for as many as the target takes; `num` and `arguments` are
-    only written down."""
+    """How problems are asked."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    system: str | None = None
-    concurrency: int | None = None
+    system: str | None = None  # for problems without a system message
+    concurrency: int | None = None  # None: as many as the target accepts
     progress: bool = True
-    num: int | None = None
+    num: int | None = None  # recorded only, as is `arguments`
     arguments: dict[str, Any] | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """With a seed where there is chance, so that a run can be repeated."""
+        """Sampling parameters; a seed makes random runs repeatable."""
         seed = {"seed": self.seed} if self.temperature > 0 else {}
         top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
         return {"temperature": self.temperature, **top_p, **seed}
 
     def conversation(self, problem: Problem) -> tuple[ChatTurn, ...]:
         turns = problem.conversation
-        if self.system is None or any(turn.role in INSTRUCTING for turn in turns):
+        if self.system is None or any(turn.role in SYSTEM_ROLES for turn in turns):
             return turns
         return (ChatTurn("system", self.system), *turns)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReply:
-    """`error`: why there is none."""
-
     text: str = ""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     latency_s: float = 0.0
-    error: str = ""
+    error: str = ""  # why there is no reply
 
 
 class Asker(ABC):
-    """`target`: a model's path or an address; `limit`: most problems that it takes at once."""
-
-    target: str
-    limit: int | None = None
+    target: str  # the path of a model, or an address
+    limit: int | None = None  # most problems at once
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Around all questions, on their event loop."""
+        """Runs around all problems, on their event loop."""
         yield
 
     @abstractmethod
     async def ask(self, problem: Problem, options: Options) -> ModelReply:
-        """What goes wrong is in the reply."""
+        """Ask a problem; the reply holds errors, too."""
 
 
 class EngineAsker(Asker):
-    """All problems may be under way at once: the scheduler makes batches of them."""
+    """Asks all problems at once; the scheduler batches them."""
 
     def __init__(self, engine: Engine) -> None:
         if engine.tokenizer is None:

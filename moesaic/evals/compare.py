@@ -1,4 +1,4 @@
-"""Two results side by side: of the same problems, which answers changed."""
+"""Compares two results: which answers to the same problems changed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ def read_result(path: str) -> Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`pairs` are problems that both were asked; `alone`: how many only the one, only the other."""
-
-    pairs: list[Pair]
-    alone: tuple[int, int]
+    pairs: list[Pair]  # problems in both results
+    alone: tuple[int, int]  # problems only in A, only in B
 
     @property
     def differing(self) -> int:
-        """Replies with another text."""
+        """Number of pairs with different texts."""
         return sum(a.reply != b.reply or a.failed != b.failed for a, b in self.pairs)
 
     @property
@@ -51,8 +49,7 @@ class Comparison:
 
 
 def compare(a: Result, b: Result) -> Comparison:
-    """By what was asked, wherever it stands; a problem that comes twice pairs with the first, then
-    the second."""
+    """Pair replies by problem, in any order; repeated problems pair in their order."""
     others = dict(_keyed(b))
     pairs = [(output, others[key]) for key, output in _keyed(a) if key in others]
     left = len(a.outputs) - len(pairs), len(b.outputs) - len(pairs)
@@ -70,7 +67,7 @@ def _keyed(result: Result) -> list[tuple[Key, GradedReply]]:
 
 
 def block(names: tuple[str, str], a: Result, b: Result) -> str:
-    """What is printed."""
+    """The printed comparison."""
     found = compare(a, b)
     sides = zip("AB", names, (a, b), strict=True)
     lines = [f"{side}: {name} ({name_of(of.target)})" for side, name, of in sides]
@@ -97,7 +94,7 @@ def _problems(a: Result, b: Result, found: Comparison) -> str:
 
 
 def _table(found: Comparison) -> str:
-    """Of the problems in common."""
+    """Accuracies on the problems in common."""
     sides = [by_task([pair[side] for pair in found.pairs]) for side in (0, 1)]
     if len(sides[0]) > 1:
         sides = [{**side, "all": [p[n] for p in found.pairs]} for n, side in enumerate(sides)]

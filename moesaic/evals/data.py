@@ -1,4 +1,4 @@
-"""Problems from tasks and from files: one JSON object a line."""
+"""Problems from tasks and from files of one JSON object a line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from moesaic.evals.tasks.problem import MARK, MATCHES, ChatTurn, Problem, is_num
 
 logger = logging.getLogger(__name__)
 
-DRAWN: Final = 100  # problems of a task unless told
+DRAWN: Final = 100  # default number of problems of a task
 ROLES: Final = ("system", "user", "assistant", "developer", "tool")
 KNOWN: Final = frozenset(
     {"task", "id", "prompt", "messages", "question", "answer", "match", "solution"}
 )
 
 
-class BadLine(ValueError):
-    """What is wrong with a line of a file."""
+class InvalidLine(ValueError):
+    """A line of a file that is not a problem."""
 
 
 def choose(
     tasks: str | None, data: str | None, seed: int, num: int | None, progress: bool = False
 ) -> list[Problem]:
-    """Problems of tasks (a,b or all), then those of a file; with neither, of all tasks."""
+    """Problems of tasks (a,b or all), then of a file; by default of all tasks."""
     words = tasks or (None if data is not None else "all")
     drawn = [] if words is None else draw_tasks(words, seed, num or DRAWN, progress)
     return drawn + ([] if data is None else first_of_each(read_problems(data), num))
@@ -59,7 +59,7 @@ def draw_tasks(words: str, seed: int, num: int, progress: bool = False) -> list[
 
 
 def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]:
-    """At most so many of each task."""
+    """At most `num` problems of each task."""
     counts: dict[str, int] = {}
     kept = []
     for problem in problems:
@@ -70,7 +70,7 @@ def first_of_each(problems: Sequence[Problem], num: int | None) -> list[Problem]
 
 
 def read_problems(path: str) -> list[Problem]:
-    """ValueError with the line and what is wrong with it."""
+    """Read a file; ValueError names a wrong line and the reason."""
     file = Path(path)
     stem = file.stem.encode(errors="replace").decode()
     try:
@@ -78,21 +78,21 @@ def read_problems(path: str) -> list[Problem]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--data {path}: cannot be read: {error}") from None
     found, ignored = [], set[str]()
-    # Not by splitlines: a JSON text may hold other line ends as they are.
+    # Not splitlines: JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             entry = _object(line)
             found.append(_problem(entry, stem, str(number)))
-        except BadLine as error:
+        except InvalidLine as error:
             raise ValueError(f"--data {path}, line {number}: {error}") from None
         ignored |= entry.keys() - KNOWN
     if not found:
         raise ValueError(f'--data {path} has no problems: give lines {{"prompt": …, "answer": …}}')
     if ignored:
         names = ", ".join(map(name_of, sorted(ignored)))
-        logger.info("--data %s: keys that mean nothing here: %s", path, names)
+        logger.info("--data %s: ignored keys: %s", path, names)
     return found
 
 
@@ -100,17 +100,19 @@ def _object(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"it is not JSON: {error}") from None
+        raise InvalidLine(f"it is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise BadLine('it is not an object: write {"prompt": "…", "answer": "…"}')
+        raise InvalidLine('it is not an object: write {"prompt": "…", "answer": "…"}')
     for key in KNOWN & entry.keys():
         if not is_text(json.dumps(entry[key], ensure_ascii=False)):
-            raise BadLine(f'"{key}" has half a surrogate pair, which is no character: mend it')
+            raise InvalidLine(
+                f'"{key}" has half a surrogate pair, which is no character: correct it'
+            )
     return entry
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be sent and written at all."""
+    """Whether it can be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -122,7 +124,7 @@ def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
     asked = [key for key in ("prompt", "messages", "question") if key in entry]
     if len(asked) != 1:
         found = " and ".join(asked) or "neither"
-        raise BadLine(f'it has {found}: give one of "prompt" and "messages"')
+        raise InvalidLine(f'it has {found}: give one of "prompt" and "messages"')
     prompt = "" if asked == ["messages"] else _text(entry, asked[0])
     messages = _messages(entry["messages"]) if asked == ["messages"] else ()
     answer, solution = _text(entry, "answer"), entry.get("solution", "")
@@ -146,30 +148,30 @@ def _problem(entry: dict[str, Any], task: str, number: str) -> Problem:
 
 
 def _text(entry: dict[str, Any], key: str) -> str:
-    """A number will do: of an answer it is what people write."""
+    """The text of a key; numbers are accepted, as people write them as answers."""
     value = entry.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         what = "is missing" if value is None else f"is {value!r:.40}"
-        raise BadLine(f'"{key}" {what}: give a text that is not empty')
+        raise InvalidLine(f'"{key}" {what}: give a text that is not empty')
     return value
 
 
 def _task(entry: dict[str, Any], default: str) -> str:
     name = _text(entry, "task") if "task" in entry else default
     if name == "all":
-        raise BadLine('its task is "all", which is the name of the sum: give another "task"')
+        raise InvalidLine('its task is "all", which is the name of the sum: give another "task"')
     return name
 
 
 def _messages(value: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(value, list) or not value:
-        raise BadLine('"messages" must be a list that is not empty')
+        raise InvalidLine('"messages" must be a list that is not empty')
     for number, turn in enumerate(value):
         good = isinstance(turn, dict) and isinstance(turn.get("content"), str)
         if not good or turn.get("role") not in ROLES:
-            raise BadLine(
+            raise InvalidLine(
                 f'message {number} must be {{"role": "user", "content": "…"}}, with a role of '
                 + ", ".join(ROLES)
             )
@@ -179,18 +181,18 @@ def _messages(value: Any) -> tuple[ChatTurn, ...]:
 def _check_match(name: Any, answer: str) -> None:
     if not isinstance(name, str) or name not in MATCHES:
         hint = nearest(str(name), MATCHES)
-        raise BadLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
+        raise InvalidLine(f'"match" is {name!r:.40}: choose one of {", ".join(MATCHES)}{hint}')
     needs: dict[str, tuple[bool, str]] = {
         "number": (is_number(answer), "a number, and nothing besides"),
         "choice": (MATCHES["choice"].read(answer) is not None, "a letter from A to E"),
     }
     good, what = needs.get(name, (True, ""))
     if not good:
-        raise BadLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {what}')
+        raise InvalidLine(f'"answer" is {answer!r:.40} and "match" is "{name}": give {what}')
 
 
 def write_problems(path: str, problems: Sequence[Problem]) -> None:
-    """As `read_problems` takes them."""
+    """Write problems as `read_problems` reads them."""
     lines = [json.dumps(_line(problem), ensure_ascii=False) + "\n" for problem in problems]
     write_whole(Path(path), "".join(lines).encode())
 
@@ -201,7 +203,7 @@ def _line(problem: Problem) -> dict[str, Any]:
 
 
 def check_target(flag: str, path: str) -> None:
-    """Before anything slow: ValueError where no file can be written."""
+    """Raise ValueError, before anything slow, if the file cannot be written."""
     if not path:
         raise ValueError(f"{flag} is empty: name a file")
     file = Path(path)
@@ -216,25 +218,25 @@ def check_target(flag: str, path: str) -> None:
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {folder}: make it")
         probe = _beside(file.resolve())
-        probe.touch(exist_ok=False)  # permissions alone do not tell: see /proc
+        probe.touch(exist_ok=False)  # permissions are not enough: see /proc
         probe.unlink()
     except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise ValueError(f"{flag} {path}: nothing can be written there: {error}") from None
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe, a terminal, a device: what must be written to, and never be replaced."""
+    """Whether it is a pipe, a terminal or a device, which must not be replaced."""
     return path.exists() and not path.is_file()
 
 
 def _beside(path: Path) -> Path:
-    """A name of this run's own in the same folder."""
+    """A unique name in the same folder."""
     return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.part")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing, whatever ends this process. A link stays one, and what it leads to is
-    written; what is no file is written as it comes."""
+    """Write a file atomically. Links stay links, and their targets are written; pipes and devices
+    are written directly."""
     if _is_special(path):
         path.write_bytes(content)
         return

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API is asked."""
+"""Asks a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moesaic.loadgen.client import reason, session
 from moesaic.loadgen.endpoints import FAILED, OpenAIPart, error_text, merged
 
 TRIES: Final = 6
-FIRST_WAIT: Final = 0.5  # seconds, doubled at every further try
+FIRST_WAIT: Final = 0.5  # seconds, doubled at every retry
 LONGEST_WAIT: Final = 30.0
-AGAIN: Final = (429, 502, 503, 504)  # too much at once, or not there yet
+RETRY_STATUSES: Final = (429, 502, 503, 504)  # overloaded, or not ready yet
 
 
-class Unreached(Exception):
-    """A try that may be made again. `wait`: seconds, where the server says so."""
+class RetryableError(Exception):
+    """A failure worth a retry, after `wait` seconds if the server says so."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -37,29 +37,27 @@ class Unreached(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """How a server is asked. `timeout`: seconds of one try."""
-
     model: str | None = None
     key: str | None = None
     limit: int = 64
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds of one attempt
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _authorization(place: ServerUrl, key: str | None) -> dict[str, str]:
-    if place.login and key:
-        raise ValueError(f"a name before {place.url} and --api-key: keep one")
-    if place.login:
-        return {"Authorization": f"Basic {b64encode(place.login.encode()).decode()}"}
+def _authorization(url: ServerUrl, key: str | None) -> dict[str, str]:
+    if url.login and key:
+        raise ValueError(f"a name before {url.url} and --api-key: keep one")
+    if url.login:
+        return {"Authorization": f"Basic {b64encode(url.login.encode()).decode()}"}
     key = key or os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class HttpAsker(Asker):
-    def __init__(self, place: ServerUrl, access: ServerAccess) -> None:
-        self.target, self.limit = place.url, access.limit
+    def __init__(self, url: ServerUrl, access: ServerAccess) -> None:
+        self.target, self.limit = url.url, access.limit
         self._access, self._model = access, access.model or ""
-        self._headers = _authorization(place, access.key)
+        self._headers = _authorization(url, access.key)
         self._timeout = aiohttp.ClientTimeout(access.timeout, connect=min(120, access.timeout))
 
     @asynccontextmanager
@@ -70,8 +68,7 @@ class HttpAsker(Asker):
             yield
 
     async def _listed(self) -> tuple[int, bytes]:
-        """Status and body of the list of models. That nobody is there is said once, here, and not
-        of every problem."""
+        """Status and body of the list of models; a missing server is reported once, here."""
         try:
             url = f"{self.target}/v1/models"
             async with self._session.get(url, timeout=self._timeout) as response:
@@ -83,19 +80,19 @@ class HttpAsker(Asker):
             ) from None
 
     async def ask(self, problem: Problem, options: Options) -> ModelReply:
-        """Tries again where that may help; the time of a reply is that of its last try."""
+        """Ask with retries; the latency is that of the last attempt."""
         wait = FIRST_WAIT
         for number in range(1, TRIES + 1):
             try:
                 return await self._once(problem, options)
-            except Unreached as error:
+            except RetryableError as error:
                 if number == TRIES:
                     return ModelReply(error=f"{error}, {TRIES} times")
-                # Spread, so that those who were sent away together do not come back together.
+                # Jitter: requests rejected together must not return together.
                 pause = error.wait if error.wait is not None else wait * random.uniform(0.5, 1)
                 await asyncio.sleep(min(pause, LONGEST_WAIT))
                 wait *= 2
-        raise AssertionError("the last try returns")
+        raise AssertionError("the last attempt returns")
 
     async def _once(self, problem: Problem, options: Options) -> ModelReply:
         url, started = f"{self.target}/v1/chat/completions", time.perf_counter()
@@ -104,11 +101,11 @@ class HttpAsker(Asker):
             async with self._session.post(url, json=body, timeout=self._timeout) as response:
                 data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreached(self._why(error)) from None
+            raise RetryableError(self._why(error)) from None
         if response.status != 200:
             text = f"status {response.status}: {reason(data)}"
-            if response.status in AGAIN:
-                raise Unreached(text, _seconds(response.headers.get("Retry-After")))
+            if response.status in RETRY_STATUSES:
+                raise RetryableError(text, _seconds(response.headers.get("Retry-After")))
             return ModelReply(error=text)
         return _reply(data, time.perf_counter() - started)
 
@@ -137,7 +134,7 @@ class _Models(msgspec.Struct):
 
 
 def _first(listed: tuple[int, bytes], target: str) -> str:
-    """The name of the first model."""
+    """The name of the first listed model."""
     status, data = listed
     if status in (401, 403):
         raise RuntimeError(f"{target}: status {status}: {reason(data)}; give --api-key KEY")
@@ -151,12 +148,12 @@ def _first(listed: tuple[int, bytes], target: str) -> str:
 
 
 def _seconds(header: str | None) -> float | None:
-    """A date is as good as nothing: clocks differ."""
+    """Seconds of a Retry-After header; dates are ignored, as clocks differ."""
     return float(header) if header is not None and header.strip().isdecimal() else None
 
 
 def _reply(data: bytes, seconds: float) -> ModelReply:
-    """Reasoning that the server sets apart is not graded."""
+    """The reply in an answer; separate reasoning is not graded."""
     try:
         part = msgspec.json.decode(data, type=OpenAIPart)
     except msgspec.DecodeError as error:

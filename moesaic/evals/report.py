@@ -1,4 +1,4 @@
-"""What is printed of an evaluation."""
+"""The printed report of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moesaic.evals.figures import Latency
 from moesaic.evals.result import GradedReply, Result, TaskScore, by_task, score
 
 HEAD: Final = ("task", "n", "accuracy", "95% interval", "invalid", "failed", "tokens", "p50", "p99")
-LONGEST: Final = 1200  # characters of a reply that is shown
-BROKEN: Final = "�"
-MOST_ERRORS: Final = 5  # messages that are shown
+LONGEST: Final = 1200  # shown characters of a reply
+REPLACEMENT: Final = "�"
+MOST_ERRORS: Final = 5  # shown messages
 
 
 def table(result: Result) -> str:
@@ -48,7 +48,7 @@ def _seconds(value: float | None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """The first to the left, the others to the right."""
+    """Aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -66,7 +66,7 @@ def _speed(result: Result) -> str:
 
 
 def failures(result: Result, number: int) -> str:
-    """The first so many wrong replies, in full up to a length."""
+    """The first wrong replies, shortened."""
     wrong = [output for output in result.outputs if not output.right and not output.failed]
     parts = [_failure(output) for output in wrong[:number]]
     return "\n".join([f"{len(wrong)} wrong replies, {len(parts)} shown", *parts])
@@ -80,14 +80,14 @@ def _failure(output: GradedReply) -> str:
 
 
 def _shown(text: str) -> str:
-    """Without what would move a terminal's cursor: models may say anything."""
+    """Without control characters, which could move a terminal's cursor."""
     text = text if len(text) <= LONGEST else text[:LONGEST] + " …"
-    return "".join(char if char.isprintable() or char == "\n" else BROKEN for char in text)
+    return "".join(char if char.isprintable() or char == "\n" else REPLACEMENT for char in text)
 
 
 def name_of(text: str) -> str:
-    """As `_shown`, and in one line."""
-    return _shown(text).replace("\n", BROKEN)
+    """As `_shown`, in one line."""
+    return _shown(text).replace("\n", REPLACEMENT)
 
 
 def errors(result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an evaluation found, as it is written to a file."""
+"""The result of an evaluation, as written to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.evals.tasks.problem import ChatTurn, Problem
 
 
 class TaskScore(msgspec.Struct, frozen=True):
-    """Shares are of all n. A request that failed is not right, and is not invalid either."""
+    """Shares of all n replies; a failed request is neither right nor invalid."""
 
     accuracy: float
     invalid: float
@@ -24,8 +24,7 @@ class TaskScore(msgspec.Struct, frozen=True):
 
 
 class GradedReply(msgspec.Struct, frozen=True):
-    """One problem and the reply to it. `prompt` or `messages` is there, as it was asked; `error` if
-    no reply came."""
+    """One problem, with `prompt` or `messages`, and its reply, or the `error`."""
 
     task: str
     id: str
@@ -47,21 +46,17 @@ class GradedReply(msgspec.Struct, frozen=True):
 
     @property
     def asked(self) -> str:
-        """As one text, to be shown."""
+        """The problem as one text."""
         if self.messages is msgspec.UNSET:
             return "" if self.prompt is msgspec.UNSET else self.prompt
         return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """`complete`: no problem was left out; `num`: problems of each task that were asked for, None
-    if all of a file; `system`: said before every problem that has no such message of its own;
-    `data`: the same for the same problems in the same order, whatever the system message."""
-
     tasks: dict[str, TaskScore]
     accuracy: float
     seed: int
-    num: int | None
+    num: int | None  # problems of each task; None: all of a file
     temperature: float
     top_p: float = 1.0
     system: str | None = None
@@ -73,8 +68,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     latency: Latency
     version: str
-    data: str
-    complete: bool
+    data: str  # digest of the problems
+    complete: bool  # no problem is missing
     outputs: list[GradedReply]
 
     @property
@@ -94,7 +89,7 @@ def score(outputs: Sequence[GradedReply]) -> TaskScore:
 
 
 def by_task(outputs: Sequence[GradedReply]) -> dict[str, list[GradedReply]]:
-    """In the order of their first problems."""
+    """Replies by task, in the order of their first problems."""
     found: dict[str, list[GradedReply]] = {}
     for output in outputs:
         found.setdefault(output.task, []).append(output)
@@ -102,7 +97,7 @@ def by_task(outputs: Sequence[GradedReply]) -> dict[str, list[GradedReply]]:
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """sha256 over all prompts and answers."""
+    """The sha256 of all prompts and answers, without the system message."""
     found = hashlib.sha256()
     for problem in problems:
         found.update(msgspec.json.encode((problem.conversation, problem.answer)) + b"\n")

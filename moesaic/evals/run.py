@@ -1,4 +1,4 @@
-"""All problems are asked, their replies graded and counted."""
+"""Asks all problems, grades the replies and counts them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def evaluate(
     target: Engine | Asker, problems: Sequence[Problem], options: Options | None = None
 ) -> Result:
-    """Asks an engine, or whatever an Asker knows. Ctrl-C gives what there is by then, with
-    `complete` false. Not to be called on an event loop."""
+    """Ask an engine, or any Asker. Ctrl-C returns the replies so far, with `complete` false. Must
+    not be called on an event loop."""
     if not problems:
         raise ValueError("there are no problems: give at least one")
     asker = target if isinstance(target, Asker) else EngineAsker(target)
@@ -40,12 +40,12 @@ def evaluate(
 class _Run:
     def __init__(self, asker: Asker, problems: Sequence[Problem], options: Options) -> None:
         self._asker, self._problems, self._options = asker, problems, options
-        self._data = digest(problems)  # first: what it cannot take must not end a finished run
+        self._data = digest(problems)  # first: an error here must not waste a finished run
         self._found: dict[int, GradedReply] = {}
         self._right = 0
-        self._places: AbstractAsyncContextManager[object] = nullcontext()
+        self._slots: AbstractAsyncContextManager[object] = nullcontext()
         if (limit := options.concurrency or asker.limit) is not None:
-            self._places = asyncio.Semaphore(limit)
+            self._slots = asyncio.Semaphore(limit)
         self._started = self._seconds = 0.0
 
     async def all(self) -> None:
@@ -64,7 +64,7 @@ class _Run:
 
     async def _one(self, number: int, bar: tqdm[Any]) -> None:
         problem = self._problems[number]
-        async with self._places:
+        async with self._slots:
             reply = await self._reply(problem)
         output = graded(problem, reply, number)
         self._found[number] = output
@@ -73,7 +73,7 @@ class _Run:
         bar.update()
 
     async def _reply(self, problem: Problem) -> ModelReply:
-        """Whatever is wrong with one problem, the others are asked."""
+        """Turn an exception of one problem into an error; the others go on."""
         try:
             return await self._asker.ask(problem, self._options)
         except Exception as error:
@@ -109,7 +109,7 @@ class _Run:
 
 
 def graded(problem: Problem, reply: ModelReply, number: int) -> GradedReply:
-    """A request that failed is not graded: what it said until then is no answer."""
+    """Grade a reply; a failed request has no answer."""
     found = None if reply.error else grade(problem, reply.text)
     return GradedReply(
         task=problem.task,

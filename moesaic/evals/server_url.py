@@ -1,4 +1,4 @@
-"""The address of a server."""
+"""The URL of a server."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ ROUTES: Final = ("/chat/completions", "/completions", "/models", "/v1")
 
 @dataclass(frozen=True, slots=True)
 class ServerUrl:
-    """`url`: without a route of the API and without a secret; `login`: NAME:PASSWORD where the
-    address had one."""
-
-    url: str
-    login: str = field(default="", repr=False)
+    url: str  # without an API route and without a login
+    login: str = field(default="", repr=False)  # NAME:PASSWORD
 
     @classmethod
     def of(cls, text: str) -> ServerUrl:
-        """ValueError, which shows no password, where it is not the address of a server."""
+        """Parse a URL; the ValueError for an invalid one shows no password."""
         scheme, _, rest = text.partition("://")
         host, slash, path = rest.partition("/")
         login, _, host = host.rpartition("@")
         if "@" in path:
-            raise ValueError("--base-url has an @ behind its first /: write %2F for a / of a name")
+            raise ValueError("--base-url has an @ after its first /: write %2F for a / in a name")
         if scheme not in ("http", "https") or not host:
             shown = text.rpartition("@")[2]
             raise ValueError(f"--base-url is {shown!r}: give http://HOST:PORT")

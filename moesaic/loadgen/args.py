@@ -13,17 +13,15 @@ NO_ADAPTERS = "leave it out; the engine has no LoRA adapters"
 
 @dataclass(frozen=True)
 class Load:
-    """How requests arrive. `rate`: a second, or infinite; `limit`: at once, or None."""
+    """How requests arrive."""
 
-    rate: float
-    limit: int | None
+    rate: float  # requests a second; may be infinite
+    limit: int | None  # requests at once
     burstiness: float = 1.0
 
 
 @dataclass(frozen=True)
 class DatasetArgs:
-    """What is asked; the same for servers and for the engine in this process."""
-
     GROUP: ClassVar[str] = "Prompts"
 
     dataset_name: Annotated[
@@ -40,26 +38,31 @@ class DatasetArgs:
         int, Flag("Tokens of a random prompt.", aliases=("--random-input",), at_least=1)
     ] = 1024
     random_output_len: Annotated[
-        int, Flag("Tokens of its answer.", aliases=("--random-output",), at_least=1)
+        int,
+        Flag("Tokens of an answer to a random prompt.", aliases=("--random-output",), at_least=1),
     ] = 1024
     random_range_ratio: Annotated[
         float,
-        Flag("Lengths are drawn between this share and all of them.", at_least=0, at_most=1),
+        Flag(
+            "Lengths are drawn between this share of the length and the length.",
+            at_least=0,
+            at_most=1,
+        ),
     ] = 0.0
     sharegpt_output_len: Annotated[
         int | None, Flag("Tokens of every answer; unset: as in the file.", at_least=1)
     ] = None
     sharegpt_context_len: Annotated[
-        int | None, Flag("Leave out conversations of more tokens.", at_least=4)
+        int | None, Flag("Skip conversations with more tokens.", at_least=4)
     ] = None
     custom_output_len: Annotated[
-        int, Flag("Tokens of an answer where a line of the file has no output_len.", at_least=1)
+        int, Flag("Tokens of an answer if a line of the file has no output_len.", at_least=1)
     ] = 256
-    gsp_num_groups: Annotated[int, Flag("Shared prefixes.", at_least=1)] = 64
+    gsp_num_groups: Annotated[int, Flag("Number of shared prefixes.", at_least=1)] = 64
     gsp_prompts_per_group: Annotated[int, Flag("Requests with the same prefix.", at_least=1)] = 16
     gsp_system_prompt_len: Annotated[int, Flag("Tokens of a shared prefix.", at_least=1)] = 2048
-    gsp_question_len: Annotated[int, Flag("Tokens after it.", at_least=1)] = 128
-    gsp_output_len: Annotated[int, Flag("Tokens of an answer after that.", at_least=1)] = 256
+    gsp_question_len: Annotated[int, Flag("Tokens after a shared prefix.", at_least=1)] = 128
+    gsp_output_len: Annotated[int, Flag("Tokens of an answer to such a prompt.", at_least=1)] = 256
     seed: Annotated[int, Flag("Seed of prompts, lengths and arrivals.", at_least=0)] = 1
 
 
@@ -68,11 +71,11 @@ class TargetArgs:
     GROUP: ClassVar[str] = "Server"
 
     backend: Annotated[
-        str, Flag("Kind of server, which says the route.", choices=tuple(ENDPOINTS))
+        str, Flag("Kind of server, which determines the route.", choices=tuple(ENDPOINTS))
     ] = "sglang"
-    base_url: Annotated[str | None, Flag("Address, if not --host and --port.", metavar="URL")] = (
-        None
-    )
+    base_url: Annotated[
+        str | None, Flag("Address of the server, instead of --host and --port.", metavar="URL")
+    ] = None
     host: Annotated[str, Flag("Host of the server.", metavar="HOST")] = "127.0.0.1"
     port: Annotated[int, Flag("Port of the server.", at_least=1, at_most=65535)] = 30000
     model: Annotated[
@@ -82,7 +85,7 @@ class TargetArgs:
         str | None,
         Flag(
             "Folder with tokenizer.json, or tiny:FAMILY; unset: that of --model or of a server on "
-            "this machine, else prompts are words.",
+            "this machine, else prompts are plain words.",
             metavar="DIR",
         ),
     ] = None
@@ -95,14 +98,13 @@ class TargetArgs:
     extra_request_body: Annotated[
         str | None, Flag("Merged into the body of every request.", metavar="JSON")
     ] = None
-    disable_stream: Annotated[bool, Flag("Ask for whole answers; then TTFT is not measured.")] = (
+    disable_stream: Annotated[bool, Flag("Request whole answers; TTFT is not measured.")] = False
+    disable_ignore_eos: Annotated[bool, Flag("Let answers end before their full length.")] = False
+    tokenize_prompt: Annotated[bool, Flag("Send token ids instead of texts (not for chat).")] = (
         False
     )
-    disable_ignore_eos: Annotated[bool, Flag("Answers may end before their length.")] = False
-    tokenize_prompt: Annotated[bool, Flag("Send token ids instead of texts (not to chat).")] = False
     lora_name: Annotated[
-        tuple[str, ...] | None,
-        Flag("LoRA adapters.", built=ONLY_DEFAULT, instead=NO_ADAPTERS),
+        tuple[str, ...] | None, Flag("LoRA adapters.", built=ONLY_DEFAULT, instead=NO_ADAPTERS)
     ] = None
 
 
@@ -113,42 +115,41 @@ class ServeBenchArgs(DatasetArgs, TargetArgs):
     request_rate: Annotated[
         str,
         Flag(
-            "Requests a second, in a Poisson process; inf: all at once; several, as in 1,2,4,8, "
-            "are measured one after the other.",
+            "Requests a second, in a Poisson process; inf: all at once; a list such as 1,2,4,8 is "
+            "measured one by one.",
             metavar="X[,X…]",
         ),
     ] = "inf"
     burstiness: Annotated[
-        float, Flag("1: Poisson; below: in bursts; above: more evenly.", above=0)
+        float, Flag("1: Poisson; below 1: burstier; above 1: more even.", above=0)
     ] = 1.0
     max_concurrency: Annotated[
         str | None,
         Flag(
-            "Most requests at once; several, as in 1,16,64, one after the other.",
+            "Most requests at once; a list such as 1,16,64 is measured one by one.",
             metavar="N[,N…]",
         ),
     ] = None
-    warmup_requests: Annotated[int, Flag("Short requests before.", at_least=0)] = 1
-    flush_cache: Annotated[bool, Flag("Empty the server's prefix cache before.")] = False
-    profile: Annotated[bool, Flag("Switch the server's profiler on meanwhile.")] = False
+    warmup_requests: Annotated[int, Flag("Short requests before the measurement.", at_least=0)] = 1
+    flush_cache: Annotated[
+        bool, Flag("Flush the server's prefix cache before the measurement.")
+    ] = False
+    profile: Annotated[bool, Flag("Profile the server during the measurement.")] = False
     goodput: Annotated[
         tuple[str, ...] | None,
-        Flag(
-            "Count requests within these limits (ttft, tpot, e2el) a second.",
-            metavar="NAME:MS",
-        ),
+        Flag("Report requests a second within these limits (ttft, tpot, e2el).", metavar="NAME:MS"),
     ] = None
     output_file: Annotated[
         str | None, Flag("Append the figures as a line of JSON.", metavar="FILE")
     ] = None
-    output_details: Annotated[bool, Flag("With the figures of every request.")] = False
+    output_details: Annotated[bool, Flag("Include the figures of every request.")] = False
     plot: Annotated[
         str | None, Flag("Draw latency and throughput over load.", metavar="FILE.png")
     ] = None
     disable_tqdm: Annotated[bool, Flag("Show no progress bar.")] = False
 
     def loads(self) -> list[Load]:
-        """What to measure, one after the other; ValueError where it cannot be understood."""
+        """The loads to measure in order; ValueError if a flag is invalid."""
         rates = [_rate(word) for word in self.request_rate.split(",")]
         limits = [_limit(word) for word in (self.max_concurrency or "").split(",")]
         if len(rates) > 1 and len(limits) > 1:
@@ -185,7 +186,7 @@ class ThroughputArgs(DatasetArgs):
     GROUP: ClassVar[str] = "Run and report"
 
     skip_warmup: Annotated[bool, Flag("Measure the first requests too.")] = False
-    disable_ignore_eos: Annotated[bool, Flag("Answers may end before their length.")] = False
+    disable_ignore_eos: Annotated[bool, Flag("Let answers end before their full length.")] = False
     output_file: Annotated[
         str | None,
         Flag(
@@ -205,9 +206,9 @@ class LatencyArgs:
     ] = (1,)
     input_len: Annotated[tuple[int, ...], Flag("Tokens of a prompt.", at_least=1)] = (1024,)
     output_len: Annotated[tuple[int, ...], Flag("Tokens of an answer.", at_least=1)] = (16,)
-    num_iters: Annotated[int, Flag("Times that each is measured.", at_least=1)] = 10
+    num_iters: Annotated[int, Flag("Measurements of each batch.", at_least=1)] = 10
     warmup: Annotated[
-        int, Flag("Times before that.", aliases=("--num-iters-warmup",), at_least=0)
+        int, Flag("Iterations before the measurement.", aliases=("--num-iters-warmup",), at_least=0)
     ] = 2
     seed: Annotated[int, Flag("Seed of the prompts.", at_least=0)] = 1
     output_file: Annotated[

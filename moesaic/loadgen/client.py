@@ -1,4 +1,4 @@
-"""Sends requests to a server and notes when what came."""
+"""Sends requests to a server and records when tokens arrive."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from moesaic.loadgen.endpoints import Asked, Endpoint, error_text
+from moesaic.loadgen.endpoints import Endpoint, RequestOptions, error_text
 from moesaic.loadgen.outcome import BenchPrompt, Outcome
 
 DATA: Final = b"data:"
 DONE: Final = b"[DONE]"
-# A run over a slow machine may take hours; a connection that cannot be made is known soon.
+# Runs on a slow machine take hours; a failed connection shows soon.
 TIMEOUT: Final = aiohttp.ClientTimeout(total=6 * 3600, connect=120)
 READ_BUFFER: Final = 1 << 20
 LONGEST_ERROR: Final = 300
 
 
 def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Without a limit on connections: it would be a queue that nobody measures."""
+    """A session without a connection limit, which would be an unmeasured queue."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600),
         timeout=TIMEOUT,
@@ -32,25 +32,25 @@ def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 class Client:
-    """One server, one route."""
+    """Sends requests to one route of one server."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, endpoint: Endpoint, asked: Asked
+        self, session: aiohttp.ClientSession, url: str, endpoint: Endpoint, options: RequestOptions
     ) -> None:
-        self._session, self._endpoint, self._asked = session, endpoint, asked
+        self._session, self._endpoint, self._options = session, endpoint, options
         self._url = url + endpoint.path
 
     async def ask(self, prompt: BenchPrompt) -> Outcome:
-        """The outcome of a request; what goes wrong is in it."""
-        outcome = Outcome(prompt, streamed=self._asked.stream)
-        body = self._endpoint.request(prompt, self._asked)
+        """Send a request; the outcome holds errors, too."""
+        outcome = Outcome(prompt, streamed=self._options.stream)
+        body = self._endpoint.request(prompt, self._options)
         headers = {"Content-Type": "application/json"}
         outcome.started = time.perf_counter()
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
                 if response.status != 200:
                     outcome.error = f"status {response.status}: {reason(await response.read())}"
-                elif self._asked.stream:
+                elif self._options.stream:
                     await self._read_stream(response, outcome)
                 else:
                     self._read_whole(await response.read(), outcome)
@@ -77,23 +77,23 @@ class Client:
         if not outcome.finished:
             outcome.error = "the stream ended before the answer did"
         elif not outcome.arrivals and outcome.output_tokens:
-            # Tokens without a text: that they were there is known from the end alone.
+            # Tokens without text: only the last event shows that there were any.
             outcome.arrivals.append(time.perf_counter())
 
     def _read_lines(self, lines: list[bytes], outcome: Outcome) -> bool:
-        """Whether tokens were among the events."""
-        brought = False
+        """Read events; return whether they carried tokens."""
+        has_tokens = False
         for line in lines:
             if not line.startswith(DATA):
-                continue  # comments that keep a connection open, names of events, empty lines
+                continue  # keep-alive comments, event names, empty lines
             data = line[len(DATA) :].strip()
             if data and data != DONE:
-                brought = self._endpoint.read(data, outcome) or brought
-        return brought
+                has_tokens = self._endpoint.read(data, outcome) or has_tokens
+        return has_tokens
 
 
 def reason(body: bytes) -> str:
-    """Why a server refused, from what it sent with the status."""
+    """The reason for a refusal, from the body of the response."""
     try:
         content: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -16,13 +16,13 @@ from moesaic.loadgen.texts import Texts
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """How prompts are to be made. `ids`: they are sent as tokens."""
+    """How to make prompts."""
 
     args: DatasetArgs
     texts: Texts
     seed: int
     number: int
-    ids: bool = False
+    ids: bool = False  # send token ids
 
     def prompt(self, text: str, output_len: int) -> BenchPrompt:
         return BenchPrompt(text, self.texts.count(text) or 0, output_len)
@@ -34,7 +34,7 @@ class DatasetSpec:
 
 
 def draw_prompts(draw: DatasetSpec) -> list[BenchPrompt]:
-    """As many as were asked for, the same for the same seed; ValueError if a file has too few."""
+    """Prompts that depend on the seed only; ValueError if a file has too few."""
     name = draw.args.dataset_name
     if draw.ids and name not in ("random", "random-ids"):
         raise ValueError(f"--tokenize-prompt is for --dataset-name random, not {name}")
@@ -54,7 +54,7 @@ def _random(draw: DatasetSpec) -> list[BenchPrompt]:
 
 
 def _shared_prefix(draw: DatasetSpec) -> list[BenchPrompt]:
-    """Groups of questions behind the same long text; --num-prompts has no say in it."""
+    """Groups of questions after the same long text; --num-prompts has no effect."""
     args, rng = draw.args, random.Random(draw.seed)
     prompts = []
     for _ in range(args.gsp_num_groups):
@@ -76,7 +76,7 @@ def _sharegpt(draw: DatasetSpec) -> list[BenchPrompt]:
         raise ValueError(f"--dataset-path {path} is not a list of conversations")
     pairs = [pair for entry in conversations if (pair := _first_turns(entry)) is not None]
     random.Random(draw.seed).shuffle(pairs)
-    return _enough(draw, _fitting(draw, pairs), len(pairs), args)
+    return _take_prompts(draw, _fitting(draw, pairs), len(pairs), args)
 
 
 def _first_turns(entry: Any) -> tuple[str, str] | None:
@@ -86,7 +86,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
 
 
 def _fitting(draw: DatasetSpec, pairs: list[tuple[str, str]]) -> Iterator[BenchPrompt]:
-    """Turns of less than two tokens, or too long ones, say nothing about a server."""
+    """Skip turns of less than two tokens and those that are too long."""
     args = draw.args
     for question, answer in pairs:
         output_len = args.sharegpt_output_len or draw.texts.count(answer)
@@ -107,14 +107,14 @@ def _custom(draw: DatasetSpec) -> list[BenchPrompt]:
     path = _path(draw.args)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     found = (_custom_line(draw, path, number, line) for number, line in enumerate(lines, 1))
-    return _enough(draw, found, len(lines), draw.args)
+    return _take_prompts(draw, found, len(lines), draw.args)
 
 
 _LENGTHS: Final = ("output_len", "output_tokens", "max_tokens", "max_new_tokens")
 
 
 def _custom_line(draw: DatasetSpec, path: Path, number: int, line: str) -> BenchPrompt:
-    """{"prompt": "…", "output_len": 64}, or messages or conversations whose first turn is asked."""
+    """{"prompt": "…", "output_len": 64}, or the first turn of messages or conversations."""
     try:
         entry = json.loads(line)
         if "prompt" in entry:
@@ -142,10 +142,10 @@ def _path(args: DatasetArgs) -> Path:
     return Path(args.dataset_path)
 
 
-def _enough(
+def _take_prompts(
     draw: DatasetSpec, found: Iterator[BenchPrompt], lines: int, args: DatasetArgs
 ) -> list[BenchPrompt]:
-    """The first of them. Prompts are not repeated: a prefix cache would answer those."""
+    """The first prompts, none repeated: the prefix cache would hold it."""
     prompts = [prompt for prompt, _ in zip(found, range(draw.number), strict=False)]
     if len(prompts) < args.num_prompts:
         raise ValueError(

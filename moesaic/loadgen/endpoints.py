@@ -1,7 +1,8 @@
-"""Kinds of servers: the route, the body of a request, and what an answer or event means."""
+"""Kinds of servers: route, request body, and how to read answers and events."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,8 +15,8 @@ FAILED: Final = ("abort", "error")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What all requests of a run have in common."""
+class RequestOptions:
+    """Options that all requests of a run share."""
 
     model: str
     stream: bool
@@ -25,20 +26,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`body` makes a request; `read` takes a whole answer or one event of a stream into an outcome
-    and says whether it brought tokens."""
-
     path: str
-    body: Callable[[BenchPrompt, Asked], dict[str, Any]]
+    body: Callable[[BenchPrompt, RequestOptions], dict[str, Any]]
     read: Callable[[bytes, Outcome], bool]
+    """Adds a whole answer or one event to an outcome; returns whether it carried tokens."""
     chat: bool = False
 
-    def request(self, prompt: BenchPrompt, asked: Asked) -> bytes:
-        return msgspec.json.encode(merged(self.body(prompt, asked), asked.extra))
+    def request(self, prompt: BenchPrompt, options: RequestOptions) -> bytes:
+        return msgspec.json.encode(merged(self.body(prompt, options), options.extra))
 
 
 def merged(body: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra values win; objects are merged, so that one sampling parameter can be added."""
+    """`body` with extra values, which win; objects are merged recursively."""
     result = dict(body)
     for key, value in extra.items():
         old = result.get(key)
@@ -47,13 +46,23 @@ def merged(body: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def parse_extra_body(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        extra = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ValueError(f'{flag} is not an object: give {{"NAME": VALUE}}')
+    return extra
+
+
 class AnswerUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class AnswerMessage(msgspec.Struct):
-    """A delta, too."""
+    """A message or a delta."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -78,7 +87,7 @@ class AnswerChoice(msgspec.Struct):
 
     @property
     def calls(self) -> bool:
-        """Arguments of a tool are tokens, too."""
+        """Whether there are tool calls, whose arguments are tokens, too."""
         message = self.delta or self.message
         return bool(message and message.tool_calls)
 
@@ -106,7 +115,7 @@ _native = msgspec.json.Decoder(NativePart)
 
 
 def error_text(error: Any) -> str:
-    """The message of an error in anybody's shape."""
+    """The message of an error in any server's format."""
     if isinstance(error, dict):
         return str(error.get("message") or error.get("detail") or error)
     return str(error)
@@ -119,19 +128,19 @@ def read_openai(data: bytes, outcome: Outcome) -> bool:
     if part.usage is not None:
         outcome.prompt_tokens = part.usage.prompt_tokens
         outcome.output_tokens = part.usage.completion_tokens
-    brought = False
+    has_tokens = False
     for choice in part.choices:
         outcome.text += choice.words
-        brought = brought or bool(choice.words) or choice.calls
+        has_tokens = has_tokens or bool(choice.words) or choice.calls
         if choice.finish_reason is not None:
             outcome.finished = True
         if choice.finish_reason in FAILED:
             outcome.error = f"it ended with finish_reason {choice.finish_reason!r}"
-    return brought
+    return has_tokens
 
 
 def read_native(data: bytes, outcome: Outcome) -> bool:
-    """Each event has the whole text so far, and says how many tokens that is."""
+    """Each event has the whole text so far and its number of tokens."""
     part = _native.decode(data)
     if part.error is not None:
         outcome.error = error_text(part.error)
@@ -149,38 +158,38 @@ def read_native(data: bytes, outcome: Outcome) -> bool:
     return (outcome.output_tokens or 0) > before
 
 
-def native_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
+def native_body(prompt: BenchPrompt, options: RequestOptions) -> dict[str, Any]:
     key, value = ("text", prompt.text) if prompt.ids is None else ("input_ids", prompt.ids)
     sampling = {
         "temperature": 0.0,
         "max_new_tokens": prompt.output_len,
-        "ignore_eos": asked.ignore_eos,
+        "ignore_eos": options.ignore_eos,
     }
-    return {key: value, "sampling_params": sampling, "stream": asked.stream}
+    return {key: value, "sampling_params": sampling, "stream": options.stream}
 
 
-def completion_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
+def completion_body(prompt: BenchPrompt, options: RequestOptions) -> dict[str, Any]:
     text = prompt.text if prompt.ids is None else prompt.ids
-    return {"prompt": text, "max_tokens": prompt.output_len, **_common(asked)}
+    return {"prompt": text, "max_tokens": prompt.output_len, **_common(options)}
 
 
-def chat_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
+def chat_body(prompt: BenchPrompt, options: RequestOptions) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt.text}]
-    return {"messages": messages, "max_tokens": prompt.output_len, **_common(asked)}
+    return {"messages": messages, "max_tokens": prompt.output_len, **_common(options)}
 
 
-def openai_chat_body(prompt: BenchPrompt, asked: Asked) -> dict[str, Any]:
-    """By the name that OpenAI has now."""
-    body = chat_body(prompt, asked)
+def openai_chat_body(prompt: BenchPrompt, options: RequestOptions) -> dict[str, Any]:
+    """With OpenAI's current name of the token limit."""
+    body = chat_body(prompt, options)
     body["max_completion_tokens"] = body.pop("max_tokens")
     return body
 
 
-def _common(asked: Asked) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": asked.model, "temperature": 0.0, "stream": asked.stream}
-    if asked.stream:
+def _common(options: RequestOptions) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": options.model, "temperature": 0.0, "stream": options.stream}
+    if options.stream:
         body["stream_options"] = {"include_usage": True}
-    if asked.ignore_eos:
+    if options.ignore_eos:
         body["ignore_eos"] = True
     return body
 

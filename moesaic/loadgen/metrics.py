@@ -1,4 +1,4 @@
-"""Figures of a run, from the outcomes of its requests."""
+"""Metrics of a run, from the outcomes of its requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from moesaic.loadgen.outcome import Outcome
 from moesaic.loadgen.traffic import Run
 
-# A client that needs more of its core than this measures itself.
-BUSY: Final = 0.8
+# Above this share of a core the client itself is the bottleneck.
+CLIENT_BOUND: Final = 0.8
 LIMITS: Final = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
 class LatencySummary:
-    """A distribution in milliseconds; all None where nothing was measured."""
+    """A distribution in milliseconds; all None if nothing was measured."""
 
     mean: float | None = None
     median: float | None = None
@@ -41,7 +41,7 @@ class LatencySummary:
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Of requests that succeeded, except `failed`. Throughputs are by second."""
+    """Metrics of the successful requests; throughputs are per second."""
 
     completed: int
     failed: int
@@ -73,7 +73,7 @@ class RunMetrics:
 
     @property
     def client_bound(self) -> bool:
-        return self.client_cpu > BUSY
+        return self.client_cpu > CLIENT_BOUND
 
 
 def parse_goodput(words: Sequence[str] | None) -> dict[str, float]:
@@ -95,11 +95,11 @@ def parse_goodput(words: Sequence[str] | None) -> dict[str, float]:
 def measure(
     run: Run, limits: dict[str, float], count_tokens: Callable[[str], int] | None
 ) -> RunMetrics:
-    """`count_tokens` makes texts into tokens again, where a tokenizer is there."""
+    """Compute the metrics; `count_tokens` retokenizes answers if there is a tokenizer."""
     good = [outcome for outcome in run.outcomes if not outcome.error]
     total_input = sum(input_tokens(outcome) for outcome in good)
     total_output = sum(outcome.output_tokens or 0 for outcome in good)
-    within = sum(keeps(outcome, limits) for outcome in good) if limits else None
+    within = sum(meets_limits(outcome, limits) for outcome in good) if limits else None
     return RunMetrics(
         completed=len(good),
         failed=len(run.outcomes) - len(good),
@@ -124,13 +124,13 @@ def measure(
 
 
 def input_tokens(outcome: Outcome) -> int:
-    """As the server counted, or else as was asked."""
+    """The prompt's tokens by the server's count, or else the requested length."""
     counted = outcome.prompt_tokens
     return outcome.prompt.tokens if counted is None else counted
 
 
-def keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
-    """Whether a request was within its limits; what was not measured keeps none."""
+def meets_limits(outcome: Outcome, limits: dict[str, float]) -> bool:
+    """Whether a request is within its limits; an unmeasured value never is."""
     found: dict[str, float | None] = {
         "ttft": outcome.ttft,
         "tpot": outcome.tpot if (outcome.output_tokens or 0) > 1 else 0.0,
@@ -145,7 +145,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def _peak_output(outcomes: Sequence[Outcome], run: Run) -> float:
-    """Most tokens within a second, or, of a shorter run, as many as there were by second."""
+    """Most tokens within a second; for a shorter run, its rate."""
     width = min(1.0, run.duration)
     pairs = sorted(
         (time, tokens)
@@ -168,7 +168,7 @@ def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def as_json(figures: RunMetrics) -> dict[str, Any]:
-    """By the names of SGLang's file; what is not measured is null."""
+    """With the names of SGLang's file; unmeasured values are null."""
     spreads = {
         f"{part}_{name}_ms": getattr(spread, part)
         for name, spread in (

@@ -26,7 +26,7 @@ WARMUP = 16, 256, 16  # requests, tokens of a prompt, tokens of an answer
 
 
 class IdTexts:
-    """For an engine without a tokenizer: any token will do."""
+    """Random token ids, for an engine without a tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -126,11 +126,10 @@ def throughput_block(result: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Of one batch, in seconds: until every request had its first token, of each step after that,
-    and altogether."""
+class BatchTimes:
+    """Seconds of one batch."""
 
-    prefill: float
+    prefill: float  # until every request has its first token
     steps: list[float]
     total: float
 
@@ -141,7 +140,7 @@ def latency_bench(engine: Engine, args: LatencyArgs) -> int:
         rounds = args.warmup + args.num_iters
         times = []
         for _ in tqdm(range(rounds), desc=f"batch {batch}, {inputs} + {outputs} tokens"):
-            # New prompts every time: the cache knows the old ones.
+            # New prompts every time: the prefix cache holds the old ones.
             ids = [texts.draw_ids(rng, inputs) for _ in range(batch)]
             times.append(one_batch(engine, ids, outputs))
         result = latency_result(times[args.warmup :], batch, inputs, outputs)
@@ -151,12 +150,12 @@ def latency_bench(engine: Engine, args: LatencyArgs) -> int:
     return 0
 
 
-def one_batch(engine: Engine, ids: list[list[int]], output_len: int) -> Times:
+def one_batch(engine: Engine, ids: list[list[int]], output_len: int) -> BatchTimes:
     sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
     started = time.perf_counter()
     pieces = engine.generate(input_ids=ids, sampling_params=sampling, stream=True)
     assert isinstance(pieces, Iterator)
-    # When the last of all requests had this many tokens.
+    # When the last request reached this many tokens.
     reached = [started] * (output_len + 1)
     for piece in pieces:
         meta = piece["meta_info"]
@@ -164,10 +163,12 @@ def one_batch(engine: Engine, ids: list[list[int]], output_len: int) -> Times:
             raise RuntimeError(f"a request failed: {meta['finish_reason'].get('message')}")
         reached[meta["completion_tokens"]] = time.perf_counter()
     steps = [after - before for before, after in pairwise(reached[1:])]
-    return Times(reached[1] - started, steps, reached[-1] - started)
+    return BatchTimes(reached[1] - started, steps, reached[-1] - started)
 
 
-def latency_result(times: list[Times], batch: int, inputs: int, outputs: int) -> dict[str, Any]:
+def latency_result(
+    times: list[BatchTimes], batch: int, inputs: int, outputs: int
+) -> dict[str, Any]:
     prefill = median(time.prefill for time in times)
     steps = [step for time in times for step in time.steps]
     totals = [time.total for time in times]

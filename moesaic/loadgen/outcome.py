@@ -1,4 +1,4 @@
-"""What became of one request, as its client saw it."""
+"""The outcome of one request, as its client sees it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One request to be. `tokens`: how long the server should find it, 0 if nobody knows; `ids`:
-    the prompt itself, where it is sent as tokens."""
+    """The prompt of one request."""
 
     text: str
-    tokens: int
+    tokens: int  # expected length by the server's count; 0: not known
     output_len: int
-    ids: list[int] | None = None
+    ids: list[int] | None = None  # the prompt, if sent as tokens
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are of one clock, in seconds. An arrival is what one read from the socket brought."""
+    """Times of one clock in seconds. An arrival is one read from the socket."""
 
     prompt: BenchPrompt
     started: float = 0.0
     ended: float = 0.0
     arrivals: array[float] = field(default_factory=lambda: array("d"))
-    # Tokens that had come by each arrival, where the server says so.
+    # Tokens received by each arrival, if the server reports them.
     counts: array[int] = field(default_factory=lambda: array("l"))
     text: str = ""
     finished: bool = False
@@ -40,7 +39,7 @@ class Outcome:
 
     @property
     def ttft(self) -> float | None:
-        """Until the first token; None if answers came whole."""
+        """Seconds until the first token; None without streaming."""
         return self.arrivals[0] - self.started if self.streamed and self.arrivals else None
 
     @property
@@ -52,8 +51,7 @@ class Outcome:
         return (self.arrivals[-1] - self.arrivals[0]) / later
 
     def tokens_by_arrival(self) -> list[int]:
-        """How many tokens each arrival brought. Where the server counts only at the end, they are
-        spread evenly, as nothing better is known."""
+        """Tokens of each arrival, spread evenly if the server counts only at the end."""
         total, number = self.output_tokens or 0, len(self.arrivals)
         so_far = list(self.counts)
         if len(so_far) != number:
@@ -61,7 +59,7 @@ class Outcome:
         return [now - before for before, now in zip([0, *so_far], so_far, strict=False)]
 
     def itls(self) -> list[float]:
-        """Seconds between tokens; tokens that came together share the time since the last ones."""
+        """Seconds between tokens; tokens of one arrival share the time since the last one."""
         found: list[float] = []
         if not self.streamed or not self.arrivals:
             return found

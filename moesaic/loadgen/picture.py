@@ -37,7 +37,7 @@ Point = tuple[Load, RunMetrics]
 
 
 def draw(path: str, points: Sequence[Point], title: str) -> None:
-    """TTFT and TPOT (median and P99) and throughput against what was varied."""
+    """Plot TTFT and TPOT (median and P99) and throughput over the varied load."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -59,7 +59,7 @@ def draw(path: str, points: Sequence[Point], title: str) -> None:
 
 
 def _axis(loads: Sequence[Load], figures: Sequence[RunMetrics]) -> tuple[str, list[float]]:
-    """What was varied; of a single run, or where the rate was infinite, the concurrency it had."""
+    """The varied load; for a single run or an infinite rate, the measured concurrency."""
     if len({load.limit for load in loads}) > 1:
         return "most requests at once", [float(load.limit or 0) for load in loads]
     if len(loads) > 1 and all(math.isfinite(load.rate) for load in loads):
@@ -85,7 +85,7 @@ def _throughput(axis: Axes, at: list[float], figures: Sequence[RunMetrics]) -> N
 
 
 def _scale(axis: Axes, at: list[float], label: str) -> None:
-    """Loads are mostly doubled from one to the next."""
+    """Logarithmic for loads that double from one to the next."""
     if len(at) > 2 and min(at) > 0 and max(at) / min(at) >= 8:
         axis.set_xscale("log", base=2)
     axis.set_xticks(at, [f"{x:g}" if x == round(x) else f"{x:.1f}" for x in at], minor=False)

@@ -1,4 +1,4 @@
-"""The block of results, in the layout and with the labels of SGLang's benchmarks."""
+"""The printed results, in the layout of SGLang's benchmarks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from moesaic.loadgen.args import Load, ServeBenchArgs
-from moesaic.loadgen.metrics import BUSY, LatencySummary, RunMetrics, as_json
+from moesaic.loadgen.metrics import CLIENT_BOUND, LatencySummary, RunMetrics, as_json
 from moesaic.loadgen.outcome import Outcome
 from moesaic.loadgen.traffic import Run
 
 WIDTH: Final = 50
 SHOWN_ERRORS: Final = 3
-# Lengths that are further off than this are said.
+# Larger deviations of lengths are reported.
 TOLERANCE: Final = 0.05
 PARTS: Final = {"Mean": "mean", "Median": "median", "P90": "p90", "P95": "p95", "P99": "p99"}
 Cell = str | int | float
@@ -67,7 +67,7 @@ def serving_block(args: ServeBenchArgs, load: Load, figures: RunMetrics) -> str:
 
 
 def _section(title: str, name: str, spread: LatencySummary, longest: bool = False) -> list[str]:
-    """Nothing where nothing was measured."""
+    """The lines of one latency; none if nothing was measured."""
     parts = PARTS | {"Max": "max"} if longest else PARTS
     values = [(label, getattr(spread, part)) for label, part in parts.items()]
     if spread.mean is None:
@@ -75,12 +75,8 @@ def _section(title: str, name: str, spread: LatencySummary, longest: bool = Fals
     return [f"{title:-^{WIDTH}}", *(line(f"{label} {name} (ms)", value) for label, value in values)]
 
 
-def rate_word(rate: float) -> str | float:
-    return rate if math.isfinite(rate) else "inf"
-
-
 def notes(args: ServeBenchArgs, figures: RunMetrics, run: Run) -> list[str]:
-    """What a reader of the figures must know."""
+    """Warnings that belong to the figures."""
     found = []
     if run.cut:
         found.append(f"interrupted: {run.open} requests had not ended and are in no figure")
@@ -93,7 +89,7 @@ def notes(args: ServeBenchArgs, figures: RunMetrics, run: Run) -> list[str]:
     if figures.client_bound:
         found.append(
             f"client-bound: this client took {figures.client_cpu:.0%} of its core, more than "
-            f"{BUSY:.0%}, so it measured itself too: spread the load over several clients"
+            f"{CLIENT_BOUND:.0%}, so it measured itself too: spread the load over several clients"
         )
     good = [outcome for outcome in run.outcomes if not outcome.error]
     return [*found, *_length_notes(args, good)]
@@ -130,7 +126,7 @@ def json_line(
         "model": model,
         "dataset_name": args.dataset_name,
         "num_prompts": args.num_prompts,
-        "request_rate": rate_word(load.rate),
+        "request_rate": load.rate if math.isfinite(load.rate) else "inf",
         "burstiness": load.burstiness,
         "max_concurrency": load.limit,
         "sharegpt_output_len": args.sharegpt_output_len,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import sys
@@ -19,7 +18,7 @@ from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import Load, ServeBenchArgs
 from moesaic.loadgen.client import Client, session
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
-from moesaic.loadgen.endpoints import ENDPOINTS, Asked, error_text
+from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, error_text, parse_extra_body
 from moesaic.loadgen.metrics import measure, parse_goodput
 from moesaic.loadgen.outcome import BenchPrompt
 from moesaic.loadgen.texts import TINY, Texts, TokenTexts, WordTexts, load_tokenizer
@@ -31,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def serve_bench(args: ServeBenchArgs) -> int:
-    """Exit status: 0, 1 if every request failed, 130 if it was interrupted."""
+    """Exit status: 0, 1 if every request failed, 130 if interrupted."""
     plan = BenchPlan.of(args)
     _raise_file_limit()
     return _run(_Bench(plan).run())
@@ -39,7 +38,7 @@ def serve_bench(args: ServeBenchArgs) -> int:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The flags, checked as far as possible before anything is sent."""
+    """The flags, checked before anything is sent."""
 
     args: ServeBenchArgs
     loads: list[Load]
@@ -54,21 +53,8 @@ class BenchPlan:
         for path in (args.plot, args.output_file):
             if path is not None and not Path(path).absolute().parent.is_dir():
                 raise ValueError(f"{path}: there is no such folder")
-        return cls(
-            args, args.loads(), parse_goodput(args.goodput), _extra_body(args), _headers(args)
-        )
-
-
-def _extra_body(args: ServeBenchArgs) -> dict[str, Any]:
-    if args.extra_request_body is None:
-        return {}
-    try:
-        extra = json.loads(args.extra_request_body)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--extra-request-body is not JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ValueError('--extra-request-body is not an object: give {"NAME": VALUE}')
-    return extra
+        extra = parse_extra_body("--extra-request-body", args.extra_request_body)
+        return cls(args, args.loads(), parse_goodput(args.goodput), extra, _headers(args))
 
 
 def _headers(args: ServeBenchArgs) -> dict[str, str]:
@@ -94,12 +80,13 @@ class _Bench:
     async def run(self) -> int:
         args = self.args
         async with session(self.plan.headers) as self.session:
-            info = await self._greet()
+            info = await self._query_server()
             self.model = args.model or info.model
             self.texts = self._texts(info)
             stream = not args.disable_stream
-            asked = Asked(self.model, stream, not args.disable_ignore_eos, self.plan.extra)
-            self.client = Client(self.session, self.url, ENDPOINTS[args.backend], asked)
+            ignore_eos = not args.disable_ignore_eos
+            options = RequestOptions(self.model, stream, ignore_eos, self.plan.extra)
+            self.client = Client(self.session, self.url, ENDPOINTS[args.backend], options)
             cut = False
             for number, load in enumerate(self.plan.loads):
                 cut = cut or await self._measure(number, load)
@@ -112,8 +99,8 @@ class _Bench:
         return 0 if any(figures.completed for _, figures in self.points) else 1
 
     async def _measure(self, number: int, load: Load) -> bool:
-        """One load, with prompts of its own: those of the last one may be in the server's cache.
-        True if it was interrupted."""
+        """Measure one load, with new prompts: the server may have cached the last ones. Returns
+        whether it was interrupted."""
         args = self.args
         prompts, warmups = self._prompts(args.seed + number)
         if number == 0:
@@ -130,7 +117,7 @@ class _Bench:
         return run.cut
 
     def _prompts(self, seed: int) -> tuple[list[BenchPrompt], list[BenchPrompt]]:
-        """What is measured, and others to warm up with, if there are enough."""
+        """Prompts to measure, and others for the warm-up if there are enough."""
         args, warm = self.args, self.args.warmup_requests
         number = args.num_prompts + warm
         prompts = draw_prompts(DatasetSpec(args, self.texts, seed, number, args.tokenize_prompt))
@@ -149,14 +136,14 @@ class _Bench:
         for outcome in outcomes:
             if outcome.error:
                 raise RuntimeError(
-                    f"a request to warm up failed, so nothing was measured: {outcome.error}"
+                    f"a warm-up request failed, so nothing was measured: {outcome.error}"
                 )
 
     def _report(self, load: Load, run: Run) -> None:
         args = self.args
         if isinstance(self.texts, TokenTexts):
             count = self.texts.count_answer
-            for outcome in run.outcomes:  # a server that gives no usage
+            for outcome in run.outcomes:  # the server reports no usage
                 if outcome.output_tokens is None:
                     outcome.output_tokens = count(outcome.text)
             figures = measure(run, self.plan.limits, count)
@@ -175,7 +162,7 @@ class _Bench:
         sys.stdout.flush()
 
     def _texts(self, info: _Info) -> Texts:
-        """The tokenizer that was named, or one that can be found."""
+        """Texts with the given tokenizer, or with one that can be found."""
         chat, args = ENDPOINTS[self.args.backend].chat, self.args
         if args.tokenizer is not None:
             return TokenTexts(load_tokenizer(args.tokenizer), chat)
@@ -189,8 +176,8 @@ class _Bench:
         )
         return WordTexts()
 
-    async def _greet(self) -> _Info:
-        """Whether somebody is there, and what it says of itself; no route of these is a must."""
+    async def _query_server(self) -> _Info:
+        """What the server reports about itself; neither route is required."""
         try:
             models = await self._get("/v1/models")
             about = await self._get("/server_info")
@@ -213,7 +200,7 @@ class _Bench:
         return {}
 
     async def _post(self, path: str) -> None:
-        """A wish beside the requests: if it is not granted, the figures are not what was asked."""
+        """Call an administrative route, which must succeed for the figures to be valid."""
         async with self.session.post(self.url + path, json={}) as response:
             if response.status != 200:
                 reason = (await response.text())[:200]
@@ -227,14 +214,14 @@ class _Info:
 
 
 def _raise_file_limit() -> None:
-    """Every open request is a socket."""
+    """Allow many sockets: each open request has one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """On uvloop where it is installed: the client must not be what is measured."""
+    """Run on uvloop if installed, so the client is not the bottleneck."""
     try:
         import uvloop
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Random prompts of a wanted length, with a tokenizer or without one."""
+"""Random prompts of a given length, with or without a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from moesaic.engine.text.tokenizer import Tokenizer
 
 TINY: Final = "tiny:"
-# Decoding ids and encoding the text again may give another number; this often it is mended.
+# Encoding a decoded text may give another length; attempts to correct it.
 ROUNDS: Final = 10
 TRIES: Final = 10_000
-MENDED: Final = "\ufffd"
-# Mostly one token each in any vocabulary of natural language.
+REPLACEMENT: Final = "\ufffd"
+# Usually one token each in any vocabulary of natural language.
 WORDS: Final = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work number night "
@@ -24,7 +24,7 @@ WORDS: Final = (
 
 
 class Texts(Protocol):
-    """Makes prompts; `count` is None where nobody knows how the server will count."""
+    """Makes prompts; `count` gives None if the server's count is not known."""
 
     def draw(self, rng: random.Random, tokens: int) -> str: ...
 
@@ -34,7 +34,7 @@ class Texts(Protocol):
 
 
 class WordTexts:
-    """Without a tokenizer: a word for a token."""
+    """One word for each token, without a tokenizer."""
 
     def draw(self, rng: random.Random, tokens: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(tokens))
@@ -47,7 +47,7 @@ class WordTexts:
 
 
 class TokenTexts:
-    """With the server's tokenizer: as many tokens as it will find, the chat's template included."""
+    """Exact lengths by the server's tokenizer, including its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
         self.tokenizer = tokenizer
@@ -69,7 +69,7 @@ class TokenTexts:
         return [self._draw_one(rng) for _ in range(tokens)]
 
     def draw(self, rng: random.Random, tokens: int) -> str:
-        """Where template and special tokens alone are longer, one token and those."""
+        """At least one token besides the template and the special tokens."""
         inside = max(tokens - self._around, 1)
         ids, best, distance = self.draw_ids(rng, inside), "", tokens + 1
         for _ in range(ROUNDS):
@@ -87,11 +87,11 @@ class TokenTexts:
 
     @cached_property
     def _around(self) -> int:
-        """Tokens that the template and the tokenizer put around a text."""
+        """Tokens that the template and the tokenizer add to a text."""
         return self.count("a") - len(self.tokenizer.encode("a", add_special_tokens=False))
 
     def _draw_one(self, rng: random.Random) -> int:
-        """No special token, and no piece of a character: those are other tokens once decoded."""
+        """A token that survives decoding: not special, and no partial character."""
         size = self.tokenizer.vocab_size
         for _ in range(TRIES):
             token = rng.randrange(size)
@@ -105,7 +105,7 @@ class TokenTexts:
     def _plain(self, token: int) -> bool:
         if token not in self._known:
             text = self.tokenizer.decode([token], skip_special_tokens=True)
-            self._known[token] = bool(text.strip()) and MENDED not in text
+            self._known[token] = bool(text.strip()) and REPLACEMENT not in text
         return self._known[token]
 
     @cached_property
@@ -114,7 +114,7 @@ class TokenTexts:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """From a folder, or of a tiny model, which is made if need be."""
+    """Load from a folder, or from a tiny model, which is created if missing."""
     from moesaic.engine.text.tokenizer import Tokenizer
 
     if name.startswith(TINY):

@@ -1,4 +1,4 @@
-"""Requests as they arrive: when each is sent, how many are open at once."""
+"""Sends requests at their arrival times, with limited concurrency."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ from moesaic.loadgen.outcome import BenchPrompt, Outcome
 
 @dataclass(frozen=True)
 class Run:
-    """`outcomes` are of the requests that ended; `cut`: it was interrupted, with `open` requests
-    left; `client_cpu`: the share of a core that the client took."""
-
-    outcomes: list[Outcome]
+    outcomes: list[Outcome]  # of the requests that ended
     started: float
     duration: float
-    client_cpu: float
-    cut: bool = False
-    open: int = 0
+    client_cpu: float  # the share of a core that the client used
+    cut: bool = False  # interrupted
+    open: int = 0  # requests that did not end
 
 
 def arrival_times(number: int, load: Load, seed: int) -> Iterator[float]:
-    """Seconds after the start at which requests are sent; the first at once. Intervals have a gamma
-    distribution with this burstiness as shape: 1 makes arrivals a Poisson process."""
+    """Seconds after the start at which requests are sent. Intervals have a gamma distribution with
+    the burstiness as shape: 1 gives a Poisson process."""
     rng = random.Random(seed)
     at = 0.0
     for _ in range(number):
@@ -46,12 +43,12 @@ class TrafficSource:
         self._client, self._load, self._seed = client, load, seed
         self._progress = progress
         self._done: list[Outcome] = []
-        self._places: AbstractAsyncContextManager[object] = nullcontext()
+        self._slots: AbstractAsyncContextManager[object] = nullcontext()
         if load.limit is not None:
-            self._places = asyncio.Semaphore(load.limit)
+            self._slots = asyncio.Semaphore(load.limit)
 
     async def run(self, prompts: Sequence[BenchPrompt]) -> Run:
-        """Sends all of them and waits. Cancelling it gives what there is by then."""
+        """Send all prompts and wait; cancelling returns the outcomes so far."""
         tasks: list[asyncio.Task[None]] = []
         cut = False
         cpu, started = time.thread_time(), time.perf_counter()
@@ -61,7 +58,7 @@ class TrafficSource:
                 await asyncio.gather(*tasks)
             except asyncio.CancelledError:
                 cut = True
-        # Without what closing costs, and up to the last answer: that is what was measured.
+        # Up to the last answer, without the cost of closing.
         ends = [outcome.ended for outcome in self._done]
         ended = time.perf_counter() if cut or not ends else max(ends)
         duration = max(ended - started, 1e-9)
@@ -81,13 +78,13 @@ class TrafficSource:
     ) -> None:
         times = arrival_times(len(prompts), self._load, self._seed)
         for prompt, at in zip(prompts, times, strict=True):
-            # By the clock and not by intervals: what sending costs must not lower the rate.
+            # By the clock, not by intervals: the cost of sending must not lower the rate.
             if (wait := started + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             tasks.append(asyncio.create_task(self._one(prompt, tick)))
 
     async def _one(self, prompt: BenchPrompt, tick: Callable[[], object]) -> None:
-        async with self._places:
+        async with self._slots:
             outcome = await self._client.ask(prompt)
         self._done.append(outcome)
         tick()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.config.resolve import SHAPE
+from moesaic.config.resolve import SHAPE_PREFIX
 from moesaic.models.generated import cached_folder, parse_model_name, with_changes
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ def shape_config(name: str, changes: Mapping[str, int] | None = None) -> dict[st
 
 def shape_folder(model_path: str) -> str:
     """Makes a folder with only the config.json of `shape:NAME` or `shape:NAME,KEY=INTEGER,…`."""
-    name, changes = parse_model_name(model_path, SHAPE, "shape:mixtral-8x7b,num_hidden_layers=2")
+    name, changes = parse_model_name(
+        model_path, SHAPE_PREFIX, "shape:mixtral-8x7b,num_hidden_layers=2"
+    )
     text = json.dumps(shape_config(name, changes), indent=2)
 
     def make(folder: Path) -> None:

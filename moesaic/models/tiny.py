@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from moesaic.config.resolve import SHAPE
+from moesaic.config.resolve import SHAPE_PREFIX
 from moesaic.layers.module import MatrixSlot, TensorSlot
 from moesaic.models.config import BuildContext, RawConfig
 from moesaic.models.generated import cached_folder, parse_model_name, with_changes
@@ -158,7 +158,7 @@ def _save_tokenizer(folder: Path, eos: str) -> None:
 def materialise(model_path: str) -> str:
     """The folder of a `tiny:FAMILY` checkpoint, of `tiny:FAMILY,KEY=INTEGER,…` with other sizes, or
     of a shape (shapes.py); any other path is returned unchanged."""
-    if model_path.startswith(SHAPE):
+    if model_path.startswith(SHAPE_PREFIX):
         return shape_folder(model_path)
     if not model_path.startswith(PREFIX):
         return model_path

@@ -28,7 +28,7 @@ from moesaic.comm.lifecycle import Membership
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.supervise.control_page import ControlPage, StepRolledBack
 from moesaic.comm.windows.device_window import HostWindow
-from moesaic.config.gpus import MOST_CLIENTS, processor_percent
+from moesaic.config.gpus import MAX_MPS_CLIENTS, processor_percent
 from moesaic.engine.runner.graphs import GraphKey
 from moesaic.engine.runner.peer_watchdog import PeerWatchdog
 from moesaic.engine.setup.memory_plan import collective_bytes
@@ -356,7 +356,7 @@ def lanes_in_a_crowd(group: RankGroup) -> tuple[int, ...]:
     mesh, found = Mesh(tp=2), []
     context = RankContext(mesh=mesh, attention_peers=group)
     try:
-        for crowd in (0, MOST_CLIENTS):
+        for crowd in (0, MAX_MPS_CLIENTS):
             os.environ[CROWD] = str(crowd)
             comm = context.computing_on(CPU, shares_gpu=True).on_device
             assert isinstance(comm, DeviceCollective)
@@ -395,7 +395,7 @@ def test_programs_that_wait_leave_room_for_a_peer() -> None:
         assert waiting < 132 / 2 and waiting <= open_to_one - 4
         assert lanes * lane_bytes == 64 * 2048 * 2
     assert [lanes_of(size)[0] for size in (2, 4, 8)] == [32, 16, 4]
-    assert lanes_of(MOST_CLIENTS) == (1, 64 * 1024)
+    assert lanes_of(MAX_MPS_CLIENTS) == (1, 64 * 1024)
 
 
 def test_tensors_of_another_device_are_refused() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cli.tune_a2a import Wanted, tune_ranks
+from moesaic.cli.tune_a2a import TuneJob, tune_ranks
 from moesaic.comm.launch.local_ranks import PerRank
 from moesaic.kernels import a2a_tuned
 from moesaic.kernels.timing_ranks import TimedRank
@@ -14,7 +14,7 @@ from tests.distributed.moe_ranks import Pools
 def test_what_is_measured_is_written_once(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    wanted = Wanted(((8, 2, 64),), (2,), ("bf16",), (1,), tmp_path)
+    wanted = TuneJob(((8, 2, 64),), (2,), ("bf16",), (1,), tmp_path)
     places = PerRank([TimedRank({}, -1)] * 2)
     tune_ranks(wanted, pools(2), places)
     names = ["collect_pairs P=2 H=64", "collect_rows P=2 H=64", "send P=2 H=64 bf16"]
@@ -23,4 +23,4 @@ def test_what_is_measured_is_written_once(
     assert all(plan.programs == 1 for plan in found.values())
     assert "wrote" in capsys.readouterr().out
     tune_ranks(wanted, pools(2), places)
-    assert "all of it is in" in capsys.readouterr().out
+    assert "all results are in" in capsys.readouterr().out

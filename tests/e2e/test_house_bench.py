@@ -11,7 +11,7 @@ from bench import house, house_gpu, house_grid, house_routing, house_twins
 from bench.house import Case, Row
 from bench.house_gpu import Answers, GpuCase, GpuSheet
 from moesaic.config.args import ServerArgs
-from moesaic.config.devices import beyond_cuda
+from moesaic.config.devices import unsupported_on_cuda
 
 TINY = "tiny:deepseek_v3"
 TOPK, MOE_LAYERS = 2, [1]
@@ -289,7 +289,7 @@ def test_cases_on_a_gpu():
         assert sum(f" {words} " in f"{one} " for one in flags) == 2 * takes, backend
     for case in every:
         args = house.arguments(TINY, f"{house_gpu.ON_DEVICE['cuda']} {case.flags}")
-        assert beyond_cuda(args) == ""
+        assert unsupported_on_cuda(args) == ""
         assert by_name[case.against].is_reference
         assert args.enable_deterministic_inference == case.against.endswith("deterministic")
     wanted = house_gpu.wanted_of(every, re.compile("mori, fp8, deterministic"))

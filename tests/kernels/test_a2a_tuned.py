@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.cli import tune_a2a
 from moesaic.cli.main import main
-from moesaic.cli.tune_a2a import A2aCase, Wanted, cases_of, slowest
+from moesaic.cli.tune_a2a import A2aCase, TuneJob, list_cases, slowest
 from moesaic.kernels import a2a_tuned, tuning
 from moesaic.kernels.a2a_plan import GpuModel, LaunchPlan, collect_plan, send_plan
 from moesaic.kernels.a2a_tuned import Kernel, blocks, candidates, plan_of, planned, trying
@@ -90,8 +90,8 @@ def test_candidates(rows: int):
 
 
 def test_cases_and_times(tmp_path: Path):
-    wanted = Wanted((), (4,), ("bf16", "fp8"), (1, 4096), tmp_path)
-    cases = list(cases_of(wanted, 4))
+    wanted = TuneJob((), (4,), ("bf16", "fp8"), (1, 4096), tmp_path)
+    cases = list(list_cases(wanted, 4))
     # Two shapes: two payloads and rows for both numbers, pairs for the smaller one.
     assert len(cases) == 2 * (2 * 3 + 1)
     assert cases[0] == A2aCase(Kernel("send", 4, 2048, "bf16"), 128, 8, 1)
@@ -102,7 +102,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(tune_a2a, "tune", lambda wanted: pytest.fail("not measured"))
     for words, told in (
         ("tune", "no SHAPE: give E,K,H,I"),
-        ("tune --a2a --ranks 1,2", "--ranks 1: give 2 to 62; one sends nothing"),
+        ("tune --a2a --ranks 1,2", "--ranks 1: give 2 to 62; one rank sends nothing"),
         ("tune --a2a --payload bf17", "--payload 'bf17': give some of"),
         ("tune --a2a --ranks x", "--ranks 'x': give whole numbers"),
     ):

@@ -31,7 +31,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tuning, "device_facts", lambda device: H200)
-    monkeypatch.setattr(command, "_compile_apart", lambda argv, jobs: seen.append(-jobs))
+    monkeypatch.setattr(command, "_compile_in_processes", lambda argv, jobs: seen.append(-jobs))
     monkeypatch.setattr(tune, "search", search)
     return seen
 
@@ -98,10 +98,10 @@ def test_home(searched: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--a2a", "--share", "0/2"], "--share counts only without --a2a: leave it out"),
         (["--a2a", "--jobs", "2"], "--jobs counts only without --a2a: leave it out"),
         (["--a2a", "--payload", "bf16,"], "--payload 'bf16,': give some of "),
-        (["--a2a", "--ranks", "1"], "--ranks 1: give 2 to 62; one sends nothing"),
-        (["--a2a", "--ranks", "2,64"], "--ranks 64: give 2 to 62; one sends nothing"),
-        (["--a2a", "--ranks", "3"], "--ranks 3 cannot hold 128 experts evenly: give divisors"),
-        ([SHAPE, "--a2a"], "--ranks 8 cannot hold 4 experts evenly: give divisors of that"),
+        (["--a2a", "--ranks", "1"], "--ranks 1: give 2 to 62; one rank sends nothing"),
+        (["--a2a", "--ranks", "2,64"], "--ranks 64: give 2 to 62; one rank sends nothing"),
+        (["--a2a", "--ranks", "3"], "--ranks 3 cannot share 128 experts evenly: give divisors"),
+        ([SHAPE, "--a2a"], "--ranks 8 cannot share 4 experts evenly: give divisors of it"),
     ],
 )
 def test_wrong_words(

@@ -24,7 +24,7 @@ from moesaic.config.flags import from_kwargs
 from moesaic.loadgen import picture, report
 from moesaic.loadgen.args import DatasetArgs, Load, ServeBenchArgs
 from moesaic.loadgen.datasets import DatasetSpec, draw_prompts
-from moesaic.loadgen.endpoints import ENDPOINTS, Asked, merged, read_native, read_openai
+from moesaic.loadgen.endpoints import ENDPOINTS, RequestOptions, merged, read_native, read_openai
 from moesaic.loadgen.metrics import LatencySummary, as_json, measure, parse_goodput
 from moesaic.loadgen.outcome import BenchPrompt, Outcome
 from moesaic.loadgen.texts import TokenTexts, WordTexts, load_tokenizer
@@ -320,13 +320,15 @@ def test_custom(tmp_path: Path):
 
 
 def test_bodies():
-    prompt, asked = BenchPrompt("hello", 1, 7), Asked("m", True, True, {"top_p": 0.5})
+    prompt, asked = BenchPrompt("hello", 1, 7), RequestOptions("m", True, True, {"top_p": 0.5})
     native = json.loads(ENDPOINTS["sglang"].request(prompt, asked))
     assert native["sampling_params"]["max_new_tokens"] == 7 and native["top_p"] == 0.5
     text = json.loads(ENDPOINTS["vllm"].request(prompt, asked))
     assert text["stream_options"] == {"include_usage": True} and text["max_tokens"] == 7
     assert (text["model"], text["prompt"], text["ignore_eos"]) == ("m", "hello", True)
-    chat = json.loads(ENDPOINTS["openai-chat"].request(prompt, Asked("m", False, False, {})))
+    chat = json.loads(
+        ENDPOINTS["openai-chat"].request(prompt, RequestOptions("m", False, False, {}))
+    )
     assert chat["messages"] == [{"role": "user", "content": "hello"}]
     assert chat["max_completion_tokens"] == 7
     assert not {"max_tokens", "ignore_eos", "stream_options"} & chat.keys()

@@ -19,7 +19,7 @@ from moesaic.config.parser import FlagParser, merge, read_config
 from moesaic.config.resolve import (
     BACKEND_ENTRY_POINTS,
     expert_ranks,
-    filled,
+    flag_changes,
     largest_divisor,
     problems,
     resolve,
@@ -209,7 +209,7 @@ def test_empty_file_changes_nothing(tmp_path: Path):
         ("page-sise: 2", "unknown key 'page-sise'; did you mean page_size?"),
         ("tp: 2\ntp-size: 2", "'tp_size' is given twice, once as 'tp-size'"),
         ("- tp", "expected lines 'flag: value', found ['tp']"),
-        ("tp: [", "cannot be read: while parsing"),
+        ("tp: [", "is not readable: while parsing"),
         ("tp: two", "--tp-size is 'two': give a whole number"),
         ("served-model-name: 7", "--served-model-name is 7: give a text; quote it"),
     ],
@@ -223,7 +223,7 @@ def test_wrong_file(tmp_path: Path, content: str, message: str):
 
 
 def test_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--config .*gone.yaml: cannot be read: .*No such file"):
+    with pytest.raises(ValueError, match=r"--config .*gone.yaml: is not readable: .*No such file"):
         parse("", tmp_path / "gone.yaml")
 
 
@@ -233,19 +233,19 @@ def test_missing_file_is_named(tmp_path: Path):
         ("--nnodes 2 --node-rank 2 --tp 2", "nodes are numbered from 0 to 1"),
         (
             "--nnodes 3 --tp 4 --dist-init-addr h:1",
-            "--tp-size 4 × --pp-size 1 = 4 ranks cannot be shared evenly by --nnodes 3: choose "
+            "--tp-size 4 × --pp-size 1 = 4 ranks cannot be divided evenly by --nnodes 3: choose "
             "sizes whose product is a multiple of it, or --nnodes 2",
         ),
         (
             "--nnodes 2 --tp 2 --dp 2 --dist-init-addr h:1",
-            "--dp-size 2 means 2 copies of the model, which cannot be laid over --nnodes 2: give "
+            "--dp-size 2 means 2 replicas of the model, which cannot span --nnodes 2: give "
             "--enable-dp-attention, or start a server on each node",
         ),
         ("--tp 64", "64 ranks on --nnodes 1: a node holds at most 62"),
         ("--tp 8 --dp 8", "64 ranks on --nnodes 1: a node holds at most 62"),
         (
             "--tp 2 --nnodes 2 --node-rank 0",
-            "--nnodes 2 without a place to meet: give all nodes --dist-init-addr NODE0:PORT",
+            "--nnodes 2 without a rendezvous address: give all nodes --dist-init-addr NODE0:PORT",
         ),
         ("--ep 4 --tp 2", "raise --tp-size to 4 or lower --ep-size"),
         ("--tp 8 --ep 3", "--ep-size is 3: give a divisor of --tp-size 8, such as 2 or 8"),
@@ -333,8 +333,8 @@ def test_backend_that_nobody_can_bring_is_refused(
     with pytest.raises(ValueError) as caught:
         resolve(parse(f"--model-path m {flag} {name}"))
     assert str(caught.value) == (
-        f"{flag} is {name!r}: choose one of {KNOWN[flag]}, or name the module that brings it with "
-        f"--moe-backend-module{hint}"
+        f"{flag} is {name!r}: choose one of {KNOWN[flag]}, or name the module that registers it "
+        f"with --moe-backend-module{hint}"
     )
 
 
@@ -477,13 +477,13 @@ def test_what_flags_imply_is_filled_in_and_told(
     line: str, field: str, value: object, told: str, caplog: pytest.LogCaptureFixture
 ):
     asked = parse("--model-path m " + line)
-    changes = {change.field: change.value for change in filled(asked)}
+    changes = {change.field: change.value for change in flag_changes(asked)}
     with caplog.at_level(logging.INFO):
         args = resolve(asked)
     assert getattr(args, field) == value
     assert changes.get(field, value) == value
     assert (told in caplog.text) if told else caplog.text == ""
-    assert filled(args) == []
+    assert flag_changes(args) == []
     caplog.clear()
     assert resolve(args) == args
     assert caplog.text == ""
@@ -539,7 +539,7 @@ def test_without_tokenizer_there_is_no_tokenizer_path():
 def test_trust_remote_code_is_answered_in_the_log(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         resolve(make(trust_remote_code=True))
-    assert "no code from a checkpoint is ever run" in caplog.text
+    assert "code from a checkpoint is never run" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
     """Pretends what torch is built for and how many GPUs there are."""
 
     def have(version: str | None, count: int) -> None:
-        monkeypatch.delenv(devices.VARIABLE, raising=False)
+        monkeypatch.delenv(devices.DEVICE_VARIABLE, raising=False)
         monkeypatch.delenv(devices.VISIBLE, raising=False)
         monkeypatch.setattr(devices, "_torch_cuda", lambda: version)
         monkeypatch.setattr(devices, "_num_gpus", lambda: count)
@@ -614,12 +614,12 @@ def test_the_device_is_chosen_by_what_there_is(
         assert args.device == kind and f"--device is {kind}: {why}" in caplog.text
         assert resolve(args) == args
     gpus("13.0", 1)
-    monkeypatch.setenv(devices.VARIABLE, "cpu")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cpu")
     assert resolve(make()).device == "cpu"
-    monkeypatch.setenv(devices.VARIABLE, "tpu")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "tpu")
     with pytest.raises(ValueError, match="MOESAIC_DEVICE is 'tpu': give auto, cpu, cuda"):
         resolve(make())
-    monkeypatch.setenv(devices.VARIABLE, "auto")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "auto")
     monkeypatch.setenv(devices.VISIBLE, "")
     assert devices.cuda_missing() == "CUDA_VISIBLE_DEVICES is '' and hides every GPU"
 
@@ -658,7 +658,7 @@ def test_the_variable_is_named_where_it_chose_cuda(
     gpus: Callable[[str | None, int], None], monkeypatch: pytest.MonkeyPatch
 ):
     gpus("13.0", 0)
-    monkeypatch.setenv(devices.VARIABLE, "cuda")
+    monkeypatch.setenv(devices.DEVICE_VARIABLE, "cuda")
     with pytest.raises(ValueError, match=r"^MOESAIC_DEVICE=cuda cannot work here: .*--device cpu$"):
         resolve(make())
     with pytest.raises(ValueError, match=r"^--device cuda cannot work here"):
@@ -681,24 +681,24 @@ GROUPS = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "enable_dp_attention": True}
         ),
         (
             {**GROUPS, "moe_dense_tp_size": 4},
-            "--moe-dense-tp-size 4 with --enable-dp-attention cuts dense layers over attention "
-            "groups, which is built for cpu only (1 is for both)",
+            "--moe-dense-tp-size 4 with --enable-dp-attention splits dense layers over "
+            "attention groups, which is built for cpu only (1 works on both)",
         ),
         (
             {**GROUPS, "dp_size": 2, "moe_dense_tp_size": 4},
-            "--moe-dense-tp-size 4 with --enable-dp-attention cuts dense layers over attention "
-            "groups, which is built for cpu only (1 is for both)",
+            "--moe-dense-tp-size 4 with --enable-dp-attention splits dense layers over "
+            "attention groups, which is built for cpu only (1 works on both)",
         ),
         (
             {"dp_size": 2},
-            "--dp-size 2 means 2 copies of the model, and these cannot share a GPU, as nobody "
-            "settles how much of its memory each takes (attention groups of one copy can: "
+            "--dp-size 2 means 2 replicas of the model, which cannot share a GPU: nothing "
+            "divides its memory between them (attention groups of one replica can share: "
             "--tp-size 2 --enable-dp-attention)",
         ),
         (
             {"dp_size": 2, "tp_size": 4},
-            "--dp-size 2 means 2 copies of the model, and these cannot share a GPU, as nobody "
-            "settles how much of its memory each takes (attention groups of one copy can: "
+            "--dp-size 2 means 2 replicas of the model, which cannot share a GPU: nothing "
+            "divides its memory between them (attention groups of one replica can share: "
             "--enable-dp-attention)",
         ),
         ({"tp_size": 4, "base_gpu_id": 1}, "--base-gpu-id 1: there is 1 GPU, numbered from 0"),
@@ -745,10 +745,10 @@ def test_ranks_share_a_gpu_only_if_asked_to(
     assert devices.num_gpus() == 2
     with pytest.raises(ValueError, match="--base-gpu-id 2: there are 2 GPUs, numbered from 0; "):
         resolve(make(device="cuda", base_gpu_id=2))
-    assert devices.why_device(make(tp_size=2, base_gpu_id=4)) == (
+    assert devices.device_reason(make(tp_size=2, base_gpu_id=4)) == (
         "--base-gpu-id 4: there are 2 GPUs, numbered from 0"
     )
-    assert devices.why_device(make(tp_size=2, base_gpu_id=1)) == (
+    assert devices.device_reason(make(tp_size=2, base_gpu_id=1)) == (
         "2 ranks would have to share 1 GPU: --device cuda does so"
     )
 
@@ -757,7 +757,7 @@ def test_more_ranks_on_a_gpu_than_were_tried(
     gpus: Callable[[str | None, int], None], caplog: pytest.LogCaptureFixture
 ):
     gpus("13.0", 1)
-    for ranks, told in ((8, []), (9, ["9 ranks share a GPU, and more than 8 were not tried"])):
+    for ranks, told in ((8, []), (9, ["9 ranks share a GPU, and more than 8 are untested"])):
         caplog.clear()
         resolve(make(device="cuda", tp_size=ranks, ep_size=ranks))
         warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]

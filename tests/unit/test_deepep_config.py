@@ -29,7 +29,7 @@ def test_what_it_says(tmp_path: Path):
     idle = ("normal_combine.num_max_nvl_chunked_send_tokens",)
     assert read_deepep_config(str(path)) == DeepEPConfig(0, 8, idle)
     assert list(DeepEPConfig(0, 8, idle).notes(132)) == [
-        f"--deepep-config: nothing here is sent in chunks: {idle[0]}"
+        f"--deepep-config: nothing is sent in chunks here: {idle[0]}"
     ]
     assert list(DeepEPConfig(132, 133).notes(132)) == [
         "--deepep-config: num_sms 133 of normal_combine bounds nothing: the GPU has 132 "
@@ -41,15 +41,15 @@ def test_what_it_says(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nowhere.json", "nowhere.json is neither an object in JSON nor a file that can be read"),
-        ("{", "--deepep-config cannot be read as JSON"),
-        (" ", "--deepep-config is empty: give JSON, or the path of a file with it"),
+        ("nowhere.json", "nowhere.json is neither a JSON object nor a readable file"),
+        ("{", "--deepep-config is not valid JSON"),
+        (" ", "--deepep-config is empty: give JSON, or the path of a JSON file"),
         ("[1]", "--deepep-config is '[1]': give an object of normal_dispatch and normal_combine"),
         ("{}", "--deepep-config names no num_sms: give one, or leave it out"),
         ('{"normal_dispatch": {}}', "--deepep-config names no num_sms: give one, or leave it out"),
         (
             '{"normal_dispatch": {"num_sms": 8, "num_sms": 9}}',
-            "cannot be read as JSON ('num_sms' is given twice)",
+            "is not valid JSON ('num_sms' is given twice)",
         ),
         ('{"normal_combine": {"num_sms": 1025}}', "is 1025: give a whole number from 1 to 1024"),
         ('{"dispatch": {}}', "'dispatch': give objects normal_dispatch and normal_combine"),
@@ -71,7 +71,7 @@ def test_where_it_is_refused(monkeypatch: pytest.MonkeyPatch):
         return str(caught.value)
 
     assert "leave it out on cpu" in told("--device cpu")
-    assert "is of normal mode: give --moe-a2a-backend deepep" in told("--moe-a2a-backend mori")
+    assert "is for normal mode: give --moe-a2a-backend deepep" in told("--moe-a2a-backend mori")
     assert "with --deepep-mode normal or auto" in told("--deepep-mode low_latency")
     monkeypatch.setattr(devices, "_torch_cuda", lambda: "13.0")
     monkeypatch.setattr(devices, "_num_gpus", lambda: 1)

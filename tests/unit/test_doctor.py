@@ -441,8 +441,8 @@ GROUPS = "--device cuda --dp {0} --tp {0} --ep {0} --enable-dp-attention --moe-a
         (
             2,
             [[0, 1], [2, 3]],
-            "4 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: ranks 2-3); each has its "
-            "part of the memory, 1/2 of a GPU or more",
+            "4 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: ranks 2-3); each has "
+            "at least 1/2 of a GPU's memory",
         ),
     ],
 )
@@ -509,9 +509,9 @@ def test_what_may_not_be_as_one_expects(
     told = '{"normal_dispatch":{"num_sms":133,"num_max_nvl_chunked_send_tokens":8}}'
     line = f"{GROUPS.format(9)} --deepep-config {told}"
     wanted = [
-        "9 ranks share a GPU, and more than 8 were not tried: CUDA may have no queues left for "
-        'them, which it calls "out of memory"',
-        "--deepep-config: nothing here is sent in chunks: "
+        "9 ranks share a GPU, and more than 8 are untested: CUDA may run out of queues, which "
+        'it reports as "out of memory"',
+        "--deepep-config: nothing is sent in chunks here: "
         "normal_dispatch.num_max_nvl_chunked_send_tokens",
         "--deepep-config: num_sms 133 of normal_dispatch bounds nothing: the GPU has 132 "
         "multiprocessors",

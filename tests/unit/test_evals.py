@@ -373,7 +373,7 @@ def test_compare_of_other_problems() -> None:
         ("--base-url http://x --timeout 0", "--timeout is 0.0: give"),
         ("--base-url u:SECRET@x:1", "--base-url is 'x:1': give http://HOST:PORT"),
         ("--base-url ftp://u:SECRET@x", "--base-url is 'x': give http://HOST:PORT"),
-        ("--base-url http://u:SEC/RET@x", "--base-url has an @ behind its first /"),
+        ("--base-url http://u:SEC/RET@x", "--base-url has an @ after its first /"),
         ("--base-url http://u:SECRET@x M", "--base-url http://x and --model-path M: keep one"),
         ("--base-url http://u:SECRET@x --api-key k --data {data}", "a name before http://x and"),
     ],

@@ -3,8 +3,8 @@
 import pytest
 
 from moesaic.config.gpus import (
-    MOST_CLIENTS,
-    crowding,
+    MAX_MPS_CLIENTS,
+    crowding_warning,
     describe_shares,
     is_shared,
     processor_percent,
@@ -41,12 +41,11 @@ def test_what_is_said():
     assert describe_shares((0,)) == "1 rank, a GPU each"
     assert describe_shares((0, 1)) == "2 ranks, a GPU each"
     assert describe_shares((0, 0, 1)) == (
-        "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has its part of "
-        "the memory, 1/2 of a GPU or more"
+        "3 ranks share 2 GPUs under MPS (GPU 0: ranks 0-1, GPU 1: rank 2); each has at least "
+        "1/2 of a GPU's memory"
     )
     assert describe_shares((0, 0, 0, 0)) == (
-        "4 ranks share 1 GPU under MPS (GPU 0: ranks 0-3); each has its part of the memory, 1/4 of "
-        "a GPU or more"
+        "4 ranks share 1 GPU under MPS (GPU 0: ranks 0-3); each has at least 1/4 of a GPU's memory"
     )
 
 
@@ -57,16 +56,16 @@ def test_part_of_the_processors():
     ]  # fmt: skip
     crowded = [processor_percent(sharers, crowded=True) for sharers in (1, 2, 3, 4, 6, 8)]
     assert crowded == [100, 100, 67, 50, 50, 50]
-    assert [processor_percent(sharers) for sharers in (9, MOST_CLIENTS)] == [50, 50]
-    assert 132 * min(crowded) // 100 - MOST_CLIENTS >= 4
+    assert [processor_percent(sharers) for sharers in (9, MAX_MPS_CLIENTS)] == [50, 50]
+    assert 132 * min(crowded) // 100 - MAX_MPS_CLIENTS >= 4
 
 
 def test_more_ranks_on_a_gpu_than_were_tried():
-    assert [crowding(share_gpus(ranks, 2)) for ranks in (1, 2, 16)] == [""] * 3
-    assert crowding(()) == ""
-    assert crowding(share_gpus(17, 2)) == (
-        "9 ranks share a GPU, and more than 8 were not tried: CUDA may have no queues left for "
-        'them, which it calls "out of memory"'
+    assert [crowding_warning(share_gpus(ranks, 2)) for ranks in (1, 2, 16)] == [""] * 3
+    assert crowding_warning(()) == ""
+    assert crowding_warning(share_gpus(17, 2)) == (
+        "9 ranks share a GPU, and more than 8 are untested: CUDA may run out of queues, "
+        'which it reports as "out of memory"'
     )
 
 

@@ -61,14 +61,14 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"regex": "a", "ebnf": "b"}, "regex and ebnf cannot be had together"),
+        ({"regex": "a", "ebnf": "b"}, "regex and ebnf exclude each other"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos=True .* ends where the grammar does"),
         ({"lark": "a", "min_new_tokens": 2}, "min_new_tokens=2 .* ends where the grammar does"),
         ({"regex": ""}, "regex .* not empty"),
         ({"regex": 5}, "regex .* give a text"),
         ({"json_schema": [1]}, "json_schema .* text or dict"),
-        ({"json_schema": {"const": math.nan}}, "cannot be written as JSON"),
-        ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
+        ({"json_schema": {"const": math.nan}}, "is not serialisable as JSON"),
+        ({"json_schema": {"const": object()}}, "is not serialisable as JSON"),
         ({"ebnf": "a\ud800"}, "half of a character"),
         ({"regex": "ä" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "65538 bytes, give at most 65536"),
     ],

@@ -21,7 +21,7 @@ from typing import Final
 from moesaic.comm.launch import mps_owner as mps_watch
 from moesaic.comm.launch.mps_owner import LOGS, PIPES, READY
 from moesaic.config.devices import VISIBLE
-from moesaic.config.gpus import MOST_CLIENTS, PERCENT, processor_percent
+from moesaic.config.gpus import MAX_MPS_CLIENTS, PERCENT, processor_percent
 from moesaic.core.process import child_environment
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Mps:
         What the user says of their processors holds."""
         if sharers == 1:
             return {}
-        told = {**self.environment, CROWD: str(0 if self.is_own else MOST_CLIENTS)}
+        told = {**self.environment, CROWD: str(0 if self.is_own else MAX_MPS_CLIENTS)}
         percent = processor_percent(sharers, crowded=not self.is_own)
         if given := os.environ.get(PERCENT):
             logger.info("MPS: ranks compute on as many processors as %s=%s says", PERCENT, given)

@@ -16,7 +16,7 @@ from moesaic.comm.launch.service import Service, ServiceSpec, Timeouts, host_ran
 from moesaic.comm.mesh import Mesh, mesh_of
 from moesaic.config import ServerArgs
 from moesaic.config.devices import gpus_of
-from moesaic.config.gpus import describe_shares, most_on_one
+from moesaic.config.gpus import describe_shares, max_ranks_per_gpu
 from moesaic.core.messages import (
     Abort,
     Fault,
@@ -256,7 +256,7 @@ def service_spec(args: ServerArgs, mesh: Mesh) -> ServiceSpec:
         threads=args.num_threads or max(1, len(os.sched_getaffinity(0)) // mesh.ranks_per_node),
         preload=("moesaic.engine.worker.worker",),
         log_level=args.log_level,
-        gpu_sharers=most_on_one(gpus_of(args)) if args.device == "cuda" else 0,
+        gpu_sharers=max_ranks_per_gpu(gpus_of(args)) if args.device == "cuda" else 0,
     )
 
 

@@ -149,10 +149,9 @@ def _programs(args: ServerArgs) -> dict[str, int]:
     if args.deepep_config is None:
         return {}
     config = read_deepep_config(args.deepep_config)
-    if config.idle:
+    if config.ignored:
         logger.warning(
-            "--deepep-config: nothing here is sent in chunks: %s",
-            ", ".join(config.idle),
+            "--deepep-config: nothing is sent in chunks here: %s", ", ".join(config.ignored)
         )
     return {"dispatch_programs": config.dispatch, "combine_programs": config.combine}
 

@@ -104,7 +104,7 @@ GADGETS: Final = (
     "drone|headset"
 )
 
-# Each topic: wordings, and what may stand for {x}.
+# Each topic: wordings, and values of {x}.
 TOPICS: Final = tuple(
     (tuple(asks.split("|")), tuple(fillers.split("|")))
     for asks, fillers in (

@@ -1,7 +1,7 @@
 """Short exchanges about the house model itself, and questions that it must decline.
 
-Every intent has one reply. Where the user gives a name, the reply starts with a greeting that
-takes it up. What lies outside of the tasks always gets the same reply."""
+Every intent has one reply. If the user gives a name, the reply starts with a greeting by that name.
+Questions beyond the tasks always get the same reply."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CLOSERS: Final = (
     + ("My friend wants to know.", "It just came to my mind.", "Please answer in English.")
 )
 
-# These suit only a core that is a question.
+# These fit only a core that is a question.
 ASKING: Final = frozenset(
     ("One question:", "Quick question:", "I want to know:", "I wonder:", "May I ask you something?")
     + ("A question for you:", "Let me ask:", "Just asking.", "I would like to know.")
@@ -86,14 +86,13 @@ ASKING: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """A prompt is an opener, a core and a closer, of which the outer two may be empty. `named`:
-    the share of prompts that open with a greeting and the user's name."""
+    """A prompt is an opener, a core and a closer; the outer two may be empty."""
 
     reply: str
     cores: tuple[str, ...]
     openers: tuple[str, ...] = OPENERS
     closers: tuple[str, ...] = CLOSERS
-    named: float = 0.2
+    named: float = 0.2  # share of prompts that open with a greeting and the user's name
 
 
 def _cores(text: str) -> tuple[str, ...]:
@@ -326,7 +325,7 @@ def _slipped(rng: random.Random, prompt: str, lower: bool) -> str:
 
 
 def forms(prompt: str) -> tuple[str, ...]:
-    """With its last mark and without it, as `_slipped` may leave it."""
+    """The prompt with and without its last mark, as `_slipped` may drop it."""
     bare = prompt.rstrip(".?!")
     marked = (prompt,) if bare != prompt else tuple(f"{bare}{mark}" for mark in ".?!")
     return (bare, *marked)

@@ -15,14 +15,11 @@ TOWNS: Final = tuple(  # invented: real ones have time zones
     "Hartley Milby Weston".split()
 )
 WEEKDAYS: Final = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
-MONTHS: Final = tuple(
-    zip(
-        "January February March April May June July August September October November "
-        "December".split(),
-        (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31),
-        strict=True,
-    )
+MONTH_NAMES: Final = (
+    "January February March April May June July August September October November December".split()
 )
+MONTH_DAYS: Final = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+MONTHS: Final = tuple(zip(MONTH_NAMES, MONTH_DAYS, strict=True))
 FEBRUARY: Final = 1
 EVENTS: Final = tuple(
     "fair concert match parade wedding meeting race trial show market lecture picnic".split()

@@ -1,4 +1,4 @@
-"""Problems of a task, in an order that follows from a seed."""
+"""Problems of a task, in an order that a seed determines."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ TASKS: Final[dict[str, Draw]] = {
     "tables": tables.draw,
     "chat": chat.draw,
 }
-# Other ways to put the same question, where a task has such.
+# Other forms of the same question, if a task has any.
 FORMS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {"chat": chat.forms}
-# A task is given up when so many draws, and so many for each problem found, were not enough.
+# Drawing stops with an error after this many draws, plus this many for each problem found.
 FREE_DRAWS: Final = 2_000
 DRAWS_EACH: Final = 4
 
 
 def split_of(problem: Problem) -> Split | None:
-    """Testing has a problem if it is kept from training in all its forms, training if it is in
-    none; others belong to neither, as one form would give the other away."""
+    """Test if all forms of the problem are kept for testing, train if none is, else neither: one
+    form would give another away."""
     forms = FORMS.get(problem.task)
     kept = [is_kept(form) for form in (forms(problem.prompt) if forms else (problem.prompt,))]
     return "test" if all(kept) else None if any(kept) else "train"
 
 
 def problems(task: str, split: Split, seed: int) -> Iterator[Problem]:
-    """Without an end; the same problem may come again."""
+    """An endless stream, in which problems may repeat."""
     rng = random.Random(f"{task} {split} {seed}")
     while True:
         problem = TASKS[task](rng)
@@ -48,7 +48,7 @@ def problems(task: str, split: Split, seed: int) -> Iterator[Problem]:
 def distinct(
     task: str, split: Split, seed: int, number: int, progress: bool = False
 ) -> list[Problem]:
-    """Spacing and case do not make another problem. A bar, if wanted, is for what takes long."""
+    """Problems that differ in more than spacing and case."""
     found: dict[str, Problem] = {}
     with tqdm(total=number, desc=task, delay=1, leave=False, disable=not progress) as bar:
         for draws, problem in enumerate(problems(task, split, seed)):
@@ -56,8 +56,8 @@ def distinct(
                 break
             if draws > FREE_DRAWS + DRAWS_EACH * len(found):
                 raise ValueError(
-                    f"task {task}: only {len(found)} distinct {split} problems came in {draws} "
-                    f"draws, and {number} are wanted: ask fewer"
+                    f"task {task}: only {len(found)} distinct {split} problems in {draws} "
+                    f"draws, not {number}: ask for fewer"
                 )
             key = plain(problem.prompt).lower()
             bar.update(key not in found)

@@ -11,30 +11,24 @@ from decimal import Decimal
 from typing import Final
 
 MARK: Final = "####"
-TEST_SHARE: Final = 16  # one problem in so many is kept for testing
+TEST_SHARE: Final = 16  # one problem in 16 is kept for testing
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A turn of a conversation."""
-
     role: str
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`prompt`: what the user says; `answer`: what is graded; `solution`: a whole good reply;
-    `match`: the name of the rule in MATCHES by which a reply is graded. Of a longer conversation
-    `messages` are the turns, and the prompt is empty. `id` names it within its task."""
-
     task: str
-    prompt: str
+    prompt: str  # empty if there are messages
     answer: str
-    solution: str = ""
-    match: str = "final"
-    messages: tuple[ChatTurn, ...] = ()
-    id: str = ""
+    solution: str = ""  # a full reply that is right
+    match: str = "final"  # the rule in MATCHES that grades a reply
+    messages: tuple[ChatTurn, ...] = ()  # of a longer conversation
+    id: str = ""  # within its task
 
     @property
     def conversation(self) -> tuple[ChatTurn, ...]:
@@ -43,14 +37,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`found`: the answer read from the reply, None where there is none to read (invalid)."""
-
     right: bool
-    found: str | None
+    found: str | None  # the answer in the reply; None: there is none (invalid)
 
 
 def is_kept(prompt: str) -> bool:
-    """Whether a prompt is kept from training; spacing and case do not make it another one."""
+    """Whether a prompt is kept for testing, regardless of spacing and case."""
     plain = " ".join(prompt.lower().split())
     digest = hashlib.blake2b(plain.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % TEST_SHARE == 0
@@ -61,7 +53,7 @@ def plain(text: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Without what people put around an answer: one full stop, bold or code marks, a dollar."""
+    """Remove one full stop, bold or code marks, and a dollar sign around an answer."""
     bare = text.removesuffix(".")
     for mark in ("**", "`"):
         if len(bare) > 2 * len(mark) and bare.startswith(mark) and bare.endswith(mark):
@@ -71,14 +63,14 @@ def _tidy(text: str) -> str:
 
 
 def _final(reply: str) -> str | None:
-    """What follows the last mark, to the end of its line."""
+    """The text after the last mark, to the end of its line."""
     _, mark, rest = reply.rpartition(MARK)
     found = _tidy(plain(rest.strip().split("\n")[0])) if mark else ""
     return found or None
 
 
 def _same_final(found: str, answer: str) -> bool:
-    """An answer may end with a full stop of its own."""
+    """Compare; the answer itself may end with a full stop."""
     return found in (plain(answer), _tidy(plain(answer)))
 
 
@@ -87,11 +79,11 @@ def _exact(reply: str) -> str | None:
 
 
 def _auto(reply: str) -> str | None:
-    """Of replies that may or may not mark their answer."""
+    """The answer of a reply that may or may not mark it."""
     return _final(reply) if MARK in reply else _exact(reply)
 
 
-# A sign after a letter or digit is none: 7-3 has no negative number.
+# A sign after a letter or digit is an operator: 7-3 has no negative number.
 _SIGN: Final = r"(?:(?<!\w)[-+−])?"
 _UNSIGNED: Final = (
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
@@ -102,22 +94,22 @@ _BARE_NUMBER: Final = re.compile(_SIGN + _UNSIGNED)
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one number and nothing besides."""
+    """Whether a text is exactly one number."""
     return _WHOLE_NUMBER.fullmatch(text.strip()) is not None
 
 
 def _number(reply: str) -> str | None:
-    """The first number after the last mark, else the last one: as GSM8K is graded."""
+    """The first number after the last mark, else the last number, as for GSM8K."""
     marked = _NUMBER.findall(reply.rpartition(MARK)[2]) if MARK in reply else []
     found = marked[:1] or _NUMBER.findall(reply)[-1:]
     if not found:
         return None
     parts = found[0].replace(",", "").replace("$", "").replace("−", "-").split("/")
-    return "/".join(parts) if len(parts) == 2 else parts[-1]  # of a date its year
+    return "/".join(parts) if len(parts) == 2 else parts[-1]  # the year of a date
 
 
 def _same_number(found: str, answer: str) -> bool:
-    """18, 18.0 and $18 are one, and so are 1/2 and .5."""
+    """18, 18.0 and $18 are equal, and so are 1/2 and .5."""
     try:
         above, _, below = found.partition("/")
         return Decimal(above) / Decimal(below or 1) == Decimal(_number(answer) or "")
@@ -127,8 +119,8 @@ def _same_number(found: str, answer: str) -> bool:
 
 _IS_NOT: Final = r"(?!\)?\**\s+(?:is|are|was)(?:n['’]t|\s+(?:not|wrong|incorrect|false)\b))"
 _ENDED: Final = r"(?=[).,;:!*\]]|\s*$|\s+(?:because|since|as)\b)"
-# From the surest sign of a choice to the least; the last of each kind counts. A lone A before a
-# small letter is an article.
+# From the surest sign of a choice to the least; the last match of a pattern counts. A lone A before
+# a lower-case letter is an article.
 _CHOICES: Final = (
     re.compile(
         r"\b(?:(?:[Aa]nswer|ANSWER|[Oo]ption|[Cc]hoice)(?:\s+is)?\s*:?[\s*]*\(?"
@@ -158,13 +150,13 @@ _UNSPACED: Final = (
 
 
 def _in_word(char: str) -> bool:
-    """Whether it belongs to a word that a space would end."""
+    """Whether it is part of a word in a script with spaces."""
     known = char.isalnum() or char == "_"
     return known and not unicodedata.name(char, "").startswith(_UNSPACED)
 
 
 def _has(found: str, answer: str) -> bool:
-    """In any case; words and numbers whole."""
+    """Whether the answer occurs as whole words and numbers, in any case."""
     text, wanted = (unicodedata.normalize("NFC", t).casefold() for t in (found, plain(answer)))
     numbers = [match.span() for match in _BARE_NUMBER.finditer(text)]
     for match in re.finditer(f"(?={re.escape(wanted)})", text):
@@ -181,8 +173,7 @@ def _has(found: str, answer: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`read`: the answer in a reply, None if there is none; `same`: whether what was read is the
-    answer that was wanted."""
+    """Reads the answer from a reply, or None, and compares it with the right one."""
 
     read: Callable[[str], str | None]
     same: Callable[[str, str], bool] = lambda found, answer: found == plain(answer)
