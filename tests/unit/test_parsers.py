@@ -515,7 +515,7 @@ def test_names():
         assert form(None, name).reasoning == name
     with pytest.raises(ValueError, match="--tool-call-parser is 'qwen4': choose one of qwen25, "):
         form("qwen4")
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not combine"):
         form("gpt-oss", "qwen3")
     assert form("hermes", None, "gpt_oss").reasoning is None
     for field in ("tool_call_parser", "reasoning_parser"):

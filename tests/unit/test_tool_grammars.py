@@ -238,7 +238,7 @@ def test_answers_that_begin_within_the_reasoning(walker: Walker):
 
 def test_refusals():
     form = choose_format("qwen25", None, "")
-    with pytest.raises(ValueError, match="asks for 'x', and tools do not have it"):
+    with pytest.raises(ValueError, match="asks for 'x', which is not in tools"):
         form.grammar([EMPTY], NamedTool("x"), None, False)
     with pytest.raises(ValueError, match="asks for a function"):
         form.grammar([], "required", None, False)

@@ -1,4 +1,4 @@
-"""From the text of a model to reasoning, content and tool calls, and grammars that force them."""
+"""Parses reasoning, content and tool calls in a model's text; writes grammars that force them."""
 
 from moesaic.server.parsers.formats import Format, choose_format
 from moesaic.server.parsers.parts import (
