@@ -7,7 +7,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moesaic.server.parsers import Format, NamedTool, Tool, choose_format
+from moesaic.server.parsers.formats import Format, choose_format
+from moesaic.server.parsers.parts import NamedTool, Tool
 from tests.unit.chat_parts import calls_of, parts_of, summed
 
 SCHEMA = {

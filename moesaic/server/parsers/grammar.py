@@ -64,8 +64,8 @@ class GrammarWriter:
 
     def _forced(self, tools: Sequence[Tool], choice: ToolChoice) -> str:
         named = isinstance(choice, NamedTool)
-        wanted = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
-        if not wanted:
+        chosen = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
+        if not chosen:
             what = shown(choice.name) if isinstance(choice, NamedTool) else "a function"
             raise ValueError(f"tool_choice asks for {what}, which is not in tools")
         if self.tools is None:
@@ -73,7 +73,7 @@ class GrammarWriter:
                 "tool_choice forces a call, and this model's format of calls is unknown: start the "
                 "server with --tool-call-parser"
             )
-        return f"{self._thought()} {self._calls(wanted, several=not named)}"
+        return f"{self._thought()} {self._calls(chosen, several=not named)}"
 
     def _answer(self, tools: Sequence[Tool], may_call: bool, response: Mapping[str, str]) -> str:
         """The requested form, or calls."""

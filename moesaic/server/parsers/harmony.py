@@ -56,8 +56,8 @@ class HarmonyParser:
 
     def _gap(self, final: bool) -> Steps:
         """Between messages; text here has no channel."""
-        wanted = self._at_start if self._first else self._between
-        start, end = wanted.find(self._pending, final)
+        active = self._at_start if self._first else self._between
+        start, end = active.find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
         if marker == RECIPIENT_FIRST and before.strip(SPACE):
