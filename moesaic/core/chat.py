@@ -1,4 +1,4 @@
-"""Names of the formats in which models call tools and mark their reasoning, as SGLang has them."""
+"""SGLang's names for the formats of tool calls and reasoning."""
 
 from typing import Final
 

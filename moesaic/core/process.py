@@ -1,4 +1,4 @@
-"""Settings of a process: its memory, and what it hands to processes that it starts."""
+"""Settings of a process: its allocator, and the environment of its children."""
 
 import ctypes
 import os
@@ -14,15 +14,15 @@ NODE_SECRET: Final = "MOESAIC_SECRET"
 SECRETS: Final = frozenset((API_KEY, ADMIN_API_KEY, NODE_SECRET))
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
-LARGEST_BLOCK = 32 << 20  # the most that glibc accepts
+LARGEST_BLOCK = 32 << 20  # glibc's maximum
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Makes glibc keep what is freed for what is asked next.
+    """Makes glibc reuse freed memory.
 
-    By default every tensor of some size is mapped anew, and the kernel clears each of its pages on
-    first touch: a third of the time of a dispatch of 2 MB, when it was measured once.
+    By default glibc maps every larger tensor anew, and the kernel clears each page on first touch:
+    a third of the time of a dispatch of 2 MB in one measurement.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -32,8 +32,8 @@ def keep_freed_memory() -> bool:
 
 
 def child_environment(*needed: str) -> dict[str, str]:
-    """The environment for a process of ours: of the secrets only those that it needs, since all
-    that runs there can read them; and the path from which this process imports."""
+    """The environment for a child process: only the secrets that it needs, because all code there
+    can read them, and this process's import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     hidden = SECRETS.difference(needed)
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -41,15 +41,15 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def forget_api_keys() -> None:
-    """Takes the keys out of the environment of this process, once they are read: every process
-    that it or a library of it starts would inherit them."""
+    """Removes the keys from this process's environment, so that child processes, including those
+    of libraries, do not inherit them."""
     for name in (API_KEY, ADMIN_API_KEY):
         os.environ.pop(name, None)
 
 
 @contextmanager
 def without_secrets_in_environment() -> Iterator[None]:
-    """Processes that are started inside inherit none of them."""
+    """Child processes started inside inherit no secrets."""
     kept = {name: os.environ.pop(name) for name in SECRETS if name in os.environ}
     try:
         yield

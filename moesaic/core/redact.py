@@ -1,4 +1,4 @@
-"""Values in messages: what a client sent may be long, or secret, and is described, not repeated."""
+"""Describes clients' values in messages without quoting them: they may be long or secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ID_SIGNS: Final = str.maketrans("", "", "_-.:")
 
 
 def shown(value: Any) -> str:
-    """A short number or a plain word as it is, anything else by its kind and size."""
+    """A short number or plain word itself; anything else by its type and size."""
     match value:
         case None | bool() | float():
             return repr(value)
@@ -32,6 +32,6 @@ def shown(value: Any) -> str:
 
 
 def shown_id(value: str) -> str:
-    """The id of a request as it is, unless it is long or looks like anything but an id."""
+    """A request id itself, unless it is long or does not look like an id."""
     plain = len(value) <= LONGEST_ID and (value.translate(ID_SIGNS) + "a").isalnum()
     return repr(value) if plain else shown(value)

@@ -1,4 +1,4 @@
-"""What an engine counts while it serves: totals since its start, and what is so now. Data only."""
+"""Statistics of an engine: totals since its start, and its current state. Data only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class TrafficStats(msgspec.Struct, array_like=True):
-    """Of one dispatcher on one rank, added up over its layers; seconds are those in which the rank
-    could do nothing else."""
+    """One dispatcher on one rank, summed over layers. Seconds are those in which it blocked the
+    rank."""
 
     dispatches: int = 0
     dispatch_rows: int = 0
@@ -20,12 +20,7 @@ class TrafficStats(msgspec.Struct, array_like=True):
 
 
 class RankStats(msgspec.Struct, array_like=True):
-    """`traffic`: by dispatcher. `layers`: numbers of the MoE layers that this rank has, and for
-    each, `experts`: the logical expert in each slot of this rank, and `expert_tokens`: how many
-    tokens this rank's slots have computed. Of ranks that share experts by slices only the first has
-    these three: sums over ranks count each pair of token and expert once. `state`: when it was
-    asked, from the control page; a rank that did not answer in time has nothing else but its steps
-    and seconds. `runner_seconds`: of a fused dispatcher, with the waits inside."""
+    """A rank that does not answer in time has only its state, steps and seconds."""
 
     rank: int
     place: str
@@ -33,17 +28,24 @@ class RankStats(msgspec.Struct, array_like=True):
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     runner_seconds: float = 0.0
+    """For a fused dispatcher these include its waits."""
     traffic: dict[str, TrafficStats] = {}
+    """By dispatcher."""
     layers: list[int] = []
+    """The rank's MoE layers. If ranks share experts by slices, only the first has this and the two
+    fields below, so that sums over ranks count each pair of token and expert once."""
     experts: list[list[int]] = []
+    """For each layer, the logical expert in each slot."""
     expert_tokens: list[list[int]] = []
+    """For each layer, the tokens that each slot has computed."""
     state: str = "computing"
+    """From the control page, at the time of the query."""
     state_age: float = 0.0
     pid: int = 0
 
 
 class GroupStats(msgspec.Struct, array_like=True):
-    """Of one serving group: a scheduler with its requests and cache."""
+    """One serving group: a scheduler with its requests and cache."""
 
     group: int
     running: int = 0
@@ -55,7 +57,7 @@ class GroupStats(msgspec.Struct, array_like=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
-    """Computed ones; those found in the prefix cache are `cached_tokens`."""
+    """Computed tokens; those found in the prefix cache are `cached_tokens`."""
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
@@ -63,10 +65,10 @@ class GroupStats(msgspec.Struct, array_like=True):
 
 
 class EngineStats(msgspec.Struct):
-    """Groups whose leader did not answer in time are missing. `num_experts`: logical ones of a
-    layer. `when`: seconds since the epoch."""
-
     when: float
+    """Seconds since the epoch."""
     groups: list[GroupStats]
+    """Without groups whose leader did not answer in time."""
     ranks: list[RankStats]
     num_experts: int = 0
+    """Logical experts of a layer."""

@@ -1,4 +1,4 @@
-"""How the tokens of each MoE layer fell on experts and ranks."""
+"""The distribution of each MoE layer's tokens over experts and ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from moesaic.core.stats import EngineStats
 
 
 class LayerLoad(msgspec.Struct, frozen=True):
-    """Of one layer. `experts`: tokens of each logical expert, all its copies together. `ranks`:
-    tokens of each rank that has the layer. `balancedness`: their mean over their greatest, which is
-    1 where all have the same; None before any token."""
-
     layer: int
     experts: list[int]
+    """Tokens of each logical expert, summed over its replicas."""
     ranks: dict[int, int]
+    """Tokens of each rank that has the layer."""
     balancedness: float | None
+    """Mean over ranks / maximum over ranks: 1 is perfect balance. None before any token."""
 
 
-def expert_loads(stats: EngineStats, shares: int = 1) -> list[LayerLoad]:
-    """`shares`: how many ranks compute a part of the same expert, so that all count its tokens."""
+def expert_loads(stats: EngineStats, ranks_per_expert: int = 1) -> list[LayerLoad]:
+    """`ranks_per_expert`: ranks that compute parts of one expert and all count its tokens."""
     experts: dict[int, list[int]] = {}
     ranks: dict[int, dict[int, int]] = {}
     for rank in stats.ranks:
@@ -29,7 +28,9 @@ def expert_loads(stats: EngineStats, shares: int = 1) -> list[LayerLoad]:
                 totals[expert] += number
             ranks.setdefault(layer, {})[rank.rank] = sum(tokens)
     return [
-        LayerLoad(layer, [n // shares for n in experts[layer]], loads, balancedness(loads))
+        LayerLoad(
+            layer, [n // ranks_per_expert for n in experts[layer]], loads, balancedness(loads)
+        )
         for layer, loads in sorted(ranks.items())
     ]
 

@@ -51,11 +51,11 @@ Sample = tuple[Labels, float | Distribution]
 
 
 class Source(Enum):
-    """The part of the system that counts a metric."""
+    """The part of the system that counts a metric; the value is its title in the docs."""
 
-    REQUESTS = "requests"
-    SCHEDULERS = "schedulers"
-    RANKS = "ranks"
+    REQUESTS = "Requests, counted in the caller's process"
+    SCHEDULERS = "Schedulers"
+    RANKS = "Ranks"
     SERVER = "HTTP server"
 
 
@@ -67,7 +67,7 @@ class Series:
     read: Callable[[Snapshot], Iterable[Sample]]
     labels: Labels = ()
     by: Labels = ()
-    """Labels that the dashboard keeps apart; it aggregates over the others."""
+    """Labels that the dashboard shows; it aggregates over the others."""
     buckets: tuple[float, ...] = ()
 
 

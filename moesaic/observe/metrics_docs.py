@@ -35,18 +35,11 @@ The server writes the text format itself. `prometheus-client` would keep the val
 registry, and ours are a snapshot of other processes; the tests parse the output with it.
 """
 
-TITLES = {
-    Source.REQUESTS: "Requests, counted in the caller's process",
-    Source.SCHEDULERS: "Schedulers",
-    Source.RANKS: "Ranks",
-    Source.SERVER: "HTTP server",
-}
-
 
 def markdown() -> str:
     parts = [HEAD]
-    for source, title in TITLES.items():
-        parts.append(f"\n## {title}\n\n| name | kind | labels | meaning |\n")
+    for source in Source:
+        parts.append(f"\n## {source.value}\n\n| name | kind | labels | meaning |\n")
         parts.append("|---|---|---|---|\n")
         parts += [_row(metric) for metric in METRICS if metric.series.source is source]
     return "".join(parts) + _buckets()

@@ -1,4 +1,4 @@
-"""What becomes of requests, measured where they end: in the caller's process."""
+"""Latencies and outcomes of requests, measured in the caller's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from moesaic.core.request import Request
 
-# Seconds. From what one step of a toy takes to what nobody waits for.
+# Seconds.
 LATENCY_BOUNDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
@@ -22,10 +22,9 @@ ENDS: Final = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How many values were at most each bound and above the one before; the last: above all."""
-
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
+    """Values up to each bound and above the one before; the last counts those above all."""
     total: float
 
     @property
@@ -37,21 +36,21 @@ class Distribution:
         return replace(self, counts=tuple(counts), total=self.total - before.total)
 
     def quantile(self, share: float) -> float | None:
-        """Interpolated within its bucket, as Prometheus does; None without values."""
-        wanted, seen = share * self.count, 0
+        """Interpolated inside its bucket, as in Prometheus; None without values."""
+        target, seen = share * self.count, 0
         if not self.count:
             return None
         for number, upper in enumerate(self.bounds):
             here = self.counts[number]
-            if here and seen + here >= wanted:
+            if here and seen + here >= target:
                 lower = self.bounds[number - 1] if number else 0.0
-                return lower + (upper - lower) * (wanted - seen) / here
+                return lower + (upper - lower) * (target - seen) / here
             seen += here
         return self.bounds[-1]
 
 
 class Histogram:
-    """One thread writes; readers get a copy."""
+    """Written by one thread; readers get a copy."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -68,11 +67,11 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Totals since the engine's start. `open`: not ended yet; `answering`: those of them whose
-    first token has come. Prompts count when their first token comes, with the cached part."""
+    """Totals since the engine's start."""
 
     ended: dict[str, int]
     prompt_tokens: int
+    """Includes cached tokens; a prompt counts at its first output token."""
     cached_tokens: int
     generated_tokens: int
     time_to_first_token: Distribution
@@ -80,12 +79,14 @@ class RequestStats:
     end_to_end: Distribution
     queue: Distribution
     open: int = 0
+    """Requests that have not ended."""
     answering: int = 0
+    """Open requests that have a first token."""
 
 
 class RequestWatch:
-    """The engine's thread tells it of every token, so that it must cost next to nothing: no locks,
-    and counters that only this thread writes."""
+    """Records every token, so it must be cheap: no locks, and counters that only the engine's
+    thread writes."""
 
     __slots__ = (
         "_answering",
@@ -117,13 +118,13 @@ class RequestWatch:
             self._queue.add(request.queue_seconds)
 
     def next_token(self, gap: float) -> None:
-        """`gap`: seconds since the token before."""
+        """`gap`: seconds since the previous token."""
         self._generated += 1
         self._gap_counts[bisect_left(GAP_BOUNDS, gap)] += 1
         self._gap_total += gap
 
     def end(self, request: Request) -> None:
-        """Only requests that were answered have a latency: others ended when somebody wished."""
+        """Aborted requests have no latency: their client chose when they ended."""
         reason = request.finish_reason
         assert reason is not None and request.finished is not None
         self._ended["error" if reason.failed else reason.type] += 1
@@ -132,7 +133,7 @@ class RequestWatch:
             self._end_to_end.add(request.finished - request.created)
 
     def stats(self, open: int) -> RequestStats:
-        """From any thread."""
+        """Callable from any thread."""
         return RequestStats(
             ended=dict(self._ended),
             prompt_tokens=self._prompt,

@@ -1,5 +1,5 @@
-"""What a process did when: spans of time in a ring, on the clock that all processes of a machine
-share. While nothing is recorded a place that could record costs one test of `on`."""
+"""Spans of time in a ring buffer, on the clock that all processes of a machine share. While
+recording is off, an instrumented place costs one test of `on`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RECORD: Final = struct.Struct("<hhiiqqqq")
 
 
 class SpanKind(IntEnum):
-    """What a span is of; its name in a trace is in small letters."""
+    """The activity of a span; a trace shows its name in lower case."""
 
     STEP = 0
     PLAN = 1
-    """Planning, and agreeing on it with the other ranks."""
+    """Planning, and agreement on the plan with the other ranks."""
     ATTENTION = 2
     ROUTER = 3
     DISPATCH = 4
@@ -29,14 +29,14 @@ class SpanKind(IntEnum):
     LOGITS = 7
     SAMPLE = 8
     WAIT = 9
-    """For another rank."""
+    """Waiting for another rank."""
     TOKENISE = 10
     SUBMIT = 11
     DETOKENISE = 12
 
 
 class Span(NamedTuple):
-    """Times in nanoseconds; `layer` is -1 outside of the layers."""
+    """Times are in nanoseconds; `layer` is -1 outside the layers."""
 
     kind: int
     layer: int
@@ -49,13 +49,13 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """The last `capacity` spans of a recording. Any thread may add some."""
+    """The last `capacity` spans of a recording. Any thread may add spans."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.on = False
         self.step = 0
         self.first = 0
-        """The first step that may be recorded in full."""
+        """The first step that may be recorded completely."""
         self._capacity = capacity
         self._data = bytearray()
         self._written = 0
@@ -70,7 +70,7 @@ class Spans:
         self.on = True
 
     def end_after(self, steps: int, first: int) -> None:
-        """Recording ends with so many steps from `first` on, some of which may be over already."""
+        """Ends the recording after `steps` steps from `first` on, some of which may have ended."""
         with self._lock:
             kept = unpack(self.read(0, self.count))
             over = sum(span.kind == SpanKind.STEP and span.step >= first for span in kept)
@@ -88,7 +88,7 @@ class Spans:
         self.step = number
 
     def clock(self) -> int:
-        """When a span begins; 0 while nothing is recorded."""
+        """The current time, as the begin of a span; 0 while recording is off."""
         return time.monotonic_ns() if self.on else 0
 
     def add(
@@ -100,7 +100,7 @@ class Spans:
         nbytes: int = 0,
         end: int = 0,
     ) -> None:
-        """From `begin` until now, unless told until when; nothing if `begin` is 0."""
+        """Records a span from `begin` to `end`, by default now; nothing if `begin` is 0."""
         if not begin or not self.on:
             return
         end, thread = end or time.monotonic_ns(), threading.get_ident()
@@ -116,21 +116,21 @@ class Spans:
 
     @property
     def count(self) -> int:
-        """Spans that are kept."""
+        """Spans in the buffer."""
         return min(self._written, len(self._data) // RECORD.size)
 
     @property
     def lost(self) -> int:
-        """Spans for which later ones took the place."""
+        """Spans that were overwritten."""
         return self._written - self.count
 
     @property
     def oldest_step(self) -> int:
-        """Of the oldest span that is kept; there must be one."""
+        """The step of the oldest span in the buffer, which must not be empty."""
         return next(unpack(self.read(0, 1))).step
 
     def read(self, first: int, number: int) -> bytes:
-        """Some of those that are kept, oldest first, packed."""
+        """Packed spans of the buffer, the oldest first."""
         size, stop = RECORD.size, min(self.count, first + number)
         oldest = self._written % self._capacity if self.lost else 0
         return b"".join(

@@ -102,7 +102,4 @@ def _files() -> Iterator[Route]:
             yield Route("GET", f"/page/{path.name}", _file(path), OPEN, "A file of the page")
 
 
-ROUTES = (
-    *_files(),
-    Route("GET", "/dashboard/data", data, USER, "The data of the page"),
-)
+ROUTES = (*_files(), Route("GET", "/dashboard/data", data, USER, "The data of the page"))

@@ -280,7 +280,7 @@ def test_traces_are_private(
     assert folder_for("mine") == tmp_path / ".local/state/moesaic/profile/mine"
     (tmp_path / ".local/state/moesaic/profile").mkdir(parents=True)
     (tmp_path / ".local/state/moesaic/profile/out").symlink_to(work)
-    with pytest.raises(Refusal, match="output_dir must be a name"):
+    with pytest.raises(Refusal, match="output_dir must be inside the server's own folder"):
         folder_for("out/there")
 
 

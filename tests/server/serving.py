@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import uvicorn
@@ -23,6 +23,8 @@ from moesaic.server.context import Context
 from moesaic.server.http_protocol import ConnectionLimits
 from moesaic.server.listen import bind
 from moesaic.server.run import PROBES, config_of
+
+Answer = dict[str, Any]
 
 
 @contextmanager
@@ -140,3 +142,40 @@ def status_of(said: bytes) -> int:
         error = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
         assert error.keys() == {"message", "type", "param", "code"}
     return status
+
+
+def wait_until_idle(engine: Engine) -> None:
+    def idle() -> bool:
+        info = engine.get_server_info()
+        return bool(info["running"] == 0 and info["waiting"] == 0)
+
+    wait_until(idle)
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """No step meanwhile: what runs still runs afterwards."""
+    go_on = threading.Event()
+    engine._thread.submit(lambda core: go_on.wait(30))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def pieces_of(response: httpx.Response) -> Iterator[Answer]:
+    """The events of a stream; [DONE] must be the last."""
+    done = False
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: ") and not done
+            done = line == "data: [DONE]"
+            if not done:
+                yield json.loads(line.removeprefix("data: "))
+    assert done
+
+
+def without_times(answer: Answer) -> Answer:
+    left_out = ("id", "e2e_latency", "ttft", "cached_tokens")
+    meta = {key: value for key, value in answer["meta_info"].items() if key not in left_out}
+    return {**answer, "meta_info": meta}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -21,7 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.fuzz_server import attack
 from moesaic.engine.engine import Engine
 from moesaic.server import app as server_app
 from moesaic.server import run
@@ -466,7 +464,7 @@ def test_which_client_may_abort(
     wait_until(running.idle)
 
 
-# --- the document, and the fuzzer ---
+# --- the document ---
 
 
 def test_the_document_is_openapi(running: Running) -> None:
@@ -480,20 +478,3 @@ def test_the_document_is_openapi(running: Running) -> None:
     body = found["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     assert body["additionalProperties"] is False and "sampling_params" in body["properties"]
     assert {"400", "401", "413", "429", "503"} <= generate["responses"].keys()
-
-
-def test_fuzz(running: Running) -> None:
-    """1500 bad requests with good ones beside them; bench/fuzz_server.py sends many more."""
-    wait_until(running.idle)
-    tasks = running.tasks()
-    tally = asyncio.run(attack(running.port, ROUTES, range(1500), seed=7))
-    assert tally.problems == []
-    assert sum(tally.kinds.values()) == 1500 and tally.good >= 4
-    assert tally.statuses["400"] > 750 and set(tally.statuses) <= {
-        *("200", "400", "403", "404", "405", "408", "409", "413", "431", "left waiting", "closed")
-    }
-    wait_until(running.idle)
-    wait_until(lambda: not running.server.server_state.connections)
-    wait_until(lambda: running.tasks() <= tasks)
-    running.engine.flush_cache()
-    assert running.engine.get_server_info()["pages_used"] == 0

@@ -294,7 +294,7 @@ def test_balancedness_of_ranks() -> None:
     assert (load.layer, load.experts, load.ranks) == (3, [5, 8, 3], {0: 12, 1: 4})
     assert load.balancedness == pytest.approx((12 + 4) / 2 / 12)
     stats = EngineStats(0.0, [], [rank(0, [0, 1], [4, 6]), rank(1, [0, 1], [4, 6])], 2)
-    assert expert_loads(stats, shares=2)[0].experts == [4, 6]
+    assert expert_loads(stats, ranks_per_expert=2)[0].experts == [4, 6]
     idle = EngineStats(0.0, [], [rank(0, [0], [0])], 1)
     assert expert_loads(idle)[0].balancedness is None
 

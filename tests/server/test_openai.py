@@ -5,59 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
-from openai import types
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import chat as chat_types
 from transformers import AutoTokenizer
 
 from moesaic.models.tiny import materialise
-
-Json = dict[str, Any]
-MODEL = "tiny:mixtral"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES: Any = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Which tiles make a mosaic?"},
-]
-GREEDY: Any = {"temperature": 0, "max_tokens": 12}
-KINDS: dict[str, Any] = {
-    "chat.completion": chat_types.ChatCompletion,
-    "chat.completion.chunk": chat_types.ChatCompletionChunk,
-    "text_completion": types.Completion,
-    "model": types.Model,
-}
-# What we send besides what OpenAI's types have.
-BEYOND = {"reasoning_content", "max_model_len", "root", "parent"}
+from tests.server.openai_bodies import TOOLS, USER, WRONG_CHATS, WRONG_COMPLETIONS
+from tests.server.openai_client import (
+    CHAT,
+    COMPLETIONS,
+    GREEDY,
+    MESSAGES,
+    MODEL,
+    Json,
+    bytes_of,
+    check,
+    contents,
+    generate,
+    openai_server,
+    post,
+    refused,
+    stream_chunks,
+)
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = f"-m moesaic.launch_server --model-path {MODEL} --tp 2 --ep 2 --port {port}"
-    flags = "--num-threads 1 --enable-cache-report --log-level warning"
-    server = subprocess.Popen(
-        [sys.executable, *command.split(), *flags.split()], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout is not None
-        assert server.stdout.readline() == f"ready: http://127.0.0.1:{port}\n"
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+    with openai_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -75,85 +57,6 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(materialise(MODEL))
-
-
-def check(raw: str) -> Json:
-    """JSON that fits OpenAI's own types strictly and has nothing else in it."""
-    value: Json = json.loads(raw)
-    lenient = json.loads(raw)
-    if value["object"] == "text_completion":
-        # What OpenAI sends in chunks and for the first token of a prompt its types do not have.
-        for choice in lenient["choices"]:
-            choice["finish_reason"] = choice["finish_reason"] or "stop"
-            for entries in (choice["logprobs"] or {}).values():
-                entries[:] = entries[1:] if entries[:1] == [None] else entries
-    found = KINDS[value["object"]].model_validate_json(json.dumps(lenient), strict=True)
-    assert extras(found) <= BEYOND
-    return value
-
-
-def extras(value: Any) -> set[str]:
-    if isinstance(value, list):
-        return set[str]().union(*map(extras, value))
-    if not isinstance(value, pydantic.BaseModel):
-        return set()
-    inner = [extras(getattr(value, name)) for name in type(value).model_fields]
-    return set(value.model_extra or ()).union(*inner)
-
-
-def post(http: httpx.Client, path: str, **body: Any) -> Json:
-    response = http.post(path, json={"model": MODEL, **body})
-    assert response.status_code == 200, response.text
-    return check(response.text)
-
-
-def refused(http: httpx.Client, path: str, status: int = 400, **body: Any) -> Json:
-    response = http.post(path, json=body)
-    assert response.status_code == status, response.text
-    error: Json = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"} and len(error["message"]) < 600
-    return error
-
-
-def stream(http: httpx.Client, path: str, **body: Any) -> list[Json]:
-    """All chunks, each checked, and that they belong together."""
-    with http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = [line for line in response.iter_lines() if line]
-    assert events.pop() == "data: [DONE]"
-    chunks = [check(event.removeprefix("data: ")) for event in events]
-    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
-    return chunks
-
-
-def contents(chunks: list[Json]) -> dict[int, str]:
-    """Of each choice, whose chunks must follow the contract: the role, contents, the reason."""
-    deltas: dict[int, list[Json]] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            deltas.setdefault(choice["index"], []).append(choice)
-    for choices in deltas.values():
-        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-        assert all(choice["delta"].keys() == {"content"} for choice in choices[1:-1])
-        assert choices[-1]["delta"] == {}
-        reasons = [choice["finish_reason"] for choice in choices]
-        assert reasons[-1] in ("stop", "length") and set(reasons[:-1]) == {None}
-    return {
-        index: "".join(choice["delta"].get("content", "") for choice in choices)
-        for index, choices in deltas.items()
-    }
-
-
-def generate(http: httpx.Client, tokenizer: Any, messages: Any = MESSAGES, **body: Any) -> Json:
-    """What /generate answers to the chat as transformers renders it."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    params = {"temperature": 0, "max_new_tokens": 12, **body.pop("sampling_params", {})}
-    response = http.post("/generate", json={"input_ids": ids, "sampling_params": params, **body})
-    assert response.status_code == 200, response.text
-    answer: Json = response.json()
-    return answer
 
 
 def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -195,7 +98,7 @@ def test_chat_stream(client: openai.OpenAI, http: httpx.Client, tokenizer: Any) 
         client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **body)
     )
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == expected["text"]
-    chunks = stream(http, CHAT, messages=MESSAGES, **body)
+    chunks = stream_chunks(http, CHAT, messages=MESSAGES, **body)
     assert contents(chunks) == {0: expected["text"]}
     assert all("usage" not in chunk for chunk in chunks)
     assert len(chunks) >= 3
@@ -207,14 +110,14 @@ def test_usage_in_streams(http: httpx.Client) -> None:
     details = whole.pop("prompt_tokens_details")
     assert whole["completion_tokens"] == 36
     assert 0 < details["cached_tokens"] < whole["prompt_tokens"]
-    chunks = stream(http, CHAT, **body, stream_options={"include_usage": True})
+    chunks = stream_chunks(http, CHAT, **body, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
     assert whole.items() <= chunks[-1]["usage"].items()
     options = {"include_usage": True, "continuous_usage_stats": True}
     for path, prompt in ((CHAT, {}), (COMPLETIONS, {"prompt": "a"})):
         sent = prompt | {"n": 3, **GREEDY} if prompt else body
-        chunks = stream(http, path, **sent, stream_options=options)
+        chunks = stream_chunks(http, path, **sent, stream_options=options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 36
 
@@ -248,7 +151,7 @@ def test_samples_and_seeds(client: openai.OpenAI, http: httpx.Client, seed: int)
     texts = [choice.message.content for choice in first.choices]
     assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
     assert len(set(texts)) == 4
-    assert contents(stream(http, CHAT, messages=MESSAGES, **body)) == dict(enumerate(texts))
+    assert contents(stream_chunks(http, CHAT, messages=MESSAGES, **body)) == dict(enumerate(texts))
     other = post(http, CHAT, messages=MESSAGES, **body | {"seed": seed + 1})
     assert other["choices"][0]["message"]["content"] != texts[0]
 
@@ -273,22 +176,12 @@ def test_chat_logprobs_are_those_of_generate(
         named = [bytes(top.bytes or ()) for top in entry.top_logprobs]
         assert named == [bytes_of(tokenizer, token) for _, token, _ in row]
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **GREEDY}
-    chunks = stream(http, CHAT, **body)
+    chunks = stream_chunks(http, CHAT, **body)
     parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
     streamed = [entry["bytes"] for part in parts if part for entry in part["content"]]
     assert streamed == [entry.bytes for entry in found.content]
     text = b"".join(bytes(piece) for piece in streamed).decode("utf-8", "replace")
     assert text == contents(chunks)[0] == answer.choices[0].message.content
-
-
-def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """The tiny tokenizer has a token a byte, in the order of GPT-2's characters for them."""
-    name = tokenizer.convert_ids_to_tokens(token)
-    if len(name) > 1:
-        return name.encode()
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return bytes([ord(name) if ord(name) < 256 else others[ord(name) - 256]])
 
 
 def test_impossible_tokens_have_a_finite_logprob(http: httpx.Client) -> None:
@@ -413,7 +306,7 @@ def test_completions(client: openai.OpenAI, http: httpx.Client, tokenizer: Any) 
     for one in (prompts[0], ids[0], [prompts[0]], [ids[0]]):
         raw = post(http, COMPLETIONS, prompt=one, temperature=0)
         assert [choice["text"] for choice in raw["choices"]] == expected[:1]
-    chunks = stream(http, COMPLETIONS, prompt=prompts, temperature=0)
+    chunks = stream_chunks(http, COMPLETIONS, prompt=prompts, temperature=0)
     for index in range(2):
         choices = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in choices) == expected[index]
@@ -453,7 +346,7 @@ def test_echo_with_logprobs(http: httpx.Client, tokenizer: Any, as_ids: bool) ->
         assert found["tokens"][3] == "<|turn|>" and len(found["tokens"]) == number
         assert found["text_offset"][:5] == [0, 1, 1, 2, 10]
         assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][3:4])
-    chunks = stream(http, COMPLETIONS, max_tokens=4, **body)
+    chunks = stream_chunks(http, COMPLETIONS, max_tokens=4, **body)
     streamed = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in streamed) == some["text"]
     for key in ("tokens", "text_offset"):
@@ -496,112 +389,6 @@ def test_offsets_point_into_the_text(http: httpx.Client) -> None:
     assert choice["logprobs"]["top_logprobs"] == chosen
 
 
-USER = [{"role": "user", "content": "x"}]
-MANY = [{"role": "user", "content": "x"}] * 2049
-WRONG_CHATS: dict[str, tuple[Json, str | None, str]] = {
-    "no messages": ({}, "messages", "missing required field"),
-    "empty messages": ({"messages": []}, "messages", "between 1 and 2048"),
-    "too many messages": ({"messages": MANY}, "messages", "between 1 and 2048"),
-    "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages", "enum"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages",
-        "parts of type text",
-    ),
-    "unknown field": ({"messages": USER, "temprature": 1}, "temprature", "unknown field"),
-    "temperature": ({"messages": USER, "temperature": -1}, "temperature", "greedy"),
-    "temperature kind": ({"messages": USER, "temperature": "hot"}, "temperature", "float"),
-    "top_p": ({"messages": USER, "top_p": 1.5}, "top_p", "(0, 1]"),
-    "n": ({"messages": USER, "n": 129}, "n", "between 1 and 128"),
-    "n zero": ({"messages": USER, "n": 0}, "n", "between 1 and 128"),
-    "n true": ({"messages": USER, "n": True}, "n", "int"),
-    "max_tokens": ({"messages": USER, "max_tokens": -5}, "max_tokens", "0 or more"),
-    "two limits": (
-        {"messages": USER, "max_tokens": 5, "max_completion_tokens": 6},
-        "max_tokens",
-        "differ",
-    ),
-    "stops": ({"messages": USER, "stop": ["x"] * 17}, "stop", "at most 16"),
-    "long stop": ({"messages": USER, "stop": "x" * 257}, "stop", "256 characters"),
-    "empty stop": ({"messages": USER, "stop": ""}, "stop", "at least one character"),
-    "top_logprobs": (
-        {"messages": USER, "logprobs": True, "top_logprobs": 21},
-        "top_logprobs",
-        "20",
-    ),
-    "no logprobs": ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-    "biases": (
-        {"messages": USER, "logit_bias": {str(token): 1 for token in range(301)}},
-        "logit_bias",
-        "at most 300",
-    ),
-    "bias of nothing": ({"messages": USER, "logit_bias": {"9999": 1}}, "logit_bias", "[0, 258)"),
-    "stream options": (
-        {"messages": USER, "stream_options": {"include_usage": True}},
-        "stream_options",
-        "needs stream",
-    ),
-    "audio": ({"messages": USER, "modalities": ["text", "audio"]}, "modalities", "supported"),
-    "functions": ({"messages": USER, "functions": [{"name": "f"}]}, "functions", "tools"),
-    "hidden states": (
-        {"messages": USER, "return_hidden_states": True},
-        "return_hidden_states",
-        "supported",
-    ),
-    "structural_tag": (
-        {"messages": USER, "response_format": {"type": "structural_tag"}},
-        "response_format",
-        "enum",
-    ),
-    "schema": (
-        {"messages": USER, "response_format": {"type": "json_schema"}},
-        "response_format",
-        "needs json_schema",
-    ),
-    "two forms": (
-        {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"},
-        "response_format",
-        "exclude each other",
-    ),
-    "template override": (
-        {"messages": USER, "chat_template_kwargs": {"messages": "x"}},
-        "chat_template_kwargs",
-        "only",
-    ),
-    "template list": (
-        {"messages": USER, "chat_template_kwargs": {"enable_thinking": [1]}},
-        "chat_template_kwargs",
-        "got `array`",
-    ),
-    "template number": (
-        {"messages": USER, "chat_template_kwargs": {"thinking_budget": 10**12}},
-        "chat_template_kwargs",
-        "too large",
-    ),
-    "tool name": (
-        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]},
-        "tools",
-        "must match",
-    ),
-    "tool twice": (
-        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}] * 2},
-        "tools",
-        "same name",
-    ),
-    "tool missing": ({"messages": USER, "tool_choice": "required"}, "tool_choice", "needs tools"),
-    "tool choice": (
-        {
-            "messages": USER,
-            "tools": [{"type": "function", "function": {"name": "a"}}],
-            "tool_choice": {"type": "function", "function": {"name": "b"}},
-        },
-        "tool_choice",
-        "not in tools",
-    ),
-    "rid": ({"messages": USER, "rid": ""}, "rid", "between 1 and 256"),
-}
-
-
 @pytest.mark.parametrize("case", WRONG_CHATS)
 def test_wrong_chats_are_refused(http: httpx.Client, case: str) -> None:
     body, param, message = WRONG_CHATS[case]
@@ -610,21 +397,6 @@ def test_wrong_chats_are_refused(http: httpx.Client, case: str) -> None:
         error = refused(http, CHAT, **sent)
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert message in error["message"]
-
-
-WRONG_COMPLETIONS: dict[str, tuple[Json, str | None]] = {
-    "no prompt": ({}, "prompt"),
-    "empty list": ({"prompt": []}, "prompt"),
-    "empty ids": ({"prompt": [[]]}, "prompt"),
-    "mixed": ({"prompt": ["a", 1]}, "prompt"),
-    "bad id": ({"prompt": [258]}, "prompt"),
-    "negative id": ({"prompt": [[1, -1]], "echo": True}, "prompt"),
-    "huge id": ({"prompt": [2**70]}, "prompt"),
-    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix"),
-    "best_of": ({"prompt": "a", "best_of": 2}, "best_of"),
-    "logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs"),
-    "too many": ({"prompt": ["a"] * 33, "n": 128}, "prompt"),
-}
 
 
 @pytest.mark.parametrize("case", WRONG_COMPLETIONS)
@@ -652,7 +424,7 @@ def test_bad_and_good_requests_side_by_side(http: httpx.Client) -> None:
     expected = post(http, CHAT, messages=MESSAGES, **GREEDY)["choices"][0]["message"]["content"]
 
     def good(_: int) -> bool:
-        return contents(stream(http, CHAT, messages=MESSAGES, **GREEDY)) == {0: expected}
+        return contents(stream_chunks(http, CHAT, messages=MESSAGES, **GREEDY)) == {0: expected}
 
     def bad(number: int) -> bool:
         body, param, _ = list(WRONG_CHATS.values())[number % len(WRONG_CHATS)]
@@ -690,25 +462,10 @@ def test_structured_answers(client: openai.OpenAI, http: httpx.Client) -> None:
         assert json.loads(raw["choices"][0]["message"]["content"]).keys() == {"tiles"}
     raw = post(http, CHAT, messages=MESSAGES, max_tokens=20, regex="(ab){3}")
     assert raw["choices"][0]["message"]["content"] == "ababab"
-    chunks = stream(http, COMPLETIONS, prompt="x", max_tokens=20, ebnf='root ::= "yes" | "no"')
+    chunks = stream_chunks(
+        http, COMPLETIONS, prompt="x", max_tokens=20, ebnf='root ::= "yes" | "no"'
+    )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) in ("yes", "no")
-
-
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"tile": {"enum": ["red", "blue"]}},
-                "required": ["tile"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("lay", "lift")
-]
 
 
 @pytest.mark.usefixtures("structured")
@@ -725,7 +482,7 @@ def test_calls_that_are_forced(client: openai.OpenAI, http: httpx.Client, choice
     assert call.function.name in (("lay", "lift") if choice == "required" else ("lift",))
     assert json.loads(call.function.arguments)["tile"] in ("red", "blue")
     state: Any = ChatCompletionStreamState()
-    for chunk in stream(http, CHAT, **body):
+    for chunk in stream_chunks(http, CHAT, **body):
         state.handle_chunk(chat_types.ChatCompletionChunk.model_validate(chunk))
     (streamed,) = state.get_final_completion().choices[0].message.tool_calls
     assert streamed.function.arguments == call.function.arguments

@@ -32,8 +32,9 @@ from moesaic.models.tiny import make_tiny_checkpoint
 from moesaic.server.openai.choices import ChatAnswer, ParseOptions
 from moesaic.server.openai.prompts import render, template_input
 from moesaic.server.openai.request_types import ChatBody
-from moesaic.server.parsers import Tool, choose_format
-from tests.server.test_server import held, served, wait_until, wait_until_idle
+from moesaic.server.parsers.formats import choose_format
+from moesaic.server.parsers.parts import Tool
+from tests.server.serving import held, served, wait_until, wait_until_idle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello"}]

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 
 from moesaic.engine.engine import Engine
 from moesaic.server.openai.choices import ChatAnswer
-from tests.server.test_server import held, pieces_of, served, wait_until, wait_until_idle
+from tests.server.serving import held, pieces_of, served, wait_until, wait_until_idle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello"}]

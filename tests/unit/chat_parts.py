@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from moesaic.server.parsers import Part, ToolArguments, ToolStart
+from moesaic.server.parsers.parts import Part, ToolArguments, ToolStart
 
 Calls = list[tuple[str, Any]]
 

@@ -14,7 +14,8 @@ from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive
 from moesaic.engine.text.tokenizer import ChatTemplateError, Tokenizer, load_tokenizer
 from moesaic.models.tiny import materialise
 from moesaic.models.tiny_chat import CHAT_TEMPLATE
-from moesaic.server.parsers import Tool, choose_format
+from moesaic.server.parsers.formats import choose_format
+from moesaic.server.parsers.parts import Tool
 from tests.unit.chat_parts import parts_of, summed
 
 HOUSE = Path(__file__).parents[2] / "models" / "house-moe"

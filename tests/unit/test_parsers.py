@@ -13,15 +13,8 @@ from tokenizers import AddedToken
 from moesaic.config.args import ServerArgs
 from moesaic.config.resolve import resolve
 from moesaic.core.chat import REASONING_PARSERS, TOOL_PARSERS
-from moesaic.server.parsers import (
-    Content,
-    Format,
-    Reasoning,
-    Tool,
-    ToolArguments,
-    ToolStart,
-    choose_format,
-)
+from moesaic.server.parsers.formats import Format, choose_format
+from moesaic.server.parsers.parts import Content, Reasoning, Tool, ToolArguments, ToolStart
 from moesaic.server.parsers.syntax import CALLS, THINKING
 from tests.unit.chat_parts import Calls, calls_of, parts_of, summed
 
@@ -515,7 +508,7 @@ def test_names():
         assert form(None, name).reasoning == name
     with pytest.raises(ValueError, match="--tool-call-parser is 'qwen4': choose one of qwen25, "):
         form("qwen4")
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not combine"):
         form("gpt-oss", "qwen3")
     assert form("hermes", None, "gpt_oss").reasoning is None
     for field in ("tool_call_parser", "reasoning_parser"):

@@ -7,7 +7,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moesaic.server.parsers import Format, NamedTool, Tool, choose_format
+from moesaic.server.parsers.formats import Format, choose_format
+from moesaic.server.parsers.parts import NamedTool, Tool
 from tests.unit.chat_parts import calls_of, parts_of, summed
 
 SCHEMA = {
@@ -238,7 +239,7 @@ def test_answers_that_begin_within_the_reasoning(walker: Walker):
 
 def test_refusals():
     form = choose_format("qwen25", None, "")
-    with pytest.raises(ValueError, match="asks for 'x', and tools do not have it"):
+    with pytest.raises(ValueError, match="asks for 'x', which is not in tools"):
         form.grammar([EMPTY], NamedTool("x"), None, False)
     with pytest.raises(ValueError, match="asks for a function"):
         form.grammar([], "required", None, False)

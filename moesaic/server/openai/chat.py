@@ -37,13 +37,9 @@ from moesaic.server.openai.sampling import (
 )
 from moesaic.server.openai.setup import OpenAISetup
 from moesaic.server.openai.streams import AnswerWriter, new_id, prompt_field, respond
-from moesaic.server.openai.structured_output import (
-    OutputGrammar,
-    check_grammar,
-    requested_grammar,
-)
+from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
 from moesaic.server.openai.usage import UsageCount
-from moesaic.server.parsers import Tool, ToolChoice
+from moesaic.server.parsers.parts import Tool, ToolChoice
 from moesaic.server.responses import while_connected
 
 

@@ -19,10 +19,10 @@ from moesaic.server.openai.response_types import (
     ToolCall,
 )
 from moesaic.server.openai.streams import finish_reason
-from moesaic.server.parsers import (
+from moesaic.server.parsers.formats import Format
+from moesaic.server.parsers.parts import (
     ChatParser,
     Content,
-    Format,
     Part,
     Reasoning,
     Tool,

@@ -18,11 +18,7 @@ from moesaic.server.errors import Refusal
 from moesaic.server.generation import client_of, open_call
 from moesaic.server.openai.logprobs import CompletionScores, VocabularyTexts
 from moesaic.server.openai.request_types import CompletionBody
-from moesaic.server.openai.response_types import (
-    ChunkHeader,
-    CompletionChoice,
-    CompletionLogprobs,
-)
+from moesaic.server.openai.response_types import ChunkHeader, CompletionChoice, CompletionLogprobs
 from moesaic.server.openai.sampling import (
     MAX_TOP_LOGPROBS,
     check_best_of,
@@ -31,18 +27,8 @@ from moesaic.server.openai.sampling import (
     sampling_params,
 )
 from moesaic.server.openai.setup import OpenAISetup
-from moesaic.server.openai.streams import (
-    AnswerWriter,
-    finish_reason,
-    new_id,
-    prompt_field,
-    respond,
-)
-from moesaic.server.openai.structured_output import (
-    OutputGrammar,
-    check_grammar,
-    requested_grammar,
-)
+from moesaic.server.openai.streams import AnswerWriter, finish_reason, new_id, prompt_field, respond
+from moesaic.server.openai.structured_output import OutputGrammar, check_grammar, requested_grammar
 from moesaic.server.openai.usage import UsageCount
 from moesaic.server.responses import while_connected
 

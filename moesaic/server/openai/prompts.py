@@ -18,7 +18,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 from moesaic.server.bodies import in_thread_if_large, is_decodable
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.request_types import CallBody, ChatBody, MessageBody, NamedChoice, Scalar
-from moesaic.server.parsers import NamedTool, Tool, ToolChoice
+from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 
 MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128

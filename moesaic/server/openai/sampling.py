@@ -18,20 +18,9 @@ MAX_TOP_LOGPROBS: Final = 20
 SEEDS: Final = 2**63
 # Fields that have the same name in the engine, and those that have another.
 SAME: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "no_stop_trim",
-    "logit_bias",
-    "n",
+    *("temperature", "top_p", "top_k", "min_p", "logit_bias", "n"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "no_stop_trim", "ignore_eos", "skip_special_tokens"),
 )
 RENAMED: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 

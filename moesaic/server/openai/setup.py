@@ -15,7 +15,7 @@ from moesaic.models.folder import GenerationConfig, read_as
 from moesaic.server.context import Context
 from moesaic.server.errors import Refusal
 from moesaic.server.openai.logprobs import VocabularyTexts
-from moesaic.server.parsers import Format, choose_format
+from moesaic.server.parsers.formats import Format, choose_format
 
 # Sampling defaults that a folder's generation_config.json may set.
 DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -1,4 +1,4 @@
-"""The format of a served model: chosen once, then it makes parsers and grammars."""
+"""The format of a served model, chosen once; it creates parsers and grammars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moesaic.server.parsers.tagged import ParserSetup, TaggedParser
 
 
 class AddedToken(Protocol):
-    """As the tokenizers library describes a token that was added to a vocabulary."""
+    """The tokenizers library's description of a token added to a vocabulary."""
 
     @property
     def content(self) -> str: ...
@@ -33,12 +33,12 @@ class AddedToken(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """`tools` and `reasoning` name the parsers. Sampling must use `skip_special_tokens`, so that
-    markers which are special tokens are seen in the text; those without meaning are taken out."""
-
     tools: str | None
+    """Name of the tool parser."""
     reasoning: str | None
+    """Name of the reasoning parser."""
     skip_special_tokens: bool
+    """A sampling parameter; False keeps markers that are special tokens in the text."""
     vocabulary: AddedTokens = field(default_factory=AddedTokens, repr=False)
 
     @property
@@ -52,7 +52,7 @@ class Format:
             return self.reasoning == HARMONY
         if think.always or not think.switch:
             return True
-        # Templates know one of the two names; clients of several models send either.
+        # A template knows one of these names; clients of several models send either.
         names = (think.switch, "enable_thinking", "thinking")
         given = (template_arguments[name] for name in names if name in template_arguments)
         return bool(next(given, think.default))
@@ -64,8 +64,7 @@ class Format:
         split_reasoning: bool = True,
         prompt: str = "",
     ) -> ChatParser:
-        """`prompt`, where given, tells by its end whether it left the thinking part open, whatever
-        the template's arguments are called."""
+        """The end of `prompt` shows whether the template left the thinking part open."""
         if self.harmony:
             calls = Calls(tools if self.tools == HARMONY else ())
             split = split_reasoning and self.reasoning == HARMONY
@@ -77,7 +76,7 @@ class Format:
             think=think,
             inside=self.begins_inside(thinking, prompt),
             split=split_reasoning,
-            noise=self._noise(bool(tools)),
+            ignored=self._ignored_tokens(bool(tools)),
         )
         return TaggedParser(setup, Calls(tools, syntax.ids if syntax is not None else "call"))
 
@@ -89,7 +88,7 @@ class Format:
         thinking: bool,
         prompt: str = "",
     ) -> dict[str, str]:
-        """Sampling parameters that force what was asked; empty where nothing is."""
+        """Sampling parameters that enforce the request; empty if it constrains nothing."""
         writer = GrammarWriter(
             tools=self.tools,
             think=None if self.harmony else THINKING.get(self.reasoning or ""),
@@ -101,7 +100,7 @@ class Format:
         return writer.parameters(tools, choice, response)
 
     def begins_inside(self, thinking: bool, prompt: str = "") -> bool:
-        """Whether the answer begins within the reasoning."""
+        """Whether the answer begins inside the reasoning."""
         think = THINKING.get(self.reasoning or "")
         if think is None:
             return False
@@ -112,14 +111,13 @@ class Format:
             return False
         return thinking if think.inside is None else think.inside
 
-    def _noise(self, with_tools: bool) -> frozenset[str]:
-        """Special tokens that mark nothing."""
-        used = set[str]()
-        if self.tools is not None and with_tools:
-            used |= CALLS[self.tools].markers
-        if self.reasoning is not None:
-            used |= {THINKING[self.reasoning].open, THINKING[self.reasoning].close}
-        return frozenset() if self.skip_special_tokens else self.vocabulary.special - used
+    def _ignored_tokens(self, with_tools: bool) -> frozenset[str]:
+        """Special tokens that are no markers."""
+        if self.skip_special_tokens:
+            return frozenset()
+        return self.vocabulary.special - _markers(
+            self.tools if with_tools else None, self.reasoning
+        )
 
 
 def choose_format(
@@ -130,9 +128,9 @@ def choose_format(
     chat_template: str = "",
     added_tokens: Mapping[int, AddedToken] | None = None,
 ) -> Format:
-    """What the flags name; what they leave open, the model's family decides, and among its
-    checkpoints the chat template. `added_tokens` are the tokenizer's own: grammars name markers by
-    token id."""
+    """The formats that the flags name; defaults come from the model's family and, among its
+    checkpoints, from the chat template. `added_tokens`: the tokenizer's, because grammars name
+    markers by token id."""
     _check("--tool-call-parser", tool_call_parser, TOOL_PARSERS)
     _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     fits = (f for f in FAMILIES if f.model_type == model_type and f.hint in chat_template)
@@ -140,14 +138,12 @@ def choose_format(
     tools, reasoning = tool_call_parser, reasoning_parser
     if HARMONY in (tools, reasoning):
         tools, reasoning = tools or HARMONY, reasoning or HARMONY
-    elif family is not None:
-        # A family of channels has nothing to offer to a format of markers.
-        whole = family.tools == HARMONY and (tools or reasoning)
-        tools = tools or (None if whole else family.tools)
-        reasoning = reasoning or (None if whole else family.reasoning)
+    elif family is not None and (family.tools != HARMONY or not (tools or reasoning)):
+        # Harmony as a default does not combine with another format.
+        tools, reasoning = tools or family.tools, reasoning or family.reasoning
     if (tools == HARMONY) != (reasoning == HARMONY):
         raise ValueError(
-            f"--tool-call-parser {tools} and --reasoning-parser {reasoning} do not go together: "
+            f"--tool-call-parser {tools} and --reasoning-parser {reasoning} do not combine: "
             f"{HARMONY} marks calls and reasoning in one way, so name it for both or leave one out"
         )
     return _format(tools, reasoning, added_tokens)

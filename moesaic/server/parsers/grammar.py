@@ -1,11 +1,11 @@
-"""Lark grammars, as llguidance reads them, that make a model answer in its own format.
+"""Lark grammars for llguidance that make a model answer in its own format.
 
     start: (thought SPACE)? calls
     calls: call ("\\n" call)*
     call: "<tool_call>\\n{\\"name\\": \\"add\\", \\"arguments\\": " args_0 "}\\n</tool_call>"
 
-Literals are written as the chat templates write them, so the model stays on what it has learned. A
-marker that is a token of its own is named by its id: llguidance does not spell such tokens out.
+Literals are those of the chat templates, which the model has learned. A marker that is one token is
+named by its id, because llguidance does not spell such tokens out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moesaic.server.parsers.parts import NamedTool, Tool, ToolChoice
 from moesaic.server.parsers.syntax import (
     CALLS,
     HARMONY,
+    HARMONY_FORCED,
     HARMONY_MARKERS,
-    HARMONY_WRITTEN,
     ForcedSyntax,
     ThinkSyntax,
 )
 from moesaic.server.parsers.values import is_text
 
-# As the templates write JSON; free whitespace would let a model go on with it for ever.
+# The templates' JSON; with free whitespace a model might never end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,3}/\nNUMBER: /[0-9]{1,3}/"
 CLOSE_PARAMETER = "\n</parameter>\n"
@@ -64,32 +64,32 @@ class GrammarWriter:
 
     def _forced(self, tools: Sequence[Tool], choice: ToolChoice) -> str:
         named = isinstance(choice, NamedTool)
-        wanted = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
-        if not wanted:
+        chosen = [t for t in tools if not isinstance(choice, NamedTool) or t.name == choice.name]
+        if not chosen:
             what = shown(choice.name) if isinstance(choice, NamedTool) else "a function"
-            raise ValueError(f"tool_choice asks for {what}, and tools do not have it")
+            raise ValueError(f"tool_choice asks for {what}, which is not in tools")
         if self.tools is None:
             raise ValueError(
-                "tool_choice forces a call, and how this model writes calls is not known: start "
-                "the server with --tool-call-parser"
+                "tool_choice forces a call, and this model's format of calls is unknown: start the "
+                "server with --tool-call-parser"
             )
-        return f"{self._thought()} {self._calls(wanted, several=not named)}"
+        return f"{self._thought()} {self._calls(chosen, several=not named)}"
 
     def _answer(self, tools: Sequence[Tool], may_call: bool, response: Mapping[str, str]) -> str:
-        """The wanted form, or calls."""
+        """The requested form, or calls."""
         self.lines.append(f"answer: {_answer_rule(response)}")
         final = f"{self._literal(FINAL)} answer" if self.harmony else "answer"
         body = f"({final} | {self._calls(tools, several=True)})" if may_call else final
         return f"{self._thought()} {body}"
 
     def _free(self, tools: Sequence[Tool]) -> str:
-        """Any text, but a call that begins goes on as it must."""
+        """Any text; a call that begins follows its grammar."""
         if self.harmony:
             calls = self._calls(tools, several=False)
             return f"{self._thought()} ({self._literal(FINAL)} TEXT | {calls})"
-        written = self._written()
-        trigger = _leading(written.open or written.call, self._markers())
-        if written.open:
+        syntax = self._syntax()
+        trigger = _leading(syntax.open or syntax.call, self._markers())
+        if syntax.open:
             rest = self._calls(tools, several=True, without=trigger)
         else:
             rest = self._calls(tools, several=False, without=trigger)
@@ -99,7 +99,7 @@ class GrammarWriter:
         return self.think is not None and (self.thinking or self.inside or self.think.always)
 
     def _thought(self) -> str:
-        """The reasoning before the answer, or nothing."""
+        """The rule for the reasoning before the answer; empty without reasoning."""
         if self.harmony:
             analysis = f"({self._literal(ANALYSIS)} {self._until(NEXT_MESSAGE)})*"
             return analysis if self.thinking else ""
@@ -109,35 +109,35 @@ class GrammarWriter:
         return rest if self.inside else f"({self._literal(self.think.open)} {rest})?"
 
     def _calls(self, tools: Sequence[Tool], several: bool, without: str = "") -> str:
-        written = self._written()
-        opening = written.open.removeprefix(without)
-        skipped = "" if written.open else without
-        names = [self._call(n, tool, written, skipped) for n, tool in enumerate(tools)]
+        syntax = self._syntax()
+        opening = syntax.open.removeprefix(without)
+        skipped = "" if syntax.open else without
+        names = [self._call(n, tool, syntax, skipped) for n, tool in enumerate(tools)]
         self.lines.append(f"call: {' | '.join(names)}")
-        more = f"({self._literal(written.between)} call)*" if several and written.several else ""
-        return f"{self._literal(opening)} call {more} {self._literal(written.close)}"
+        more = f"({self._literal(syntax.between)} call)*" if several and syntax.several else ""
+        return f"{self._literal(opening)} call {more} {self._literal(syntax.close)}"
 
-    def _call(self, number: int, tool: Tool, written: ForcedSyntax, without: str) -> str:
-        before, after = written.call.removeprefix(without).split("{arguments}")
-        pieces = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
+    def _call(self, number: int, tool: Tool, syntax: ForcedSyntax, without: str) -> str:
+        before, after = syntax.call.removeprefix(without).split("{arguments}")
+        parts = [self._literal(_named(piece, tool.name)) for piece in before.split("{index}")]
         is_xml = self.tools == "qwen3_coder"
         arguments = self._xml(tool, number) if is_xml else f"%json {_schema(tool)}"
         self.lines.append(f"args_{number}: {arguments}")
         self.lines.append(
-            f"call_{number}: {' NUMBER '.join(pieces)} args_{number} {self._literal(after)}"
+            f"call_{number}: {' NUMBER '.join(parts)} args_{number} {self._literal(after)}"
         )
         return f"call_{number}"
 
     def _xml(self, tool: Tool, number: int) -> str:
         properties = tool.parameters.get("properties")
         required = tool.parameters.get("required") or []
-        pieces: list[str] = []
+        parts: list[str] = []
         for key, schema in (properties if isinstance(properties, dict) else {}).items():
-            rule = f"value_{number}_{len(pieces)}"
+            rule = f"value_{number}_{len(parts)}"
             self.lines.append(f"{rule}: {self._xml_value(tool.parameters, key, schema)}")
             piece = f"({self._literal(f'<parameter={key}>{chr(10)}')} {rule})"
-            pieces.append(piece if key in required else piece + "?")
-        return " ".join(pieces) or '""'
+            parts.append(piece if key in required else piece + "?")
+        return " ".join(parts) or '""'
 
     def _xml_value(self, parameters: Mapping[str, Any], key: str, schema: Any) -> str:
         if not is_text(parameters, key):
@@ -150,9 +150,9 @@ class GrammarWriter:
             return f"({either}) {self._literal(CLOSE_PARAMETER)}"
         return self._until(CLOSE_PARAMETER)
 
-    def _written(self) -> ForcedSyntax:
+    def _syntax(self) -> ForcedSyntax:
         assert self.tools is not None
-        return HARMONY_WRITTEN if self.tools == HARMONY else CALLS[self.tools].written
+        return HARMONY_FORCED if self.tools == HARMONY else CALLS[self.tools].forced
 
     def _markers(self) -> frozenset[str]:
         found = HARMONY_MARKERS if self.harmony else frozenset[str]()
@@ -161,19 +161,19 @@ class GrammarWriter:
         return found | ({self.think.open, self.think.close} if self.think is not None else set())
 
     def _literal(self, text: str) -> str:
-        """A fixed text; markers in it that are tokens by their ids."""
+        """A fixed text, with markers that are tokens as ids."""
         tokens = sorted(self._markers() & self.ids.keys(), key=len, reverse=True)
         pattern = "|".join(map(re.escape, tokens))
-        pieces = re.split(f"({pattern})", text) if tokens else [text]
+        parts = re.split(f"({pattern})", text) if tokens else [text]
         shown = (
             f"<[{self.ids[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
+            for piece in parts
             if piece
         )
         return " ".join(shown)
 
     def _until(self, text: str) -> str:
-        """Anything up to and with a fixed text that begins with a marker."""
+        """Any text up to and including a fixed text that begins with a marker."""
         marker = _leading(text, self._markers()) or text
         if marker in self.ids:
             return f"TEXT {self._literal(text)}"
@@ -183,7 +183,7 @@ class GrammarWriter:
 
 
 def _leading(text: str, markers: frozenset[str]) -> str:
-    """The marker that a text begins with."""
+    """The longest marker that the text begins with."""
     return max((marker for marker in markers if text.startswith(marker)), key=len, default="")
 
 
@@ -192,7 +192,7 @@ def _named(text: str, name: str) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    # Where nobody asked for strictness, keywords that cannot be forced are no reason to refuse.
+    # Without `strict`, unsupported keywords are ignored instead of refused.
     return _json({"type": "object", **tool.parameters}, lenient=not tool.strict)
 
 
@@ -220,9 +220,9 @@ def _answer_rule(response: Mapping[str, str]) -> str:
 
 
 def _escaped_pattern(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
-    pieces = re.findall(r"\\.|.", pattern, flags=re.DOTALL)
-    return "".join({"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(piece, piece) for piece in pieces)
+    """A regular expression escaped for use between slashes."""
+    parts = re.findall(r"\\.|.", pattern, flags=re.DOTALL)
+    return "".join({"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(piece, piece) for piece in parts)
 
 
 def _from_gbnf(text: str) -> str:

@@ -1,4 +1,4 @@
-"""gpt-oss: an answer is a row of messages, each with a channel and perhaps a recipient.
+"""gpt-oss: an answer is a sequence of messages, each with a channel and optionally a recipient.
 
 <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
 """
@@ -16,30 +16,30 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 CONSTRAIN = "<|constrain|>"
 FUNCTIONS = "functions."
-# Only at the beginning of an answer: the prompt ends with the role.
+# Only at the start of an answer, because the prompt ends with the role.
 RECIPIENT_FIRST = "to=" + FUNCTIONS
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
-# Gives parts and returns whether there may be more to do with the text at hand.
+# Yields parts and returns whether the pending text may have more.
 Steps = Generator[Part, None, bool]
 
 
 class HarmonyParser:
-    def __init__(self, calls: Calls, split: bool, noise: frozenset[str] = frozenset()) -> None:
+    def __init__(self, calls: Calls, split: bool, ignored: frozenset[str] = frozenset()) -> None:
         self._calls = calls
         self._split = split
-        outside = noise | {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS}
+        outside = ignored | {START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS}
         self._between = markers(outside)
         self._at_start = markers(outside | {RECIPIENT_FIRST})
-        self._within = markers(noise | {START, CHANNEL, *ENDS})
+        self._within = markers(ignored | {START, CHANNEL, *ENDS})
         self._pending = ""
         self._step: Callable[[bool], Steps] = self._gap
         self._header = ""
-        self._first = True  # nothing was read yet
-        self._bare = False  # text without a channel stands before
-        self._body: type[Reasoning] | type[Content] | None = None  # None: arguments of a call
-        self._raw = False  # this message stays as it came
+        self._first = True  # nothing has been read
+        self._bare = False  # text without a channel came before
+        self._body: type[Reasoning] | type[Content] | None = None  # None: a call's arguments
+        self._raw = False  # this message is passed on unchanged
         self._empty = True
 
     def feed(self, text: str) -> list[Part]:
@@ -49,23 +49,23 @@ class HarmonyParser:
         return joined(self._run("", final=True))
 
     def _run(self, text: str, final: bool) -> Iterator[Part]:
-        for piece in [""] if final else slices(text):
-            self._pending += piece
+        for part in [""] if final else slices(text):
+            self._pending += part
             while (yield from self._step(final)):
                 pass
 
     def _gap(self, final: bool) -> Steps:
-        """Between messages: what stands here is text without a channel."""
-        wanted = self._at_start if self._first else self._between
-        start, end = wanted.find(self._pending, final)
+        """Between messages; text here has no channel."""
+        active = self._at_start if self._first else self._between
+        start, end = active.find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
         if marker == RECIPIENT_FIRST and before.strip(SPACE):
             before, marker = before + marker, ""
-        said = before if self._bare else before.lstrip(SPACE)
-        if said:
+        content = before if self._bare else before.lstrip(SPACE)
+        if content:
             self._bare, self._first = True, False
-            yield Content(said)
+            yield Content(content)
         if marker in (START, CHANNEL, RECIPIENT_FIRST):
             self._header, self._first = marker, False
             self._step = self._in_header

@@ -1,4 +1,4 @@
-"""What a parser reads and what it gives."""
+"""The inputs and outputs of parsers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToolStart:
 
 @dataclass(frozen=True)
 class ToolArguments:
-    """A piece of the JSON text of a call's arguments."""
+    """A fragment of the JSON of a call's arguments."""
 
     index: int
     text: str
@@ -55,13 +55,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatParser(Protocol):
-    """One for every sample of an answer."""
+    """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """`text` is what came since the last call."""
+        """`text` is new since the last call."""
 
     def finish(self) -> list[Part]:
-        """Releases what was held back."""
+        """Returns what was held back."""
 
 
 def call_id() -> str:
@@ -69,7 +69,7 @@ def call_id() -> str:
 
 
 def short_id() -> str:
-    """Mistral's templates refuse every id that has not nine letters and digits."""
+    """Mistral's templates require ids of nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -77,7 +77,7 @@ IDS = {"call": call_id, "short": short_id}
 
 
 class Calls:
-    """The calls of one answer so far, and the functions that may be called."""
+    """The calls of one answer, and the functions that it may call."""
 
     def __init__(self, tools: Sequence[Tool], ids: str = "call") -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -95,15 +95,15 @@ class Calls:
         return ToolStart(self.count - 1, own_id or self._new_id(), name)
 
     def arguments(self, text: str) -> ToolArguments:
-        """A piece for the call that was started last."""
+        """A fragment for the last call."""
         return ToolArguments(self.count - 1, text)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Neighbours of one kind as one part, and no empty ones."""
+    """Joins adjacent parts of one kind and drops empty ones."""
     result: list[Part] = []
-    told = (part for part in parts if isinstance(part, ToolStart) or part.text)
-    for _, group in groupby(told, key=_kind):
+    parts = (part for part in parts if isinstance(part, ToolStart) or part.text)
+    for _, group in groupby(parts, key=_kind):
         first, *more = group
         if more and not isinstance(first, ToolStart):
             texts = [part.text for part in more if not isinstance(part, ToolStart)]
@@ -113,6 +113,6 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def _kind(part: Part) -> tuple[str, int]:
-    """Two calls never share an index, so no two starts are one."""
+    """Calls have different indices, so two starts are never joined."""
     index = part.index if isinstance(part, ToolStart | ToolArguments) else 0
     return type(part).__name__, index

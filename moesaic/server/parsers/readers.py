@@ -1,4 +1,4 @@
-"""One call each, read from its opening marker on; a reader for every shape."""
+"""Readers of one tool call each, from its opening marker on; one for every shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesaic.server.parsers.values import as_json, escaped, is_text, object_text
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
-# Longer names are no names; this also bounds what is held back.
+# The longest name; this also bounds what is held back.
 MAX_HEADER = 512
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -28,8 +28,8 @@ class ReaderState(Enum):
 
 
 class Reader:
-    """Feed it text until it is done or has failed; `rest` is then the text that is not its own.
-    A reader that has failed hands back all it was fed since the last call that it started."""
+    """Reads text until it is done or has failed; `rest` is then the text that is not part of the
+    call. A failed reader returns all text since the last call that it started."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
         self.state = ReaderState.READING
@@ -38,29 +38,29 @@ class Reader:
         self._syntax = syntax
         self._calls = calls
         self._parts: list[Part] = []
-        self._unsure: list[str] = []
-        self._back = ""  # text of earlier feeds that turned out not to be of the call
+        self._unconfirmed: list[str] = []
+        self._returned = ""  # text of earlier feeds that is not part of the call
         self._started = False
         self._step: Callable[[str, int], int] = self._first
 
     def feed(self, text: str) -> list[Part]:
         if not self._started:
-            self._unsure.append(text)
+            self._unconfirmed.append(text)
         position = 0
         while position < len(text) and self.state is ReaderState.READING:
             position = self._step(text, position)
         if self.state is ReaderState.DONE:
-            self.rest = self._back + text[position:]
+            self.rest = self._returned + text[position:]
         elif self.state is ReaderState.FAILED:
-            self.rest = "".join(self._unsure)
-        return self._taken()
+            self.rest = "".join(self._unconfirmed)
+        return self._drain()
 
     def finish(self) -> list[Part]:
-        """No more text comes: the call is what there is of it."""
+        """The text has ended: the call is what there is of it."""
         self._end_of_text()
         if self.state is ReaderState.FAILED:
-            self.rest = "".join(self._unsure)
-        return self._taken()
+            self.rest = "".join(self._unconfirmed)
+        return self._drain()
 
     def _first(self, text: str, position: int) -> int:
         raise NotImplementedError
@@ -70,7 +70,7 @@ class Reader:
 
     def _start(self, name: str, own_id: str | None = None) -> None:
         self._started = self.any = True
-        self._unsure.clear()
+        self._unconfirmed.clear()
         self._parts.append(self._calls.start(name, own_id))
 
     def _arguments(self, text: str) -> None:
@@ -84,19 +84,19 @@ class Reader:
         self.state = ReaderState.DONE
         return position
 
-    def _taken(self) -> list[Part]:
+    def _drain(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
 
 
 class _WithJson(Reader):
-    """Reads arguments that are JSON already and passes them on as they come."""
+    """Passes on arguments that are JSON."""
 
     def __init__(self, syntax: CallSyntax, calls: Calls) -> None:
         super().__init__(syntax, calls)
         self._value = JsonValue()
         self._ends = markers(frozenset(syntax.ends))
-        self._held = ""
+        self._tail = ""
 
     def _pass_on(self, text: str, position: int) -> int:
         end = self._value.feed(text, position)
@@ -108,12 +108,12 @@ class _WithJson(Reader):
         return end
 
     def _pass_broken(self, text: str, position: int) -> int:
-        """What is no JSON is still what the model wrote as arguments."""
-        piece = self._held + text[position:]
-        start, end = self._ends.find(piece)
-        self._arguments(piece[:start])
-        self._held = piece[start:] if start == end else ""
-        return len(text) if start == end else self._done(len(text) - len(piece) + end)
+        """Invalid JSON is passed on, too: the model wrote it as arguments."""
+        pending = self._tail + text[position:]
+        start, end = self._ends.find(pending)
+        self._arguments(pending[:start])
+        self._tail = pending[start:] if start == end else ""
+        return len(text) if start == end else self._done(len(text) - len(pending) + end)
 
     def _after_arguments(self, position: int) -> int:
         return self._done(position)
@@ -166,7 +166,7 @@ class HeaderReader(_WithJson):
             self._start(self._name, self._id)
         elif not self._started:
             self._fail(0)
-        self._arguments(self._held)
+        self._arguments(self._tail)
 
 
 class ObjectReader(_WithJson):
@@ -180,8 +180,8 @@ class ObjectReader(_WithJson):
     def _begin_object(self) -> None:
         self._key = ""
         self._name: str | None = None
-        self._kept: list[str] = []
-        self._early: str | None = None  # arguments that came before the name
+        self._buffer: list[str] = []
+        self._early_arguments: str | None = None  # arguments that came before the name
         self._open = False  # the call of this object has started
 
     def _first(self, text: str, position: int) -> int:
@@ -203,7 +203,7 @@ class ObjectReader(_WithJson):
         if text[position] == "}" and not self._key:
             return self._end_of_object(position + 1)
         if text[position] != '"':
-            return self._lost(position)
+            return self._abandon(position)
         self._begin_value(self._in_key)
         return position
 
@@ -211,7 +211,7 @@ class ObjectReader(_WithJson):
         return self._collect(text, position, self._key_read)
 
     def _key_read(self, text: str, position: int) -> int:
-        self._key = str(_decoded("".join(self._kept)) or "")
+        self._key = str(_decoded("".join(self._buffer)) or "")
         self._step = self._colon
         return position
 
@@ -220,7 +220,7 @@ class ObjectReader(_WithJson):
         if position == len(text):
             return position
         if text[position] != ":":
-            return self._lost(position)
+            return self._abandon(position)
         self._step = self._value_begins
         return position + 1
 
@@ -239,17 +239,17 @@ class ObjectReader(_WithJson):
         return self._collect(text, position, self._value_read)
 
     def _value_read(self, text: str, position: int) -> int:
-        value = "".join(self._kept)
+        value = "".join(self._buffer)
         self._step = self._comma
         if self._key == "name" and self._name is None:
             name = _decoded(value)
             if not self._calls.known(name):
-                return self._lost(position)
+                return self._abandon(position)
             self._name = str(name)
         elif self._key in ARGUMENT_KEYS and not self._open:
-            self._early = object_text(value)
-            if self._early is None:
-                return self._lost(position)
+            self._early_arguments = object_text(value)
+            if self._early_arguments is None:
+                return self._abandon(position)
         return position
 
     def _after_arguments(self, position: int) -> int:
@@ -263,7 +263,7 @@ class ObjectReader(_WithJson):
         if text[position] == "}":
             return self._end_of_object(position + 1)
         if text[position] != ",":
-            return self._lost(position)
+            return self._abandon(position)
         self._step = self._key_or_end
         return position + 1
 
@@ -272,7 +272,7 @@ class ObjectReader(_WithJson):
             if self._name is None:
                 return self._fail(position)
             self._start_object(self._name)
-            self._arguments("{}" if self._early is None else self._early)
+            self._arguments("{}" if self._early_arguments is None else self._early_arguments)
         if not self._in_list:
             return self._done(position)
         self._step = self._next_object
@@ -280,9 +280,9 @@ class ObjectReader(_WithJson):
         return position
 
     def _next_object(self, text: str, position: int) -> int:
-        # Until the next call is certain its text may have to be handed back.
-        if not self._unsure:
-            self._unsure.append(text[position:])
+        # The text may have to be returned until the next call is certain.
+        if not self._unconfirmed:
+            self._unconfirmed.append(text[position:])
         position = _skip_space(text, position)
         if position == len(text):
             return position
@@ -300,28 +300,28 @@ class ObjectReader(_WithJson):
 
     def _begin_value(self, step: Callable[[str, int], int]) -> None:
         self._value = JsonValue()
-        self._kept = []
+        self._buffer = []
         self._step = step
 
     def _collect(self, text: str, position: int, then: Callable[[str, int], int]) -> int:
         end = self._value.feed(text, position)
-        self._kept.append(text[position:end])
+        self._buffer.append(text[position:end])
         if self._value.state is Json.BROKEN:
-            return self._lost(end)
+            return self._abandon(end)
         return then(text, end) if self._value.state is Json.DONE else end
 
-    def _lost(self, position: int) -> int:
-        """This is no call; but one that has begun cannot be taken back."""
+    def _abandon(self, position: int) -> int:
+        """This is not a call; a call that has started cannot be revoked."""
         return self._done(position) if self._open else self._fail(position)
 
     def _end_of_text(self) -> None:
         if self._open:
-            self._arguments(self._held)
+            self._arguments(self._tail)
         elif self._name is not None:
             self._start_object(self._name)
-            self._arguments(self._early or "")
+            self._arguments(self._early_arguments or "")
             if self._key in ARGUMENT_KEYS and self._step == self._in_value:
-                self._parts.append(Content("".join(self._kept)))
+                self._parts.append(Content("".join(self._buffer)))
         else:
             self._fail(0)
 
@@ -338,7 +338,7 @@ class XmlReader(Reader):
         self._count = 0
         self._key = ""
         self._text_only = False
-        self._kept: list[str] = []
+        self._buffer: list[str] = []
 
     def _first(self, text: str, position: int) -> int:
         return self._until_bracket(text, position, self._named, self._fail)
@@ -366,8 +366,8 @@ class XmlReader(Reader):
                 return position + len(marker) - before
         if self.PARAMETER.startswith(self._seen) or self.END.startswith(self._seen):
             return len(text)
-        # Something else than a parameter: the call ends here and this is content.
-        self._back = self._seen[:before]
+        # This is not a parameter: the call ends and the text is content.
+        self._returned = self._seen[:before]
         return self._closed(position)
 
     def _closed(self, position: int) -> int:
@@ -379,7 +379,7 @@ class XmlReader(Reader):
         return self._until_bracket(text, position, self._keyed, partial(self._no_key, before))
 
     def _no_key(self, before: str, position: int) -> int:
-        self._back = self.PARAMETER + before
+        self._returned = self.PARAMETER + before
         return self._closed(position)
 
     def _keyed(self, key: str) -> bool:
@@ -387,7 +387,7 @@ class XmlReader(Reader):
         self._arguments((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._count += 1
         self._text_only = is_text(self._schema, key)
-        self._kept = []
+        self._buffer = []
         self._arguments('"' if self._text_only else "")
         self._step = self._value_begins
         return True
@@ -397,25 +397,25 @@ class XmlReader(Reader):
         return position + 1 if text[position] == "\n" else position
 
     def _in_value(self, text: str, position: int) -> int:
-        piece = self._seen + text[position:]
-        start, end = markers(frozenset(("\n" + self.CLOSE, self.CLOSE))).find(piece)
-        self._part_of_value(piece[:start])
+        pending = self._seen + text[position:]
+        start, end = markers(frozenset(("\n" + self.CLOSE, self.CLOSE))).find(pending)
+        self._part_of_value(pending[:start])
         if start == end:
-            self._seen = piece[start:]
+            self._seen = pending[start:]
             return len(text)
         self._seen = ""
         if self._text_only:
             self._arguments('"')
         else:
-            self._arguments(as_json("".join(self._kept), self._schema, self._key))
+            self._arguments(as_json("".join(self._buffer), self._schema, self._key))
         self._step = self._between
-        return len(text) - len(piece) + end
+        return len(text) - len(pending) + end
 
     def _part_of_value(self, text: str) -> None:
         if self._text_only:
             self._arguments(escaped(text))
         else:
-            self._kept.append(text)
+            self._buffer.append(text)
 
     def _until_bracket(
         self,
@@ -437,7 +437,7 @@ class XmlReader(Reader):
             self._fail(0)
         elif self._step == self._in_value:
             self._part_of_value(self._seen)
-            self._arguments("".join(self._kept))
+            self._arguments("".join(self._buffer))
 
 
 READERS: Mapping[CallShape, type[Reader]] = {

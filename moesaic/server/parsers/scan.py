@@ -1,4 +1,4 @@
-"""Markers and JSON values in text that comes in pieces, in linear time."""
+"""Finds markers and JSON values in streamed text, in linear time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 
 
 class Markers:
-    """Finds the first of some fixed texts, also where the text breaks off within one."""
+    """Finds the first of several fixed texts, even if the text so far ends inside one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted(set(texts), key=lambda text: (-len(text), text))
@@ -22,12 +22,12 @@ class Markers:
         return self._firsts.isdisjoint(text)
 
     def find(self, text: str, final: bool = False) -> tuple[int, int]:
-        """(start, end) of the first marker. Without one start equals end: what stands behind may
-        still become a marker, unless the text is final."""
+        """(start, end) of the first marker. Without a marker both are where one may begin, which is
+        the end of a final text."""
         found = self._pattern.search(text) if self._pattern is not None else None
         if found is not None:
             start, end = found.span()
-            # At the end of the text a longer marker may still grow out of this one.
+            # At the end of the text this may be the beginning of a longer marker.
             if final or end < len(text) or found.group() not in self._prefixes:
                 return start, end
             return start, start
@@ -47,8 +47,7 @@ def markers(texts: frozenset[str]) -> Markers:
 
 
 def slices(text: str, size: int = 4096) -> list[str]:
-    """Text to be worked off piece by piece: what is left is copied at every marker, so that many
-    markers in one long text would take quadratic time."""
+    """Splits long text: the rest is copied at every marker, which would take quadratic time."""
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
@@ -58,7 +57,7 @@ class Json(Enum):
     BROKEN = "broken"
 
 
-# What JSON allows between its values and brackets; words are not checked here.
+# The structure of JSON, and characters that it forbids; words are not checked.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^ \t\r\n,:0-9A-Za-z+\-."{}\[\]]')
 _QUOTE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]*")
@@ -66,7 +65,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonValue:
-    """Follows one JSON value from its first character to its last; nesting costs no recursion."""
+    """Follows one JSON value to its end, without recursion."""
 
     def __init__(self) -> None:
         self.state = Json.OPEN
@@ -76,8 +75,8 @@ class JsonValue:
         self._begun = False
 
     def feed(self, text: str, start: int) -> int:
-        """The index behind the value's part of `text` from `start` on; where the value is broken,
-        of the first character that no JSON can have there."""
+        """The index behind the part of `text` that belongs to the value; for a broken value the
+        index of the first invalid character."""
         position = start
         while position < len(text) and self.state is Json.OPEN:
             if self._escaped:

@@ -1,4 +1,4 @@
-"""The formats as data: markers and shapes, as the checkpoints' own chat templates write them."""
+"""The formats as data: the markers and shapes of the checkpoints' own chat templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 
 class CallShape(Enum):
-    """How a call is written behind its opening marker."""
+    """The form of a call after its opening marker."""
 
     OBJECT = "object"  # {"name": …, "arguments": {…}}, or a list of such objects
     HEADER = "header"  # name, separator, {…}
@@ -18,10 +18,10 @@ class CallShape(Enum):
 
 @dataclass(frozen=True)
 class ForcedSyntax:
-    """How calls are written when they are forced. `call` has {name} or {json_name}, {index} where
-    the model counts its calls, and {arguments}."""
+    """The text of forced calls."""
 
     call: str
+    """Contains {name} or {json_name}, {arguments}, and {index} if the model counts its calls."""
     open: str = ""
     between: str = ""
     close: str = ""
@@ -31,18 +31,18 @@ class ForcedSyntax:
 @dataclass(frozen=True)
 class CallSyntax:
     begin: str
-    written: ForcedSyntax
-    shapes: Mapping[str, CallShape]  # by the first character behind `begin`; "": any other
+    forced: ForcedSyntax
+    shapes: Mapping[str, CallShape]  # by the first character after `begin`; "": any other
     ends: tuple[str, ...] = ()
     section: tuple[str, str] | None = None  # around all calls
     separator: str = ""
-    header: str = ""  # regular expression of what stands before the separator
-    inner: tuple[str, ...] = ()  # other markers within a call
+    header: str = ""  # regular expression for the text before the separator
+    inner: tuple[str, ...] = ()  # other markers inside a call
     ids: str = "call"
 
     @property
     def markers(self) -> frozenset[str]:
-        """Everything that may be one token of its own."""
+        """All texts that may be single tokens."""
         found = {self.begin, self.separator, *self.ends, *self.inner, *(self.section or ())}
         return frozenset(found - {""})
 
@@ -51,18 +51,18 @@ class CallSyntax:
 class ThinkSyntax:
     open: str
     close: str
-    inside: bool | None = None  # does the answer begin within it? None: if it is switched on
+    inside: bool | None = None  # whether the answer begins inside it; None: if it is on
     always: bool = False  # cannot be switched off
-    switch: str = ""  # the template's variable for it
-    default: bool = True  # what the template does where the variable is not given
-    ends_at_call: bool = False  # a model that calls a tool has stopped to think, said or not
+    switch: str = ""  # the template's variable
+    default: bool = True  # the template's value without the variable
+    ends_at_call: bool = False  # a tool call ends the reasoning, with or without a marker
 
 
 HERMES: Final = CallSyntax(
     begin="<tool_call>",
     ends=("</tool_call>",),
     shapes={"{": CallShape.OBJECT},
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         '<tool_call>\n{"name": {json_name}, "arguments": {arguments}}\n</tool_call>', between="\n"
     ),
 )
@@ -70,7 +70,7 @@ QWEN3_CODER: Final = CallSyntax(
     section=("<tool_call>", "</tool_call>"),
     begin="<function=",
     shapes={"": CallShape.XML},
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>", between="\n"
     ),
 )
@@ -81,7 +81,7 @@ MISTRAL: Final = CallSyntax(
     header=r"(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>\w+))?",
     inner=("[CALL_ID]",),
     ids="short",
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         '{"name": {json_name}, "arguments": {arguments}}',
         open="[TOOL_CALLS] [",
         between=", ",
@@ -97,7 +97,7 @@ DEEPSEEK_V3: Final = CallSyntax(
     separator="```json",
     header=r"\w+\s*<｜tool▁sep｜>\s*(?P<name>\S+)",
     inner=("<｜tool▁sep｜>",),
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
         open=_DEEPSEEK_SECTION[0],
@@ -112,7 +112,7 @@ DEEPSEEK_V31: Final = CallSyntax(
     shapes={"": CallShape.HEADER},
     separator="<｜tool▁sep｜>",
     header=r"(?P<name>\S+)",
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         open=_DEEPSEEK_SECTION[0],
         close=_DEEPSEEK_SECTION[1],
@@ -125,7 +125,7 @@ KIMI_K2: Final = CallSyntax(
     shapes={"": CallShape.HEADER},
     separator="<|tool_call_argument_begin|>",
     header=r"(?P<id>(?:functions\.)?(?P<name>\S+):\d+)",
-    written=ForcedSyntax(
+    forced=ForcedSyntax(
         "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
         open="<|tool_calls_section_begin|>",
@@ -157,17 +157,9 @@ THINKING: Final[Mapping[str, ThinkSyntax]] = {
 # Tool calls and reasoning are channels of one format here.
 HARMONY: Final = "gpt-oss"
 HARMONY_MARKERS: Final = frozenset(
-    (
-        "<|start|>",
-        "<|channel|>",
-        "<|constrain|>",
-        "<|message|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-    )
+    "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|return|> <|call|>".split()
 )
-HARMONY_WRITTEN: Final = ForcedSyntax(
+HARMONY_FORCED: Final = ForcedSyntax(
     "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     several=False,  # the first <|call|> ends the turn
 )
@@ -175,15 +167,16 @@ HARMONY_WRITTEN: Final = ForcedSyntax(
 
 @dataclass(frozen=True)
 class Family:
-    """What a model of this type writes; `hint` is a text that its chat template must have."""
+    """The formats of models of this type."""
 
     model_type: str
     tools: str | None
     reasoning: str | None
     hint: str = ""
+    """A text that the chat template must contain."""
 
 
-# The first that fits: one architecture may carry checkpoints that write in different ways.
+# The first match applies: checkpoints of one architecture may differ in format.
 FAMILIES: Final = (
     Family("qwen3_moe", "qwen3_coder", None, hint="<parameter="),
     Family("qwen3_moe", "qwen25", "qwen3"),
@@ -197,7 +190,7 @@ FAMILIES: Final = (
     Family("deepseek_v2", "deepseekv3", None),
     Family("gpt_oss", HARMONY, HARMONY),
 )
-# Used where the tokenizer's own list is not given.
+# Used without the tokenizer's own list.
 PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
     "mistral": frozenset(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<s>", "</s>")),
     HARMONY: HARMONY_MARKERS | {"<|endoftext|>", "<|startoftext|>"},
@@ -206,7 +199,7 @@ PUBLISHED_SPECIALS: Final[Mapping[str, frozenset[str]]] = {
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """Tokens that the tokenizer adds to its own: all ids, and which are special."""
+    """The tokens added to a vocabulary: all ids, and which are special."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()

@@ -1,6 +1,6 @@
-"""Answers in which markers set tool calls and reasoning apart from content.
+"""Parses answers in which markers separate tool calls and reasoning from content.
 
-Whitespace that touches a marker is layout: it belongs to no part.
+Whitespace next to a marker is layout and belongs to no part.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from moesaic.server.parsers.readers import READERS, SPACE, Reader, ReaderState
 from moesaic.server.parsers.scan import Markers, markers, slices
 from moesaic.server.parsers.syntax import CallSyntax, ThinkSyntax
 
-# Gives parts and returns whether there may be more to do with the text at hand.
+# Yields parts and returns whether the pending text may have more.
 Steps = Generator[Part, None, bool]
 
 
 @dataclass(frozen=True)
 class ParserSetup:
-    """What the parsers of one request have in common."""
+    """What all parsers of a request share."""
 
     calls: CallSyntax | None
     think: ThinkSyntax | None
-    inside: bool  # the answer begins within the reasoning
-    split: bool  # give reasoning apart; else it stays in the content as it came
-    noise: frozenset[str] = frozenset()  # special tokens that mean nothing here
+    inside: bool  # the answer begins inside the reasoning
+    split: bool  # separate the reasoning; otherwise it stays in the content unchanged
+    ignored: frozenset[str] = frozenset()  # special tokens that are no markers
 
 
 class TaggedParser:
@@ -36,24 +36,24 @@ class TaggedParser:
         self._input = deque[str]()
         self._pending = ""
         self._reader: Reader | None = None
-        self._opened: list[str] | None = None  # whitespace behind an opening marker
+        self._opened: list[str] | None = None  # whitespace after an opening marker
         self._thinking = setup.inside
         self._thought = False
         self._answered = False
         self._after_call = False
         self._fresh = setup.inside and setup.split  # no text since the last marker
-        self._held: list[str] = []  # layout, if a marker follows
-        self._known: dict[tuple[bool, ...], Markers] = {}
+        self._layout: list[str] = []  # layout, if a marker follows
+        self._cached: dict[tuple[bool, ...], Markers] = {}
 
     def feed(self, text: str) -> list[Part]:
         plain = text and self._mid_sentence() and text[-1] not in SPACE
-        if plain and self._wanted().none_begins_in(text):
+        if plain and self._active_markers().none_begins_in(text):
             return [self._part(text)]
         return joined(self._run(text, final=False))
 
     def _mid_sentence(self) -> bool:
-        """Nothing is held back and text stands before: most tokens come here."""
-        held = self._pending or self._held or self._fresh or self._early
+        """Nothing is held back and text came before, which is the case for most tokens."""
+        held = self._pending or self._layout or self._fresh or self._early
         return not held and self._reader is None and self._opened is None
 
     def finish(self) -> list[Part]:
@@ -85,7 +85,7 @@ class TaggedParser:
         while self._reader is not None or self._opened is not None:
             if self._reader is not None:
                 yield from self._parts_of(self._reader.finish())
-                yield from self._leave(self._reader)
+                yield from self._close_reader(self._reader)
             elif self._opened is not None:
                 yield from self._refuse_call("".join(self._opened))
             yield from self._run("", final=True)
@@ -93,30 +93,30 @@ class TaggedParser:
 
     def _scan(self, final: bool) -> Steps:
         """Text up to the next marker, and the marker."""
-        start, end = self._wanted().find(self._pending, final)
+        start, end = self._active_markers().find(self._pending, final)
         before, marker = self._pending[:start], self._pending[start:end]
         self._pending = self._pending[end:]
-        yield from self._say(before)
+        yield from self._emit(before)
         if not marker:
             return False
-        yield from self._act_on(marker)
+        yield from self._handle_marker(marker)
         return True
 
-    def _wanted(self) -> Markers:
-        """The markers that count where the parser stands; kept, as there may be many."""
-        standing = (self._thinking, self._early, self._after_call)
-        if standing not in self._known:
-            self._known[standing] = markers(frozenset(self._active()))
-        return self._known[standing]
+    def _active_markers(self) -> Markers:
+        """The markers that apply in the current state, cached."""
+        state = (self._thinking, self._early, self._after_call)
+        if state not in self._cached:
+            self._cached[state] = markers(frozenset(self._active()))
+        return self._cached[state]
 
     @property
     def _early(self) -> bool:
-        """Reasoning can begin only before anything was said."""
+        """Reasoning can begin only before any other text."""
         return not (self._answered or self._thought)
 
     def _active(self) -> Iterator[str]:
         setup = self._setup
-        yield from setup.noise
+        yield from setup.ignored
         if setup.think is not None:
             if self._thinking:
                 yield setup.think.close
@@ -132,33 +132,33 @@ class TaggedParser:
         think = self._setup.think
         return not self._thinking or (think is not None and think.ends_at_call)
 
-    def _act_on(self, marker: str) -> Iterator[Part]:
+    def _handle_marker(self, marker: str) -> Iterator[Part]:
         calls, think = self._setup.calls, self._setup.think
         if think is not None and marker == think.open and not self._early:
-            yield from self._say(marker)  # text came before it
+            yield from self._emit(marker)  # not at the start
         elif think is not None and marker in (think.open, think.close):
-            yield from self._turn(marker, marker == think.open)
+            yield from self._set_thinking(marker, marker == think.open)
         elif calls is not None and marker == calls.begin:
             self._opened = []
         elif calls is not None and calls.section is not None and marker == calls.section[0]:
-            self._held.append(marker)
+            self._layout.append(marker)
         elif calls is not None and calls.section is not None and marker == calls.section[1]:
             if not self._calls.count:
-                yield from self._say(marker)
+                yield from self._emit(marker)
             self._fresh = self._fresh or self._calls.count > 0
         elif calls is not None and marker in calls.ends:
             self._after_call = False
             self._fresh = True
 
-    def _turn(self, marker: str, thinking: bool) -> Iterator[Part]:
+    def _set_thinking(self, marker: str, thinking: bool) -> Iterator[Part]:
         if self._setup.split:
-            layout = "".join(self._held)
-            self._held.clear()
+            layout = "".join(self._layout)
+            self._layout.clear()
             if layout.strip(SPACE):
                 yield self._part(layout)
             self._fresh = True
         else:
-            yield from self._say(marker)
+            yield from self._emit(marker)
         self._thinking, self._thought = thinking, False
 
     def _choose_reader(self, space: list[str]) -> Steps:
@@ -174,7 +174,7 @@ class TaggedParser:
             yield from self._refuse_call("".join(space) + body)
         else:
             self._opened = None
-            self._again("".join(space) + body)
+            self._put_back("".join(space) + body)
             self._reader = READERS[shape](self._setup.calls, self._calls)
         return True
 
@@ -183,36 +183,36 @@ class TaggedParser:
         yield from self._parts_of(reader.feed(text))
         if reader.state is ReaderState.READING:
             return False
-        yield from self._leave(reader)
+        yield from self._close_reader(reader)
         return True
 
     def _parts_of(self, parts: list[Part]) -> Iterator[Part]:
         for part in parts:
             if isinstance(part, ToolStart):
-                self._held.clear()
+                self._layout.clear()
                 self._after_call = self._fresh = True
             yield part
 
-    def _leave(self, reader: Reader) -> Iterator[Part]:
+    def _close_reader(self, reader: Reader) -> Iterator[Part]:
         self._reader = None
         if reader.state is ReaderState.FAILED and not reader.any:
             yield from self._refuse_call(reader.rest)
         else:
-            self._again(reader.rest)
+            self._put_back(reader.rest)
 
     def _refuse_call(self, rest: str) -> Iterator[Part]:
-        """What follows the opening marker is no call: the marker is text, and so is the rest."""
+        """The opening marker begins no call: it is text, and so is the rest."""
         assert self._setup.calls is not None
         self._opened = None
-        self._again(rest)
-        yield from self._say(self._setup.calls.begin)
+        self._put_back(rest)
+        yield from self._emit(self._setup.calls.begin)
 
-    def _again(self, text: str) -> None:
-        """Text that was taken and is to be looked at once more, before what is still to come."""
+    def _put_back(self, text: str) -> None:
+        """Puts text back in front of the remaining input."""
         self._pending = ""
         self._input.extendleft(reversed(slices(text)))
 
-    def _say(self, text: str) -> Iterator[Part]:
+    def _emit(self, text: str) -> Iterator[Part]:
         raw = self._thinking and not self._setup.split
         if self._fresh and not raw:
             text = text.lstrip(SPACE)
@@ -224,12 +224,12 @@ class TaggedParser:
             yield from self._release()
             yield self._part(body)
         if len(body) < len(text):
-            self._held.append(text[len(body) :])
+            self._layout.append(text[len(body) :])
 
     def _release(self) -> Iterator[Part]:
-        if self._held:
-            yield self._part("".join(self._held))
-            self._held.clear()
+        if self._layout:
+            yield self._part("".join(self._layout))
+            self._layout.clear()
 
     def _part(self, text: str) -> Part:
         return Reasoning(text) if self._thinking and self._setup.split else Content(text)

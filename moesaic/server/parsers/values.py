@@ -1,4 +1,4 @@
-"""Values of arguments: from the model's text to JSON, typed by the tool's schema."""
+"""Converts argument values from the model's text to JSON, typed by the tool's schema."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def object_text(value: str) -> str | None:
-    """Arguments as the text of a JSON object: models also write that text as a JSON string, or
-    null for none. None where it is something else."""
+    """Arguments as the text of a JSON object, or None. Models also write that text as a JSON
+    string, or null for no arguments."""
     if value.startswith("{"):
         return value
     if value == "null":
@@ -36,7 +36,7 @@ def object_text(value: str) -> str | None:
 
 
 def escaped(text: str) -> str:
-    """As the inside of a JSON string."""
+    """The inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -46,7 +46,7 @@ def is_text(parameters: Mapping[str, Any], key: str) -> bool:
 
 
 def as_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
-    """The JSON of a value written as plain text: JSON where the schema allows what it says, else
+    """The JSON of a value in plain text: the value itself if the schema allows its type, otherwise
     a string."""
     value = _PYTHON.get(text.strip(), text.strip())
     allowed = _types(parameters, key)
@@ -64,7 +64,7 @@ def _refuse(word: str) -> None:
 
 
 def _types(parameters: Mapping[str, Any], key: str) -> set[str]:
-    """Names of the types that the schema of a parameter names at its top; empty: any."""
+    """The types at the top of a parameter's schema; empty for any."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     if not isinstance(schema, Mapping):
