@@ -55,7 +55,7 @@ class FairQueue(Generic[WaiterT]):
         raise NotImplementedError
 
     def queue(self, waiter: WaiterT) -> None:
-        """Adds a waiter to its client's line. Raises `full()` if there is no room and no other client
+        """Adds a waiter to its client's line. Raises `full()` without room, unless another client
         has more waiting."""
         line = self._lines.get(waiter.client)
         self._make_room(waiter.wanted, 0 if line is None else line.waiting)
@@ -174,8 +174,7 @@ class FairExecutor:
         return self._tasks.running + self._tasks.waiting
 
     def submit(self, client: Hashable, work: Callable[[], Result]) -> Future[Result]:
-        """Queues a task. Its future fails if another client evicts it; cancelling the future removes
-        the task."""
+        """Queues a task. Its future fails if another client evicts it, and may be cancelled."""
         task = _Task(self, client, work)
         with self._lock:
             if self._closed is not None:

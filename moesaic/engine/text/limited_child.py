@@ -56,9 +56,8 @@ class ChildUnresponsive(Exception):
 
 
 def serve(begin: Callable[[bytes], Answer]) -> None:
-    """The child's loop: `begin` makes the answering function from the first message, whose answer is
-    empty or an error. It then answers requests until its input ends. The command line has the
-    limits."""
+    """The child's loop. `begin` turns the first message into the function that answers requests;
+    the reply to it is empty or an error. The command line has the limits."""
     allowance = Allowance(float(sys.argv[1]), int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer

@@ -13,7 +13,7 @@ from moesaic.engine.text.tokenizer import BROKEN, Tokenizer
 
 
 class TokenBytes:
-    """All bytes, joined and decoded with U+FFFD for invalid UTF-8, equal the text that the tokenizer
+    """All bytes, joined and decoded with U+FFFD for invalid UTF-8, are the text that the tokenizer
     decodes from all tokens at once.
 
     Tokenizers with byte fallback decode a run of byte tokens as a whole: one invalid byte turns
