@@ -27,8 +27,8 @@ class GrammarSetup(msgspec.Struct):
 
 
 def judge(compiler: Compiler, grammar: Grammar) -> str:
-    """Why a grammar is refused. Matching a few random tokens finds most grammars that nothing matches
-    or that are too costly to match."""
+    """Why a grammar is refused. Matching a few random tokens finds most that nothing matches
+    or that are too costly."""
     try:
         return _match_some(compiler.matcher(grammar), grammar)
     except ValueError as error:
