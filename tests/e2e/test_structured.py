@@ -181,7 +181,7 @@ def test_checking_does_not_hold_the_event_loop(engine: Engine) -> None:
             return [piece async for piece in engine.stream(call)][-1].progress.text
 
         release = threading.Event()
-        engine._limits.grammars.turns.submit("operator", release.wait)
+        engine.limits.grammars.turns.submit("operator", release.wait)
         task = asyncio.create_task(last())
         for _ in range(50):
             await asyncio.sleep(0.002)

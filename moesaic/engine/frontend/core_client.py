@@ -21,7 +21,6 @@ from moesaic.config.gpus import describe_shares, most_on_one
 from moesaic.core.messages import (
     Abort,
     Fault,
-    Finish,
     NewRequest,
     Query,
     QueryReply,
@@ -162,7 +161,8 @@ class CoreClient:
             request.queue_seconds = state.held + delta.queue_seconds
         request.input_logprobs += delta.input_logprobs
         request.input_top_logprobs += delta.input_top_logprobs
-        ended = None if delta.finish is None else _reason(delta.finish)
+        finish = delta.finish
+        ended = None if finish is None else FinishReason(**msgspec.structs.asdict(finish))
         for number, token in enumerate(delta.token_ids):
             logprob = delta.logprobs[number] if delta.logprobs else None
             top = delta.top_logprobs[number] if delta.top_logprobs else None
@@ -280,14 +280,4 @@ def _new_request(state: RequestState) -> NewRequest:
         logprob_start=request.logprob_start,
         top_logprobs_num=request.top_logprobs_num,
         group=request.group,
-    )
-
-
-def _reason(finish: Finish) -> FinishReason:
-    return FinishReason(
-        type=finish.type,
-        matched=finish.matched,
-        length=finish.length,
-        message=finish.message,
-        failed=finish.failed,
     )

@@ -153,8 +153,8 @@ class _Line(Generic[WaiterT]):
         return None if last.held else last
 
 
-class FairExecutor:
-    """Runs the tasks of all clients in one thread, fairly. Any thread may call it. `full` makes the
+class FairExecutor(FairQueue["_Task"]):
+    """Runs the tasks of all clients in one thread, fairly. Any thread may submit. `full` makes the
     error of a task beyond `most_open`."""
 
     def __init__(
@@ -163,23 +163,27 @@ class FairExecutor:
         most_open: int = NO_LIMIT,
         full: Callable[[], Exception] = lambda: RuntimeError("the queue is full"),
     ) -> None:
-        self._tasks = _Tasks(most_open, full)
+        super().__init__(1, most_open)
+        self._full = full
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, name)
         self._closed: Exception | None = None
 
+    def full(self) -> Exception:
+        return self._full()
+
     @property
     def open(self) -> int:
         """Tasks that run or wait."""
-        return self._tasks.running + self._tasks.waiting
+        return self.running + self.waiting
 
     def submit(self, client: Hashable, work: Callable[[], Result]) -> Future[Result]:
         """Queues a task. Its future fails if another client evicts it, and may be cancelled."""
-        task = _Task(self, client, work)
+        task = _Task(client, work, self._start)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            self._tasks.queue(task)
+            self.queue(task)
         task.future.add_done_callback(lambda _: self._leave(task))
         return task.future
 
@@ -187,34 +191,36 @@ class FairExecutor:
         """Fails waiting and future tasks with this error. May be repeated."""
         with self._lock:
             self._closed = error
-            for task in self._tasks.waiters():
-                self._tasks.unqueue(task)
+            for task in self.waiters():
+                self.unqueue(task)
                 task.refuse(error)
         self._thread.shutdown(wait=False)
 
-    def start(self, task: _Task) -> None:
+    def _start(self, task: _Task) -> None:
         self._thread.submit(self._run, task)
 
     def _run(self, task: _Task) -> None:
         set_result = task.run()
         with self._lock:  # before the result: a client that has it has no open task
-            self._tasks.free(1)
+            self.free(1)
         set_result()
 
     def _leave(self, task: _Task) -> None:
         with self._lock:
-            if self._tasks.holds(task):
-                self._tasks.unqueue(task)
+            if self.holds(task):
+                self.unqueue(task)
 
 
 class _Task:
-    def __init__(self, executor: FairExecutor, client: Hashable, work: Callable[[], Any]) -> None:
+    def __init__(
+        self, client: Hashable, work: Callable[[], Any], start: Callable[[_Task], object]
+    ) -> None:
         self.client, self.wanted, self.held = client, 1, 0
         self.future: Future[Any] = Future()
-        self._executor, self._work = executor, work
+        self._work, self._start = work, start
 
     def begin(self, number: int) -> None:
-        self._executor.start(self)
+        self._start(self)
 
     def refuse(self, error: Exception) -> None:
         if not self.future.done():
@@ -228,14 +234,3 @@ class _Task:
             return partial(self.future.set_result, self._work())
         except BaseException as error:
             return partial(self.future.set_exception, error)
-
-
-class _Tasks(FairQueue[_Task]):
-    """A queue with one slot, the thread."""
-
-    def __init__(self, most_open: int, full: Callable[[], Exception]) -> None:
-        super().__init__(1, most_open)
-        self._full = full
-
-    def full(self) -> Exception:
-        return self._full()
