@@ -85,8 +85,9 @@ class Engine:
             "tokenizer": prepared - started,
             "model": time.monotonic() - prepared,
         }
-        self._limits = self._make_limits()
-        self._max_running = self._core.facts.max_running * self.mesh.num_groups
+        self.limits = self._make_limits()
+        self.max_running = self._core.facts.max_running * self.mesh.num_groups
+        """The most requests that run at once, on all ranks together."""
         self._watch = RequestWatch()
         self._senders = OutputSenders()
         self.spans = self._core.front
@@ -94,7 +95,7 @@ class Engine:
         self._inflight = InflightRequests(
             self._thread.submit,
             self._thread.lock,
-            self._max_running,
+            self.max_running,
             self.args.max_queued_requests,
             self.spans,
         )
@@ -151,7 +152,7 @@ class Engine:
         call = GenerateInput.from_arguments(prompt, sampling_params, input_ids, options)
         signals: queue.SimpleQueue[IndexedProgress] = queue.SimpleQueue()
         states = self._prepare(call, lambda *signal: signals.put(signal))
-        call.check_grammars([state.request for state in states], self._limits.grammars)
+        call.check_grammars([state.request for state in states], self.limits.grammars)
         outputs = self._call_outputs(call, states)
         stream = self._stream(outputs, signals)
         if call.stream:
@@ -207,7 +208,7 @@ class Engine:
         """ValueError if no output can follow it. A new one waits in the client's line; QueueFull if
         too many wait."""
         SamplingParams(**{grammar.kind: grammar.text})  # type: ignore[arg-type]
-        await self._limits.grammars.check_in_turn(grammar, client)
+        await self.limits.grammars.check_in_turn(grammar, client)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache and returns the number of pages that became free."""
@@ -252,20 +253,11 @@ class Engine:
     @property
     def context_length(self) -> int:
         """The most tokens of a sequence, prompt and output."""
-        return self._limits.context_length
+        return self.limits.context_length
 
     def check_token_ids(self, ids: Sequence[int]) -> None:
         """ValueError for an id that the model does not have."""
-        check_token_ids(ids, self._limits.vocab_size)
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
-    @property
-    def max_running(self) -> int:
-        """The most requests that run at once, on all ranks together."""
-        return self._max_running
+        check_token_ids(ids, self.limits.vocab_size)
 
     @property
     def fault(self) -> str:
@@ -277,7 +269,7 @@ class Engine:
         self._profiler.close()
         atexit.unregister(self.shutdown)
         self._thread.close()
-        self._limits.grammars.close()
+        self.limits.grammars.close()
         if self.tokenizer is not None:
             self.tokenizer.chat.close()
 
@@ -286,7 +278,7 @@ class Engine:
     ) -> list[RequestState]:
         """Validates everything but grammars; submits nothing."""
         begin = self.spans.clock()
-        found = call.requests(self.tokenizer, self._limits)
+        found = call.requests(self.tokenizer, self.limits)
         tokens = sum(request.prompt_len for request, _ in found)
         self.spans.add(SpanKind.TOKENISE, begin, tokens=tokens)
         return [
@@ -300,7 +292,7 @@ class Engine:
         is_long = call.size > LONG_PROMPT or call.has_grammar
         states = await asyncio.to_thread(work) if is_long else work()
         requests = [state.request for state in states]
-        await call.check_grammars_in_turn(requests, self._limits.grammars)
+        await call.check_grammars_in_turn(requests, self.limits.grammars)
         return states, output_queue
 
     def _make_state(

@@ -1,5 +1,10 @@
-"""Errors of requests that are valid but cannot be accepted now."""
+"""Errors of valid requests that the engine does not accept."""
 
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting: try again later."""
+
+
+class EngineShutDown(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("the engine is shut down: make a new Engine")

@@ -44,7 +44,7 @@ class IdTexts:
 def texts_of(engine: Engine) -> Texts:
     if engine.tokenizer is not None:
         return TokenTexts(engine.tokenizer, chat=False)
-    return IdTexts(engine._limits.vocab_size)
+    return IdTexts(engine.limits.vocab_size)
 
 
 def throughput_bench(engine: Engine, args: ThroughputArgs) -> int:

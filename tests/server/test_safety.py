@@ -235,7 +235,7 @@ def test_grammars_that_wait_keep_nobody_else_waiting(running: Running) -> None:
             wait_until(lambda: sum(one.done() for one in asked) == 9 and turns.open == 32)
             refused = [one.result() for one in asked if one.done()]
             assert {one.status_code for one in refused} == {429}
-            assert "32 grammars that were not seen before wait" in refused[0].text
+            assert "32 new grammars already wait" in refused[0].text
             assert running.context.admission.arriving == 31
             new = {"model": "default", "prompt": "x", "max_tokens": 4, "regex": "[cd]+"}
             theirs = pool.submit(other.post, "/v1/completions", json=new)

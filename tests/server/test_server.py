@@ -176,7 +176,7 @@ BAD_BODIES = {
     '{"text": "x", "sampling_params": {"n": 100000}}': "ask several times",
     '{"text": "x", "sampling_params": 5}': "$.sampling_params",
     '{"text": "\\ud800"}': "a lone surrogate",
-    '{"text": ""}': "must be a text that is not empty",
+    '{"text": ""}': "must be a non-empty text",
     '{"text": "x", "input_ids": [1]}': "and not both",
     "{}": "give either text or input_ids",
     '{"input_ids": []}': "the prompt is empty",

@@ -351,7 +351,7 @@ def test_a_server_does_not_start_with_such_a_template(folder, monkeypatch, tmp_p
         ("{% for %}", "is not valid Jinja"),
     ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=f"{words}.*: mend it, or give another with --chat-te"):
+        with pytest.raises(ValueError, match=f"{words}.*: fix it, or give another with --chat-te"):
             load_tokenizer(str(folder), str(file))
     file.write_text("{{ raise_exception('none is good enough') }}")  # its right
     refusing = load_tokenizer(str(folder), str(file))
@@ -374,7 +374,7 @@ def test_a_machine_that_is_too_busy_is_named_at_the_start(folder, monkeypatch):
         raise ChildUnresponsive
 
     monkeypatch.setattr(chat._child, "ask", ask)
-    words = "chat template 'default' of .* could not be tried: .* start again when this machine"
+    words = "chat template 'default' of .* could not be checked: .* start again when this machine"
     with pytest.raises(ChatTemplateError, match=words):
         chat.check()
 

@@ -183,7 +183,7 @@ def test_a_client_with_many_new_grammars_keeps_nobody_out(
     assert one is None and order.index("one") <= 1
     assert many[: MAX_OPEN - 2] == [None] * (MAX_OPEN - 2)
     for error in many[MAX_OPEN - 2 :]:
-        assert isinstance(error, QueueFull) and str(error).startswith(f"{MAX_OPEN} grammars")
+        assert isinstance(error, QueueFull) and str(error).startswith(f"{MAX_OPEN} new grammars")
     assert checker.turns.open == 0
 
 

@@ -54,7 +54,7 @@ def test_other_ends_are_no_verdict(
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ChildUnresponsive):
         child.ask(question)
-    assert f"limited_work ended with status {status} instead of an answer" in caplog.text
+    assert f"limited_work ended with status {status} without an answer" in caplog.text
     assert child.ask(b"nothing")
 
 

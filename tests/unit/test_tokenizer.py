@@ -372,7 +372,7 @@ def test_where_templates_come_from(tmp_path):
         ("{{ 1 / 0 }}", "does not accept these messages: division by zero"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ([{"name": "rag", "template": "x"}], r"\['rag'\] and none is the default"),
+        ([{"name": "rag", "template": "x"}], r"\['rag'\], but no default"),
     ],
     ids=str,
 )

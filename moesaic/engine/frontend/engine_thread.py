@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from moesaic.engine.errors import EngineShutDown
 from moesaic.engine.frontend.core_client import CoreClient
 from moesaic.engine.frontend.queries import CALLER_SECONDS, QueryTimeout
 from moesaic.engine.worker.local_core import LocalCore
@@ -42,7 +43,7 @@ class EngineThread:
                     "start processes by spawn instead of fork"
                 )
             if self._closed:
-                raise RuntimeError("the engine is shut down: make a new Engine")
+                raise EngineShutDown
             self._commands.put(command)
             self._core.wake()
 

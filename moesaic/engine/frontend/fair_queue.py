@@ -1,5 +1,6 @@
-"""A queue with one line for each client, served in turn: a client that has much waiting delays its
-own work, and never keeps one that has nothing waiting out of the queue.
+"""A fair queue: one line per client, served round-robin.
+
+A client with much work delays only its own, and cannot keep an idle client out of the queue.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ NO_LIMIT: Final = 1 << 62
 
 
 class Waiter(Protocol):
-    """A member of a line. `wanted`: the slots that it waits for; `held`: those that it has."""
+    """A member of a line."""
 
     client: Hashable
     wanted: int
+    """Slots that it waits for."""
     held: int
+    """Slots that it has."""
 
     def begin(self, number: int) -> None:
-        """The queue gives it more slots, which it returns by `FairQueue.free`."""
+        """It gets `number` more slots, and returns them by `FairQueue.free`."""
 
     def refuse(self, error: Exception) -> None:
-        """The queue has put it out, because another client needs its place."""
+        """The queue has evicted it in favour of another client."""
 
 
 WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class FairQueue(Generic[WaiterT]):
-    """Gives `slots` to waiters. Turns are counted in slots, and at most `most_open` are held or
-    waited for. A caller with several threads holds a lock around each call."""
+    """Grants `slots` to waiters, one per turn. At most `most_open` are held or waited for. Callers
+    with several threads hold a lock around each call."""
 
     def __init__(self, slots: int, most_open: int) -> None:
         self.slots, self.most_open = slots, most_open
@@ -48,11 +51,12 @@ class FairQueue(Generic[WaiterT]):
         self._order = count()
 
     def full(self) -> Exception:
-        """What a waiter gets for which there is no room."""
+        """The error of a refused waiter."""
         raise NotImplementedError
 
     def queue(self, waiter: WaiterT) -> None:
-        """Raises `full()` if there is no room and no client has more waiting than this one."""
+        """Adds a waiter to its client's line. Raises `full()` without room, unless another client
+        has more waiting."""
         line = self._lines.get(waiter.client)
         self._make_room(waiter.wanted, 0 if line is None else line.waiting)
         line = self._lines.setdefault(waiter.client, _Line(waiter.client))
@@ -64,12 +68,12 @@ class FairQueue(Generic[WaiterT]):
         self.pump()
 
     def unqueue(self, waiter: WaiterT) -> None:
-        """Takes a waiter out of its line."""
+        """Removes a waiter from its line."""
         line = self._lines[waiter.client]
         del line.waiters[waiter]
         self.forget(waiter, waiter.wanted)
         if not line.waiters:
-            del self._lines[waiter.client]  # its turn is passed over when it comes
+            del self._lines[waiter.client]  # `pump` skips its turn
 
     def holds(self, waiter: WaiterT) -> bool:
         line = self._lines.get(waiter.client)
@@ -79,7 +83,7 @@ class FairQueue(Generic[WaiterT]):
         return [waiter for line in self._lines.values() for waiter in line.waiters]
 
     def forget(self, waiter: WaiterT, number: int) -> None:
-        """A queued waiter wants fewer slots."""
+        """A queued waiter waits for `number` fewer slots."""
         self._lines[waiter.client].waiting -= number
         self.waiting -= number
         waiter.wanted -= number
@@ -89,15 +93,15 @@ class FairQueue(Generic[WaiterT]):
         self.pump()
 
     def pump(self) -> None:
-        """Gives free slots to the waiters that are next."""
-        begun: dict[WaiterT, int] = {}
+        """Grants free slots to the next waiters."""
+        granted: dict[WaiterT, int] = {}
         while self.running < self.slots and self._turns:
             turn, _, line = heapq.heappop(self._turns)
             if not self._is_current(line):
                 continue
             self._turn = turn
             waiter = next(iter(line.waiters))
-            begun[waiter] = begun.get(waiter, 0) + 1
+            granted[waiter] = granted.get(waiter, 0) + 1
             self.running += 1
             waiter.held += 1
             self.forget(waiter, 1)
@@ -107,12 +111,12 @@ class FairQueue(Generic[WaiterT]):
                 self._line_up(line, turn + 1)
             else:
                 del self._lines[line.client]
-        for waiter, number in begun.items():
+        for waiter, number in granted.items():
             waiter.begin(number)
 
     def _line_up(self, line: _Line[WaiterT], turn: int) -> None:
         heapq.heappush(self._turns, (turn, next(self._order), line))
-        if len(self._turns) > 2 * len(self._lines) + 64:  # those of clients that have left
+        if len(self._turns) > 2 * len(self._lines) + 64:  # of clients that have left
             self._turns = [entry for entry in self._turns if self._is_current(entry[2])]
             heapq.heapify(self._turns)
 
@@ -120,8 +124,8 @@ class FairQueue(Generic[WaiterT]):
         return self._lines.get(line.client) is line
 
     def _make_room(self, number: int, own: int) -> None:
-        """Puts out the newest waiter of the client with most waiting. One waiter that has begun may
-        have filled the queue: then a client with nothing waiting goes beyond the limit."""
+        """Evicts the newest waiter of the client with most waiting. If a single waiter that already
+        has slots fills the queue, an idle client may exceed the limit."""
         while (excess := self.running + self.waiting + number - self.most_open) > 0:
             most = max(self._lines.values(), key=lambda line: line.waiting, default=None)
             if most is None or most.waiting <= own + number:
@@ -144,14 +148,14 @@ class _Line(Generic[WaiterT]):
         self.waiters: OrderedDict[WaiterT, None] = OrderedDict()
 
     def newest(self) -> WaiterT | None:
-        """The last waiter, unless it has slots already."""
+        """The last waiter, unless it already has slots."""
         last = next(reversed(self.waiters))
         return None if last.held else last
 
 
-class FairExecutor:
-    """Runs work in one thread of its own, by the turns of the clients. Any thread may call it.
-    `full`: the error for a client whose work finds no room among `most_open`."""
+class FairExecutor(FairQueue["_Task"]):
+    """Runs the tasks of all clients in one thread, fairly. Any thread may submit. `full` makes the
+    error of a task beyond `most_open`."""
 
     def __init__(
         self,
@@ -159,80 +163,74 @@ class FairExecutor:
         most_open: int = NO_LIMIT,
         full: Callable[[], Exception] = lambda: RuntimeError("the queue is full"),
     ) -> None:
-        self._tasks = _Tasks(most_open, full)
+        super().__init__(1, most_open)
+        self._full = full
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, name)
         self._closed: Exception | None = None
 
+    def full(self) -> Exception:
+        return self._full()
+
     @property
     def open(self) -> int:
-        """Work that runs or waits."""
-        return self._tasks.running + self._tasks.waiting
+        """Tasks that run or wait."""
+        return self.running + self.waiting
 
     def submit(self, client: Hashable, work: Callable[[], Result]) -> Future[Result]:
-        """The result, or a future that is refused later where another client needs the place.
-        A future that is cancelled leaves the line."""
-        task = _Task(self, client, work)
+        """Queues a task. Its future fails if another client evicts it, and may be cancelled."""
+        task = _Task(client, work, self._start)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            self._tasks.queue(task)
+            self.queue(task)
         task.future.add_done_callback(lambda _: self._leave(task))
         return task.future
 
     def close(self, error: Exception) -> None:
-        """All that waits gets the error, and so does all that comes; it may be repeated."""
+        """Fails waiting and future tasks with this error. May be repeated."""
         with self._lock:
             self._closed = error
-            for task in self._tasks.waiters():
-                self._tasks.unqueue(task)
+            for task in self.waiters():
+                self.unqueue(task)
                 task.refuse(error)
         self._thread.shutdown(wait=False)
 
-    def start(self, task: _Task) -> None:
+    def _start(self, task: _Task) -> None:
         self._thread.submit(self._run, task)
 
     def _run(self, task: _Task) -> None:
-        tell = task.run()
-        with self._lock:  # first: a client that has its result has nothing open
-            self._tasks.free(1)
-        tell()
+        set_result = task.run()
+        with self._lock:  # before the result: a client that has it has no open task
+            self.free(1)
+        set_result()
 
     def _leave(self, task: _Task) -> None:
         with self._lock:
-            if self._tasks.holds(task):
-                self._tasks.unqueue(task)
+            if self.holds(task):
+                self.unqueue(task)
 
 
 class _Task:
-    def __init__(self, executor: FairExecutor, client: Hashable, work: Callable[[], Any]) -> None:
+    def __init__(
+        self, client: Hashable, work: Callable[[], Any], start: Callable[[_Task], object]
+    ) -> None:
         self.client, self.wanted, self.held = client, 1, 0
         self.future: Future[Any] = Future()
-        self._executor, self._work = executor, work
+        self._work, self._start = work, start
 
     def begin(self, number: int) -> None:
-        self._executor.start(self)
+        self._start(self)
 
     def refuse(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
 
     def run(self) -> Callable[[], None]:
-        """What tells the client how it went."""
+        """Runs the work; returns a function that sets the future."""
         if not self.future.set_running_or_notify_cancel():
             return lambda: None
         try:
             return partial(self.future.set_result, self._work())
         except BaseException as error:
             return partial(self.future.set_exception, error)
-
-
-class _Tasks(FairQueue[_Task]):
-    """One slot: the thread."""
-
-    def __init__(self, most_open: int, full: Callable[[], Exception]) -> None:
-        super().__init__(1, most_open)
-        self._full = full
-
-    def full(self) -> Exception:
-        return self._full()

@@ -1,4 +1,4 @@
-"""Chat templates of a model: messages become the text of a prompt, in a limited process."""
+"""Renders chat templates to prompts in a limited child process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from moesaic.engine.errors import QueueFull
+from moesaic.engine.errors import EngineShutDown, QueueFull
 from moesaic.engine.frontend.fair_queue import FairExecutor
 from moesaic.engine.text.limited_child import (
     ANSWER_SECONDS,
@@ -21,7 +21,7 @@ from moesaic.models.tiny_chat import CHAT_TEMPLATES
 
 Message = Mapping[str, Any]
 
-# The largest body that a server takes is rendered in a tenth of it.
+# The largest request body needs a tenth of it.
 ALLOWANCE: Final = Allowance(seconds=2.0, room=512 * 2**20)
 
 _TOOL: Final = {
@@ -44,7 +44,7 @@ _TURNS: Final = (
     {"role": "assistant", "content": "A part of a mosaic."},
 )
 _SYSTEM: Final = {"role": "system", "content": "Be brief."}
-# What a template is tried with when a server starts: short and long ones, with and without tools.
+# Conversations that check a template at start: short and long, with and without tools.
 TRIALS: Final[tuple[tuple[tuple[Message, ...], list[Any] | None], ...]] = (
     (_TURNS[:1], None),
     ((_SYSTEM, *_TURNS), [_TOOL]),
@@ -57,12 +57,12 @@ class ChatTemplateError(ValueError):
 
 
 class CallArguments(str):
-    """Arguments of a call as the model has written them, which are JSON: templates that put them
-    out as JSON get the values, and those that take them for a text get this one."""
+    """The arguments of a tool call as the model wrote them, in JSON. A template may use them as
+    values or as this text."""
 
 
 class ChatTemplates:
-    """By name, as the folder has them; `variables` are given to each. Any thread may render."""
+    """The templates of a folder by name. Each gets `variables`. Any thread may render."""
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], folder: str) -> None:
         self.texts, self._variables, self._folder = dict(texts), dict(variables), folder
@@ -72,7 +72,7 @@ class ChatTemplates:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that renders, while there is one."""
+        """The id of the child process while it runs."""
         return self._child.pid
 
     def submit(
@@ -83,8 +83,8 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> Future[str]:
-        """The prompt as text, in the client's turn. The future may have a ChatTemplateError, or
-        QueueFull where the machine is too busy."""
+        """The prompt as text. The future may fail with ChatTemplateError, or with QueueFull if the
+        machine is too busy."""
         variables: dict[str, Any] = {
             **self._variables,
             "documents": None,
@@ -97,50 +97,56 @@ class ChatTemplates:
         return self._turns.submit(client, lambda: self._render(name, variables))
 
     def check(self) -> None:
-        """ChatTemplateError for a template that is not Jinja, or takes too much for conversations
-        of the usual kind. Many templates refuse some of these, which is their right."""
+        """ChatTemplateError for a template that is not Jinja or is too costly for usual
+        conversations. It may refuse some of these."""
         for name, text in self.texts.items():
-            if text in CHAT_TEMPLATES:  # ours: a start need not wait for a process
+            if text in CHAT_TEMPLATES:  # our own: saves the start of a process
                 continue
             for messages, tools in TRIALS:
                 given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
                 try:
                     self._render(name, {**self._variables, **given})
-                except Unusable as error:
+                except BadTemplate as error:
                     raise ChatTemplateError(
-                        f"{error}: mend it, or give another with --chat-template"
+                        f"{error}: fix it, or give another with --chat-template"
                     ) from None
                 except QueueFull:
                     raise ChatTemplateError(
-                        f"chat template {name!r} of {self._folder} could not be tried: its process "
-                        f"did not answer within {ANSWER_SECONDS:g} s, or was killed; start again "
-                        "when this machine has processor time and memory to spare"
+                        f"chat template {name!r} of {self._folder} could not be checked: its "
+                        f"process did not answer within {ANSWER_SECONDS:g} s, or was killed; start "
+                        "again when this machine has CPU time and memory to spare"
                     ) from None
                 except ChatTemplateError:
                     continue
 
     def close(self) -> None:
-        self._turns.close(RuntimeError("the engine is shut down: make a new Engine"))
+        self._turns.close(EngineShutDown())
         self._child.close()
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> str:
         try:
             question = json.dumps(
-                {"template": name, "variables": variables, "parsed": _parsed(variables["messages"])}
+                {
+                    "template": name,
+                    "variables": variables,
+                    "parsed": _text_arguments(variables["messages"]),
+                }
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from None
         try:
             answer = self._child.ask(question.encode())
         except Exceeded as error:
-            raise Unusable(
+            raise BadTemplate(
                 f"chat template {name!r} of {self._folder} takes {error} to render these messages"
             ) from None
         except ChildUnresponsive:
             raise QueueFull("the messages could not be rendered now: try again later") from None
         kind, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
         if kind == INVALID:
-            raise Unusable(f"chat template {name!r} of {self._folder} is not valid Jinja: {text}")
+            raise BadTemplate(
+                f"chat template {name!r} of {self._folder} is not valid Jinja: {text}"
+            )
         if kind != TEXT:
             raise ChatTemplateError(f"the chat template does not accept these messages: {text}")
         return text
@@ -151,8 +157,8 @@ class ChatTemplates:
             return name
         if self.texts:
             raise ChatTemplateError(
-                f"{self._folder} has chat templates {sorted(self.texts)} and none is the "
-                "default: choose one by name with chat_template"
+                f"{self._folder} has chat templates {sorted(self.texts)}, but no default: choose "
+                "one by name with chat_template"
             )
         raise ChatTemplateError(
             f"{self._folder} has no chat template: give one with chat_template (a file or the "
@@ -160,20 +166,20 @@ class ChatTemplates:
         )
 
 
-class Unusable(ChatTemplateError):
-    """The template is at fault."""
+class BadTemplate(ChatTemplateError):
+    """The template itself is wrong, not the messages."""
 
 
-def _parsed(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Where calls have arguments that templates may take in two ways: message and call."""
+def _text_arguments(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Positions (message, call) of tool calls whose arguments are CallArguments."""
     return [
         (number, position)
         for number, message in enumerate(messages)
         if isinstance(calls := message.get("tool_calls"), list)
         for position, call in enumerate(calls)
-        if isinstance(call, Mapping) and _is_parsed(call.get("function"))
+        if isinstance(call, Mapping) and _has_text_arguments(call.get("function"))
     ]
 
 
-def _is_parsed(function: Any) -> bool:
+def _has_text_arguments(function: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("arguments"), CallArguments)

@@ -1,6 +1,6 @@
-"""Structured output by llguidance: from what users write to a matcher of tokens.
+"""Structured output: compiles users' grammars to llguidance matchers.
 
-llguidance is imported where it is used: an engine without it serves all that has no grammar.
+Functions import llguidance themselves: without it an engine serves requests without a grammar.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_DEPTH: Final = 64
-# A model that has nothing to say may go on with white space for ever.
+# A bound, because a model may emit white space without end.
 WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
-# A state takes one or two kB. Time and memory of compiling are bounded by grammar_check.
+# A state takes 1 to 2 kB. grammar_check bounds the time and memory of compilation.
 MAX_LEXER_STATES: Final = 50_000
 SHOWN: Final = 240
 QUOTES: Final = "\"'`,.:;()[]{}"
@@ -36,7 +36,7 @@ def is_installed() -> bool:
 
 
 def check_depth(grammar: Grammar) -> None:
-    """ValueError for what is nested too deep, or is not JSON where it must be."""
+    """ValueError for deep nesting, and for a JSON schema that is not JSON."""
     if grammar.kind == "json_schema":
         depth = _json_depth(_parse_json(grammar.text))
     else:
@@ -47,7 +47,7 @@ def check_depth(grammar: Grammar) -> None:
 
 def _parse_json(text: str) -> Any:
     def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}, which JSON does not have")
+        raise ValueError(f"it has {constant}, which is not JSON")
 
     try:
         return json.loads(text, parse_constant=refuse)
@@ -71,7 +71,7 @@ def _json_depth(value: Any) -> int:
 
 
 def _bracket_depth(text: str) -> int:
-    """At least as deep as a parser may have to go; brackets behind a backslash do not count."""
+    """An upper bound of a parser's depth; escaped brackets do not count."""
     deepest = depth = 0
     escaped = False
     for char in text:
@@ -99,11 +99,11 @@ def _from_json_schema(text: str) -> str:
 
 
 def _from_regex(text: str) -> str:
-    """The whole answer must match, so anchors at its ends say nothing new; llguidance has none."""
+    """Removes anchors, which llguidance lacks: the whole output must match anyway."""
     from llguidance import LLMatcher
 
     if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise ValueError("its last backslash has nothing behind it")
+        raise ValueError("it ends with a single backslash")
     text = text.removeprefix("^")
     body = text.removesuffix("$")
     backslashes = len(body) - len(body.rstrip("\\"))
@@ -116,8 +116,8 @@ def _from_ebnf(text: str) -> str:
 
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-    except Exception as error:  # of several types, Exception itself among them
-        # Behind the line's number it shows the line.
+    except Exception as error:  # gbnf_to_lark raises several types, even Exception
+        # The message shows the line after its number.
         why = re.sub(r"(at line \d+), .*", r"\1", str(error), flags=re.DOTALL)
         raise ValueError(f"it is not GBNF: {why}") from error
 
@@ -137,8 +137,8 @@ SOURCES: Final[dict[str, Callable[[str], str]]] = {
 
 
 class Compiler:
-    """Makes matchers for one tokenizer. `vocab_size`: the model's; without `eos_ids` the token
-    `void` ends an answer, which no model has."""
+    """Makes matchers for one tokenizer. `vocab_size` is the model's. Without `eos_ids` an output
+    ends with the token `void`, which no model can emit."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
@@ -154,7 +154,7 @@ class Compiler:
 
     @property
     def mask_bytes(self) -> int:
-        """Of a mask: a bit for each token, in whole words."""
+        """The size of a mask: one bit per token, in whole words."""
         return (self.num_tokens + 31) // 32 * 4
 
     @cached_property
@@ -165,7 +165,7 @@ class Compiler:
         return LLTokenizer(self._backend.to_str(), n_vocab=self.num_tokens, eos_token=ends)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """ValueError with llguidance's reason, cut to a readable length, if it refuses."""
+        """ValueError with llguidance's reason, shortened, if it refuses the grammar."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -180,16 +180,16 @@ class Compiler:
 
 
 def _unquoted(word: str, text: str) -> str:
-    """A word of a message; of what was sent only plain names are repeated."""
+    """A word of a message; words of the grammar are hidden unless they are plain names."""
     core = word.strip(QUOTES)
     plain = (core + "a").replace("_", "").replace("$", "").isalnum() and len(core) <= LONGEST_WORD
     return word if plain or core not in text else word.replace(core, "…")
 
 
 def shown(message: str, grammar: Grammar) -> str:
-    """A message of llguidance without the grammar in it, and without its drawings."""
+    """A message of llguidance without the grammar's text and without its drawings."""
     lines = message.replace(grammar.text, "…").replace("<non-verbose/>", "").splitlines()
-    told = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
-    told = told.rpartition("… error: ")[2]  # of the regex crate, which shows the regex before it
-    told = " ".join(_unquoted(word, grammar.text) for word in told.split())
-    return told if len(told) <= SHOWN else told[:SHOWN] + "…"
+    text = " ".join(line.strip() for line in lines if line.strip(" ^") and " | " not in line)
+    text = text.rpartition("… error: ")[2]  # the regex crate shows the regex before it
+    text = " ".join(_unquoted(word, grammar.text) for word in text.split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,8 +1,7 @@
-"""Grammars are checked in the caller's process before anything is submitted.
+"""Checks grammars before their requests are submitted.
 
-llguidance's own limits do not bound all of its work: {"multipleOf": 99999989} takes two minutes and
-7 GB to compile. So every new grammar is tried in a limited process, which is started with the first
-of them and kept; verdicts are remembered. New grammars wait for it by the turns of their clients.
+llguidance's own limits do not bound its work: {"multipleOf": 99999989} compiles for two minutes and
+takes 7 GB. So a limited child process compiles every new grammar; verdicts are cached.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final
 import msgspec
 
 from moesaic.core.sampling import BadParameter, Grammar
-from moesaic.engine.errors import QueueFull
+from moesaic.engine.errors import EngineShutDown, QueueFull
 from moesaic.engine.frontend.fair_queue import FairExecutor
 from moesaic.engine.text.grammar import check_depth, is_installed
 from moesaic.engine.text.grammar_child import GrammarSetup
@@ -26,13 +25,12 @@ from moesaic.engine.text.limited_child import Allowance, ChildUnresponsive, Exce
 
 ALLOWANCE: Final = Allowance(seconds=1.0, room=128 * 2**20)
 REMEMBERED: Final = 4096
-# They are tried one after another, each for a second at worst.
+# Grammars are checked one by one, each for a second at worst.
 MAX_OPEN: Final = 32
 
 
 class GrammarChecker:
-    """May be called from any thread. `setup`: None without a tokenizer. `client`: in whose line a
-    new grammar waits."""
+    """May be called from any thread. `setup` is None without a tokenizer."""
 
     def __init__(self, setup: GrammarSetup | None, backend: str | None) -> None:
         self._setup, self._backend = setup, backend
@@ -43,53 +41,55 @@ class GrammarChecker:
         self._child = LimitedChild(module, msgspec.msgpack.encode(setup), ALLOWANCE)
 
     def check(self, grammar: Grammar, client: Hashable = None) -> None:
-        """ValueError if the engine cannot serve it, QueueFull if it cannot be tried now."""
+        """ValueError if the engine cannot serve it, QueueFull if it cannot be checked now."""
         verdict = self._known(grammar)
-        _judge(grammar, self._submit(grammar, client).result() if verdict is None else verdict)
+        _raise_if_refused(
+            grammar, self._submit(grammar, client).result() if verdict is None else verdict
+        )
 
     async def check_in_turn(self, grammar: Grammar, client: Hashable = None) -> None:
-        """`check` for an event loop, in which nothing waits."""
+        """`check` without blocking the event loop."""
         verdict = self._known(grammar)
         if verdict is None:
             verdict = await asyncio.wrap_future(self._submit(grammar, client))
-        _judge(grammar, verdict)
+        _raise_if_refused(grammar, verdict)
 
     def close(self) -> None:
-        self.turns.close(RuntimeError("the engine is shut down: make a new Engine"))
+        self.turns.close(EngineShutDown())
         self._child.close()
 
     def _known(self, grammar: Grammar) -> str | None:
-        """Why it is refused, nothing if it is not; None if it was not tried yet."""
+        """Why it is refused, empty if it is accepted, None if that is unknown."""
         if self._backend == "none":
             return "this server runs with --grammar-backend none"
         if not is_installed():
             return "llguidance is not installed: pip install 'moesaic[structured]'"
         if self._setup is None:
-            return "grammars need a tokenizer and skip_tokenizer_init is set"
-        return self._recall(_key(grammar))
+            return "grammars need a tokenizer, but skip_tokenizer_init is set"
+        return self._cached(_key(grammar))
 
     def _submit(self, grammar: Grammar, client: Hashable) -> Future[str]:
         return self.turns.submit(client, lambda: self._verdict(grammar))
 
     def _verdict(self, grammar: Grammar) -> str:
         key = _key(grammar)
-        if (known := self._recall(key)) is not None:  # another client had the same
+        if (known := self._cached(key)) is not None:  # another client sent the same
             return known
-        verdict = self._try(grammar)
+        verdict = self._compile(grammar)
         with self._lock:
             self._verdicts[key] = verdict
             while len(self._verdicts) > REMEMBERED:
                 self._verdicts.popitem(last=False)
         return verdict
 
-    def _recall(self, key: bytes) -> str | None:
+    def _cached(self, key: bytes) -> str | None:
         with self._lock:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
             return self._verdicts.get(key)
 
-    def _try(self, grammar: Grammar) -> str:
-        """Why it is refused, for ever. QueueFull: that is not known."""
+    def _compile(self, grammar: Grammar) -> str:
+        """Why it is refused; QueueFull if that could not be found out."""
         try:
             check_depth(grammar)
         except ValueError as error:
@@ -106,13 +106,13 @@ def _key(grammar: Grammar) -> bytes:
     return hashlib.sha256("\0".join(grammar).encode()).digest()
 
 
-def _judge(grammar: Grammar, why: str) -> None:
+def _raise_if_refused(grammar: Grammar, why: str) -> None:
     if why:
         raise BadParameter(grammar.kind, f"{grammar.kind} is not possible: {why}")
 
 
 def _full() -> QueueFull:
     return QueueFull(
-        f"{MAX_OPEN} grammars that were not seen before wait to be checked, which is all that may, "
-        "and this one is new too: try again later"
+        f"{MAX_OPEN} new grammars already wait to be checked, which is the limit, and this one is "
+        "new, too: try again later"
     )

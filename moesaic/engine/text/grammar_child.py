@@ -1,4 +1,4 @@
-"""The limited process in which grammars are tried: its answer is why one is refused, or nothing."""
+"""The child process that compiles grammars; it answers with the reason of a refusal, or nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesaic.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-FOLLOWED: Final = 16
+TRIED_TOKENS: Final = 16
 NO_MATCH: Final = "nothing matches it"
 
 
@@ -27,17 +27,17 @@ class GrammarSetup(msgspec.Struct):
 
 
 def judge(compiler: Compiler, grammar: Grammar) -> str:
-    """Why a grammar is refused. It is not only compiled but followed for a few tokens, which finds
-    most of those that nothing matches or that are too wide to follow."""
+    """Why a grammar is refused. Matching a few random tokens finds most that nothing matches
+    or that are too costly."""
     try:
-        return _follow(compiler.matcher(grammar), grammar)
+        return _match_some(compiler.matcher(grammar), grammar)
     except ValueError as error:
         return str(error)
 
 
-def _follow(matcher: LLMatcher, grammar: Grammar) -> str:
+def _match_some(matcher: LLMatcher, grammar: Grammar) -> str:
     source = random.Random(0)
-    for _ in range(FOLLOWED):
+    for _ in range(TRIED_TOKENS):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits)
         if matcher.is_error() or not len(allowed):

@@ -1,8 +1,7 @@
-"""Work that may take too much time or memory, in a process of its own that dies of it.
+"""A child process for work whose time and memory no input check can bound.
 
-No check of what is asked bounds this work: the process has a limit of processor time and one of
-memory for each question, both kept by the kernel. This file has both sides: the child calls
-`serve`, its parent makes a `LimitedChild`.
+The kernel enforces a limit of CPU time and of memory for each request. The child calls `serve`; the
+parent makes a `LimitedChild`. Both exchange messages with a length prefix over pipes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from functools import cache
 from typing import BinaryIO, Final
 
 from moesaic.core.process import child_environment
+from moesaic.engine.errors import EngineShutDown
 
 logger = logging.getLogger(__name__)
 
 LENGTH_BYTES: Final = 4
 START_SECONDS: Final = 120.0
-# Of real time, for what has a limit of processor time: the machine may be busy.
+# Wall-clock time for an answer whose CPU time is limited: the machine may be busy.
 ANSWER_SECONDS: Final = 30.0
 
 PIECE: Final = 1 << 18
-# Exit statuses of the child. An uncaught exception gives 1.
+# Exit statuses of the child; an uncaught exception gives 1.
 RECYCLED, OUT_OF_MEMORY = 0, 3
 
 Answer = Callable[[bytes], bytes]
@@ -41,25 +41,23 @@ Answer = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What one question may take: seconds of processor time, and bytes beyond what is in use."""
+    """The limits of one request: CPU seconds, and bytes beyond the child's own memory."""
 
     seconds: float
     room: int
 
 
 class Exceeded(Exception):
-    """The work took more than it may, and its process has ended: it would do so again."""
+    """The work exceeded a limit, and would do so again. Its process has ended."""
 
 
 class ChildUnresponsive(Exception):
-    """The process did not get enough of the machine's time to answer, or something other than its
-    limits ended it. The same question may be answered later."""
+    """The process was too slow or was killed from outside. The same request may succeed later."""
 
 
 def serve(begin: Callable[[bytes], Answer]) -> None:
-    """The child's side: makes what answers questions from the first message, then answers one after
-    another until its input ends. The answer to the first message is empty, or why it cannot be.
-    The allowance is on the command line."""
+    """The child's loop. `begin` turns the first message into the function that answers requests;
+    the reply to it is empty or an error. The command line has the limits."""
     allowance = Allowance(float(sys.argv[1]), int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
@@ -70,19 +68,19 @@ def serve(begin: Callable[[bytes], Answer]) -> None:
         return
     _write(sink, b"")
     least = _memory()
-    while question := _read(source):
-        _write(sink, _limited(answer, question, allowance))
-        if _memory() > least + 2 * allowance.room:  # what was freed is not given back: begin anew
+    while request := _read(source):
+        _write(sink, _limited(answer, request, allowance))
+        if _memory() > least + 2 * allowance.room:  # freed memory is not returned: start anew
             os._exit(RECYCLED)
 
 
-def _limited(answer: Answer, question: bytes, allowance: Allowance) -> bytes:
-    """The signal of the timer ends the process, whatever it computes."""
+def _limited(answer: Answer, request: bytes, allowance: Allowance) -> bytes:
+    """The timer's signal kills the process, whatever it computes."""
     most = _memory() + allowance.room
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
     signal.setitimer(signal.ITIMER_PROF, allowance.seconds)
     try:
-        return answer(question)
+        return answer(request)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     finally:
@@ -105,14 +103,14 @@ def _write(stream: BinaryIO, data: bytes) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """Nothing at the end."""
+    """A message; empty at the end of the stream."""
     head = stream.read(LENGTH_BYTES)
     return stream.read(int.from_bytes(head, "little")) if head else b""
 
 
 class LimitedChild:
-    """The parent's side: a process that runs `module` and is started with `setup` when it is first
-    asked, and again after it has died. One thread asks at a time; any thread may close it."""
+    """Runs `module` in a process, which starts with the first request and again after it has died.
+    One thread asks at a time; any thread may close it."""
 
     def __init__(self, module: str, setup: bytes, allowance: Allowance) -> None:
         self._module, self._setup, self.allowance = module, setup, allowance
@@ -123,27 +121,27 @@ class LimitedChild:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, while there is one."""
+        """The id of the process while it runs."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def ask(self, question: bytes) -> bytes:
-        """Exceeded with the limit that was reached, NoAnswer, or ValueError if no process can be
-        made from `setup`."""
-        status = self._attempt(question)
-        if status == RECYCLED:  # after the question before, which this one has nothing to do with
-            status = self._attempt(question)
+    def ask(self, request: bytes) -> bytes:
+        """The answer. Raises Exceeded with the limit, ChildUnresponsive, or ValueError if the child
+        cannot start with `setup`."""
+        status = self._attempt(request)
+        if status == RECYCLED:  # it ended after the previous request
+            status = self._attempt(request)
         if not isinstance(status, int):
             return status
         raise self._error_of(status)
 
-    def _attempt(self, question: bytes) -> bytes | int:
-        """The answer, or the exit status of a process that ended instead."""
+    def _attempt(self, request: bytes) -> bytes | int:
+        """The answer, or the exit status if the process ended."""
         if self._process is None or self._process.poll() is not None:
             self._end(0.0)
             self._start()
         try:
-            return self._exchange(question, ANSWER_SECONDS)
+            return self._exchange(request, ANSWER_SECONDS)
         except EOFError:
             return self._end(ANSWER_SECONDS)
         except TimeoutError:
@@ -152,7 +150,7 @@ class LimitedChild:
             raise ChildUnresponsive from None
 
     def close(self) -> None:
-        """A question that is being answered ends with RuntimeError. May be repeated."""
+        """A running request fails with EngineShutDown. May be repeated."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -163,13 +161,13 @@ class LimitedChild:
         allowed = self.allowance
         with self._lock:
             if self._closed:
-                raise RuntimeError("the engine is shut down: make a new Engine")
+                raise EngineShutDown
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(allowed.seconds), str(allowed.room)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # The limit of memory counts addresses, of which each arena reserves 64 MB.
+                # The memory limit counts address space, of which each arena reserves 64 MB.
                 env=child_environment() | {"MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,
                 bufsize=0,
@@ -186,7 +184,7 @@ class LimitedChild:
             raise ValueError(why)
 
     def _end(self, seconds: float) -> int:
-        """The exit status; a process that does not end in time is killed."""
+        """The exit status; kills a process that does not end in time."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -203,46 +201,46 @@ class LimitedChild:
 
     def _error_of(self, status: int) -> Exception:
         if self._closed:
-            return RuntimeError("the engine is shut down: make a new Engine")
+            return EngineShutDown()
         if status == -signal.SIGPROF:
             return Exceeded(f"more than {self.allowance.seconds:g} s")
-        # Rust aborts where there is no memory. Nothing else sends SIGABRT, as SIGKILL may be sent.
+        # Rust aborts without memory. SIGKILL would be ambiguous: others may send it.
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
             return Exceeded(f"more than {self.allowance.room // 2**20} MB of memory")
-        logger.warning("%s ended with status %d instead of an answer", self._module, status)
+        logger.warning("%s ended with status %d without an answer", self._module, status)
         return ChildUnresponsive()
 
-    def _exchange(self, question: bytes, seconds: float) -> bytes:
+    def _exchange(self, request: bytes, seconds: float) -> bytes:
         process, deadline = self._process, time.monotonic() + seconds
         assert process is not None and process.stdin is not None and process.stdout is not None
-        _put(process.stdin.fileno(), question, deadline)
+        _send(process.stdin.fileno(), request, deadline)
         source = process.stdout.fileno()
-        found = _take(source, LENGTH_BYTES, deadline)
+        found = _receive(source, LENGTH_BYTES, deadline)
         end = LENGTH_BYTES + int.from_bytes(found[:LENGTH_BYTES], "little")
-        return bytes((found + _take(source, end - len(found), deadline))[LENGTH_BYTES:])
+        return bytes((found + _receive(source, end - len(found), deadline))[LENGTH_BYTES:])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process of an owner that was never closed."""
+    """Kills the process of an owner that was not closed."""
     process.kill()
     process.wait()
 
 
-def _put(sink: int, data: bytes, deadline: float) -> None:
-    """Writes a message to a pipe that does not block."""
+def _send(sink: int, data: bytes, deadline: float) -> None:
+    """Writes a message to a non-blocking pipe."""
     rest = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
     while rest:
         _wait_for(sink, select.POLLOUT, deadline)
         try:
             rest = rest[os.write(sink, rest) :]
-        except BlockingIOError:  # the pipe has some room, but not for a whole page
+        except BlockingIOError:  # the pipe has room, but not for a whole page
             continue
         except BrokenPipeError:
             raise EOFError from None
 
 
-def _take(source: int, least: int, deadline: float) -> bytearray:
-    """What there is to read, and no less."""
+def _receive(source: int, least: int, deadline: float) -> bytearray:
+    """Reads at least `least` bytes."""
     found = bytearray()
     while len(found) < least:
         _wait_for(source, select.POLLIN, deadline)

@@ -1,7 +1,7 @@
-"""The limited process in which chat templates run.
+"""The child process that renders chat templates.
 
-A template is a program of the checkpoint's author, and what it loops over is the client's: no check
-of either bounds its work, since loops may be empty and filters may be slow. Only Jinja is imported.
+A template is a program by the checkpoint's author that runs on a client's data: no check of either
+bounds its work. It imports little besides Jinja.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moesaic.engine.text.limited_child import Answer, serve
 MAX_RENDERED: Final = 16 << 20
 MAX_MESSAGE: Final = 500
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-# The first byte of an answer: what follows is the text, or why there is none.
+# The first byte of an answer; the text or an error follows.
 TEXT, INVALID, REFUSED = b"tir"
 
 
 class TemplateArguments(dict[str, Any]):
-    """Arguments of a call for templates: some put them out as JSON, some take them for a text."""
+    """The arguments of a tool call: some templates use them as values, some as text."""
 
     def __init__(self, text: str, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -43,7 +43,7 @@ class TemplateArguments(dict[str, Any]):
 
 
 class Renderer:
-    """`render` with the name of a template gives a text. TemplateError: it is not Jinja."""
+    """Renders templates by name; TemplateError if one is not Jinja."""
 
     def __init__(self, templates: Mapping[str, str]) -> None:
         self._templates = templates
@@ -65,12 +65,12 @@ def _joined(pieces: Iterator[str]) -> str:
         size += len(piece)
         found.append(piece)
         if size > MAX_RENDERED:
-            raise ValueError(f"it would be more than {MAX_RENDERED} characters: send less")
+            raise ValueError(f"the prompt exceeds {MAX_RENDERED} characters: send less")
     return "".join(found)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; here only its body counts."""
+    """`{% generation %}` marks the assistant's part for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -98,7 +98,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML, unlike the models' training data.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -117,7 +117,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates read a turn's reasoning under different names: give it under those in use."""
+    """Gives a turn's reasoning under both names that templates use."""
     for key in REASONING_KEYS:
         if (reasoning := message.get(key)) is not None:
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -126,7 +126,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _begin(data: bytes) -> Answer:
     renderer = Renderer(json.loads(data))
-    # Jinja imports parts of itself with the first template, which is not that one's fault.
+    # Jinja imports parts of itself with the first template: keep that out of its allowance.
     Renderer({"": "{% for a in messages %}{{ a }}{% endfor %}"}).render("", {"messages": [{}]})
 
     def answer(question: bytes) -> bytes:
@@ -135,7 +135,7 @@ def _begin(data: bytes) -> Answer:
         except MemoryError:
             raise
         except Exception as error:
-            return _say(REFUSED, (str(error) or repr(error))[:MAX_MESSAGE])
+            return _encode(REFUSED, (str(error) or repr(error))[:MAX_MESSAGE])
 
     return answer
 
@@ -146,15 +146,15 @@ def _rendered(renderer: Renderer, question: bytes) -> bytes:
     try:
         renderer.compile(name)
     except TemplateError as error:
-        return _say(INVALID, str(error)[:MAX_MESSAGE])
+        return _encode(INVALID, str(error)[:MAX_MESSAGE])
     for message, call in asked["parsed"]:
         function = variables["messages"][message]["tool_calls"][call]["function"]
         text = function["arguments"]
         function["arguments"] = TemplateArguments(text, json.loads(text or "{}"))
-    return _say(TEXT, renderer.render(name, variables))
+    return _encode(TEXT, renderer.render(name, variables))
 
 
-def _say(kind: int, text: str) -> bytes:
+def _encode(kind: int, text: str) -> bytes:
     return bytes([kind]) + text.encode("utf-8", "surrogatepass")
 
 

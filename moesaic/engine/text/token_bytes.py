@@ -13,8 +13,8 @@ from moesaic.engine.text.tokenizer import BROKEN, Tokenizer
 
 
 class TokenBytes:
-    """The bytes of all tokens, joined and decoded with U+FFFD for invalid UTF-8, equal the text
-    that the tokenizer decodes from all tokens at once.
+    """All bytes, joined and decoded with U+FFFD for invalid UTF-8, are the text that the tokenizer
+    decodes from all tokens at once.
 
     Tokenizers with byte fallback decode a run of byte tokens as a whole: one invalid byte turns
     every byte of the run into U+FFFD. So a run is held back until another token ends it.

@@ -1,6 +1,6 @@
-"""Text to token ids and back, and chat templates, from the files of a Hugging Face folder.
+"""The tokenizer and chat templates of a Hugging Face folder.
 
-Only data is read: tokenizer.json, JSON settings and Jinja templates (chat_template.py).
+It reads only data: tokenizer.json, JSON settings and Jinja templates (chat_template.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 TOKEN_FILES = "tokenizer_config.json or special_tokens_map.json"
 BROKEN = "\ufffd"
-# So many are decoded without holding Python's lock.
+# From this number on, ids are decoded without holding the GIL.
 MANY_IDS = 2048
-# Characters that a normaliser may join to one: no composed character has more.
+# The most characters that a normaliser joins to one.
 MAX_JOINED = 4
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes: those that are printable stand for
-    themselves, and the others follow from U+0100 on."""
+    """The characters of byte-level tokenizers for bytes: printable ones stand for themselves, the
+    others start at U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     named = {chr(byte): byte for byte in plain}
@@ -52,21 +52,23 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
-# How tokenizers that fall back to bytes write one.
+# The name of a byte in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenForm:
-    """What kind of token it is. `text`: as it is decoded alone; `is_byte`: one of a run of bytes
-    that is decoded as a whole; `raw`: its bytes, if it is one of those or a piece of a character.
-    An id that is not `known` has no token, and no text."""
+    """The kind of a token."""
 
     text: str = ""
+    """As decoded alone."""
     known: bool = True
+    """False for an id without a token."""
     special: bool = False
     is_byte: bool = False
+    """A byte-fallback token, which is decoded together with its neighbours."""
     raw: bytes | None = None
+    """The bytes of such a token, or of a part of a character."""
 
 
 class Tokenizer:
@@ -107,21 +109,21 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have a text; the model's own vocabulary may be padded beyond it."""
+        """The number of tokens with text; the model's vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def warn_beyond(self, model_ids: int) -> None:
-        """Warns of tokens that the model does not know: prompts with them are refused."""
+        """Warns of tokens that the model does not have."""
         if (most := max(self.backend.get_vocab(with_added_tokens=True).values()) + 1) > model_ids:
             logger.warning(
-                "%s has ids below %d, and the model only those below %d: prompts with others are "
+                "%s has ids below %d, but the model only ids below %d: prompts with higher ids are "
                 "refused",
                 *(self.folder, most, model_ids),
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Pass `add_special_tokens=False` for a rendered chat, which has its special tokens."""
-        # Of a single text the backend would hold Python's lock all the while.
+        """A rendered chat already has its special tokens: pass `add_special_tokens=False`."""
+        # For a single text the backend would hold the GIL all the time.
         batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
@@ -132,8 +134,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of a text that one token can stand for. A byte-level token is written with one
-        character a byte, and so with no fewer than it stands for."""
+        """An upper bound of the characters of one token's text. The name of a byte-level token has
+        one character per byte, and so is no shorter than its text."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest * (1 if self.backend.normalizer is None else MAX_JOINED)
 
@@ -141,8 +143,8 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text this token adds after other text: its leading space is there, a piece of a
-        character is U+FFFD."""
+        """The text that this token adds to other text: with its leading space, and with U+FFFD for
+        a part of a character."""
         if (text := self._token_texts.get(token_id)) is None:
             text = self._token_texts[token_id] = self._text_after_another(token_id)
         return text
@@ -154,7 +156,7 @@ class Tokenizer:
         return both.removeprefix(self.form(self.anchor).text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of `token_text`, and of a piece of a character those that it has."""
+        """The UTF-8 bytes of `token_text`; for a part of a character its own bytes."""
         raw = self.form(token_id).raw
         return self.token_text(token_id).encode() if raw is None else raw
 
@@ -184,7 +186,7 @@ class Tokenizer:
 
     @cached_property
     def anchor(self) -> int | None:
-        """Some token that is a text by itself, for others to follow."""
+        """A token with text of its own, which serves as context for others."""
         return next((i for i in range(self.vocab_size) if self._is_plain(i)), None)
 
     def _is_plain(self, token_id: int) -> bool:
@@ -210,7 +212,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | None, chat_template: str | None) -> Tokenizer | None:
-    """For a server: the chat template (a file, or that of the folder) is tried before it serves."""
+    """Loads the tokenizer and checks its chat template, which may be another file."""
     if folder is None:
         return None
     template = None if chat_template is None else read_text(Path(chat_template))
@@ -223,8 +225,8 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json: convert its tokenizer to the tokenizers format, name "
-            "another folder with tokenizer_path, or pass skip_tokenizer_init and send token ids"
+            f"{folder} has no tokenizer.json: convert its tokenizer to the tokenizers format, give "
+            "another folder with tokenizer_path, or set skip_tokenizer_init and send token ids"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -238,8 +240,8 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 def _named_tokens(
     config: TokenizerConfig, settings: dict[str, Any], legacy: dict[str, Any]
 ) -> dict[str, AddedToken]:
-    """bos_token, eos_token and the like. The older special_tokens_map.json rules only in folders
-    that are as old: those whose settings do not list the added tokens."""
+    """bos_token, eos_token and so on. special_tokens_map.json takes precedence only in old folders,
+    whose settings do not list the added tokens."""
     flags = {entry.content: entry for entry in (config.added_tokens_decoder or {}).values()}
     merged = legacy | settings if flags else settings | legacy
     extra = merged.get("extra_special_tokens")
@@ -265,7 +267,7 @@ def _added_token(entry: Token, special: bool) -> AddedToken:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: TokenizerConfig, named: dict[str, AddedToken]
 ) -> None:
-    """Tokens that the settings name and tokenizer.json may lack, in the order of their ids."""
+    """Adds tokens of the settings that tokenizer.json may lack, in the order of their ids."""
     for number, entry in sorted((config.added_tokens_decoder or {}).items()):
         special = bool(entry.special)
         add = backend.add_special_tokens if special else backend.add_tokens
@@ -285,20 +287,20 @@ def _add_tokens(
 def _apply_bos_eos(
     backend: tokenizers.Tokenizer, config: TokenizerConfig, special: dict[str, str]
 ) -> None:
-    """tokenizer.json says which special tokens frame a text; explicit add_bos_token and
-    add_eos_token overrule it (DeepSeek's folders name BOS only there)."""
+    """add_bos_token and add_eos_token override the post-processor of tokenizer.json (DeepSeek's
+    folders name BOS only there)."""
     frame = backend.encode("").ids
     bos, eos = (special.get(name) for name in ("bos_token", "eos_token"))
     has_bos = bos is not None and frame[:1] == [backend.token_to_id(bos)]
     has_eos = eos is not None and frame[int(has_bos) :][-1:] == [backend.token_to_id(eos)]
-    wants_bos = bos is not None and _or(config.add_bos_token, has_bos)
-    wants_eos = eos is not None and _or(config.add_eos_token, has_eos)
-    if (wants_bos, wants_eos) == (has_bos, has_eos):
+    use_bos = bos is not None and _or(config.add_bos_token, has_bos)
+    use_eos = eos is not None and _or(config.add_eos_token, has_eos)
+    if (use_bos, use_eos) == (has_bos, has_eos):
         return
     parts = ["$A"]
-    if wants_bos:
+    if use_bos:
         parts.insert(0, str(bos))
-    if wants_eos:
+    if use_eos:
         parts.append(str(eos))
     tokens = [(part, backend.token_to_id(part)) for part in parts if part != "$A"]
     backend.post_processor = TemplateProcessing(single=parts, special_tokens=tokens)
@@ -321,7 +323,7 @@ def _or(given: bool | None, default: bool) -> bool:
 
 
 def _templates(folder: Path, config: TokenizerConfig) -> dict[str, str]:
-    """Files win over the entry of tokenizer_config.json."""
+    """Template files take precedence over tokenizer_config.json."""
     found = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = folder / "chat_template.jinja"
@@ -344,5 +346,5 @@ def _chosen_template(choice: str, templates: Mapping[str, str]) -> str:
         return read_text(Path(choice))
     raise ValueError(
         f"chat_template={choice!r} is neither a file nor one of this model's templates "
-        f"{sorted(templates)}, and it is no Jinja text"
+        f"{sorted(templates)}, nor is it Jinja"
     )
