@@ -16,7 +16,14 @@ from moesaic.moe.dispatch.host.exchange import LANES, InFlight
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, resolve
+from moesaic.moe.registry import (
+    A2A_REGISTRY,
+    BufferSpec,
+    MoeProblem,
+    Provider,
+    modes_of,
+    resolve,
+)
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 
@@ -114,7 +121,7 @@ class MoeContext:
     ) -> DispatchConfig:
         """A backend without another mode for prefill takes all steps in the one it has."""
         backend = A2A_REGISTRY[self.resolved.a2a]
-        both = "normal" in backend.formats and self.resolved.mode == "auto"
+        both = len(modes_of(self.resolved)) > 1
         prefills = "prefill" in backend.phases and "prefill" in self.resolved.phases
         return DispatchConfig(
             layout=layout,
@@ -139,9 +146,12 @@ class MoeContext:
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
         if isinstance(self.comm.group, ShapeOnlyGroup):
             return ShapeOnlyDispatcher(config, self.comm)
-        backend = A2A_REGISTRY[self.resolved.a2a]
-        dispatcher: BaseDispatcher = backend.providers[self.resolved.device](config, self.comm)
+        dispatcher: BaseDispatcher = self._provider.make(config, self.comm)
         return dispatcher
+
+    @property
+    def _provider(self) -> Provider:
+        return A2A_REGISTRY[self.resolved.a2a].provider(self.resolved.device)
 
     def restart(self, generation: int | None = None) -> None:
         """After a step that failed: forgets what is in flight in all layers. With several ranks all
@@ -160,8 +170,7 @@ class MoeContext:
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
         """What dispatchers of these layers would take, before any of it is taken."""
-        buffers = A2A_REGISTRY[self.resolved.a2a].buffers_for(self.resolved.device)
-        size = self.comm.group.size
+        buffers, size = self._provider.buffers, self.comm.group.size
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:

@@ -33,6 +33,10 @@ class DispatchOutput:
     """`handle` is the dispatcher's own: it goes back to it with the results."""
 
     format: ClassVar[str]
+    in_blocks: ClassVar[bool] = False
+    """Whether each local slot has a block of rows."""
+    is_fused: ClassVar[bool] = False
+    """Whether one function replaces both permutes and the runner."""
     handle: Any
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
@@ -112,6 +116,7 @@ class LowLatencyDispatchOutput(DispatchOutput):
     """
 
     format = "deepep_ll"
+    in_blocks = True
     x: Payload  # [e, M, H]
     masked_m: list[int]
     y_eMH: Tensor
@@ -127,6 +132,7 @@ class FusedDispatchOutput(DispatchOutput):
     """Nothing has moved: a fused function does all the rest."""
 
     format = "fused"
+    is_fused = True
     x_TH: Tensor
     topk: TopKOutput
 

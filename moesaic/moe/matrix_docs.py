@@ -157,9 +157,9 @@ def _format_of(backend: A2aBackend, mode: str) -> str:
     """And what it is on devices that differ."""
     format = backend.formats[mode]
     others = (
-        f"{device}: `{formats[mode]}`"
-        for device, formats in backend.formats_on.items()
-        if formats[mode] != format
+        f"{device}: `{backend.formats_for(device)[mode]}`"
+        for device in backend.providers
+        if backend.formats_for(device)[mode] != format
     )
     return "; ".join((f"`{format}`", *others))
 

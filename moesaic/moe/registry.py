@@ -28,31 +28,67 @@ class BufferSpec(Hashable, Protocol):
         """Bytes of one rank of so many."""
 
 
+Buffers = Callable[[Any], Sequence[BufferSpec]]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What implements an a2a backend on one device."""
+
+    make: Callable[..., Any]
+    """(DispatchConfig, CommContext) to the dispatcher of one layer."""
+    buffers: Buffers = lambda config: ()
+    """The buffers that a dispatcher with this DispatchConfig allocates, or shares with others."""
+    formats: Mapping[str, str] | None = None
+    """The dispatch format of each mode, where it is not the contract's."""
+    local: bool = False
+    """Whether a single rank sends nothing and needs no buffers."""
+
+    @classmethod
+    def choosing(
+        cls,
+        choose: Callable[[Any], Any],
+        formats: Mapping[str, str] | None = None,
+        local: bool = False,
+    ) -> Provider:
+        """`choose` gives the class of dispatcher for a DispatchConfig, which knows its buffers."""
+        return cls(
+            lambda config, comm: choose(config)(config, comm),
+            lambda config: choose(config).buffers(config),
+            formats,
+            local,
+        )
+
+    def __call__(self, config: Any, comm: Any) -> Any:
+        return self.make(config, comm)
+
+
 @dataclass(frozen=True)
 class A2aBackend:
-    """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
-    `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
-    DispatchConfig will make, or share with others that ask for the same. `rounds`: whether normal
-    mode sends long sequences in rounds. `formats_on`, `buffers_on`: those of devices that differ.
-    `local_on`: devices on which a single rank sends nothing and needs no buffers."""
+    """A contract, and what implements it on each device."""
 
     name: str
     summary: str
     formats: Mapping[str, str]
+    """The dispatch format of each mode."""
     payloads: tuple[str, ...]
     phases: tuple[str, ...] = PHASES
+    """The kinds of steps that it serves."""
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
-    rounds: bool = False
-    formats_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    buffers_on: Mapping[str, Callable[[Any], Sequence[BufferSpec]]] = field(default_factory=dict)
-    local_on: tuple[str, ...] = ()
+    """By device: a `Provider`, or just what makes a dispatcher."""
+    modes_in_rounds: tuple[str, ...] = ()
+    """Modes that send long sequences in rounds."""
+    takes_replicated: bool = False
+    """Whether ranks that all hold the same tokens need not send them."""
+
+    def provider(self, device: str) -> Provider:
+        found = self.providers[device]
+        return found if isinstance(found, Provider) else Provider(found)
 
     def formats_for(self, device: str) -> Mapping[str, str]:
-        return self.formats_on.get(device, self.formats)
-
-    def buffers_for(self, device: str) -> Callable[[Any], Sequence[BufferSpec]]:
-        return self.buffers_on.get(device, self.buffers)
+        """On a device without a provider those of the contract."""
+        own = self.provider(device).formats if device in self.providers else None
+        return self.formats if own is None else own
 
 
 @dataclass(frozen=True)
@@ -75,7 +111,8 @@ Backend = TypeVar("Backend", A2aBackend, RunnerBackend)
 
 
 def provider_name(make: Callable[..., Any]) -> str:
-    """What a provider calls itself; else ours, or the module it comes from."""
+    """What a provider calls itself; else `native`, or the module it comes from."""
+    make = make.make if isinstance(make, Provider) else make
     ours = make.__module__.startswith("moesaic.")
     name: str = getattr(make, "provider", "native" if ours else make.__module__)
     return name
@@ -91,10 +128,11 @@ def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Back
 
 
 def register_a2a(backend: A2aBackend) -> A2aBackend:
-    for device, formats in backend.formats_on.items():
-        if set(formats) != set(backend.formats) or not set(formats.values()) <= set(
-            DISPATCH_FORMATS
-        ):
+    for device in backend.providers:
+        formats = backend.formats_for(device)
+        if formats is backend.formats:
+            continue
+        if set(formats) != set(backend.formats) or set(formats.values()) - set(DISPATCH_FORMATS):
             raise ValueError(
                 f"a2a backend {backend.name!r}: formats {dict(formats)} on {device}: give one of "
                 f"{tuple(DISPATCH_FORMATS)} for each of its modes, {tuple(backend.formats)}"
@@ -193,9 +231,10 @@ def payload_of(problem: MoeProblem) -> tuple[str, str]:
     wanted = problem.weights.activation
     if wanted is None:
         return problem.dtype, f"{problem.weights.name} weights take activations as they are"
-    if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].local_on:
+    a2a = A2A_REGISTRY[problem.a2a]
+    if problem.tp == 1 and problem.device in a2a.providers and a2a.provider(problem.device).local:
         return problem.dtype, f"nothing travels: the runner makes {wanted} of it"
-    for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
+    for backend in (a2a, RUNNER_REGISTRY.get(problem.runner)):
         if backend is not None and wanted not in backend.payloads:
             return problem.dtype, f"{backend.name} does not take {wanted}"
     if problem.hidden_size:

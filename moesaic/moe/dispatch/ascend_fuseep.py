@@ -21,6 +21,7 @@ N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from moesaic.kernels.payloads import PLAIN
 from moesaic.moe.backends import load_runners
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchangeSpec
-from moesaic.moe.dispatch.device.rows import DeviceRoute, device_buffers
+from moesaic.moe.dispatch.device.rows import DeviceRoute
 from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
@@ -48,7 +49,7 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.permute import register_fused_func
-from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, Provider, register_a2a
 from moesaic.moe.runner.base import RunContext
 from moesaic.moe.runner.device.sorted_pairs import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
@@ -68,6 +69,10 @@ class FuseEPDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config), comm)
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
@@ -212,6 +217,10 @@ class DeviceFuseEP(BaseDispatcher):
         alone = config.layout.size == 1
         self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
 
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
+        return () if config.layout.size == 1 else DeviceFusedRows.buffers(config)
+
     def restart(self, generation: int) -> None:
         self.rows.restart(generation)
 
@@ -260,10 +269,10 @@ ASCEND_FUSEEP = register_a2a(
         summary="one fused function from dispatch to combine",
         formats={"low_latency": "fused"},
         payloads=UNQUANTIZED,
-        providers={"cpu": FuseEPDispatcher, "cuda": DeviceFuseEP},
-        buffers=lambda config: (FuseEPDispatcher.buffer_spec(config),),
-        buffers_on={"cuda": device_buffers(DeviceFusedRows)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(FuseEPDispatcher, FuseEPDispatcher.buffers),
+            "cuda": Provider(DeviceFuseEP, DeviceFuseEP.buffers, local=True),
+        },
     )
 )
 

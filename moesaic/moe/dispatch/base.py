@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +21,7 @@ from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import Payload, PayloadFormat
+from moesaic.moe.registry import BufferSpec
 from moesaic.observe.spans import SpanKind, Spans
 
 
@@ -131,6 +132,11 @@ class BaseDispatcher(ABC):
         self.traffic = comm.traffic.setdefault(self.name, DispatchTraffic())
         self.spans = comm.spans
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[BufferSpec]:
+        """The buffers that it allocates, or shares with others that need the same."""
+        return ()
 
     def register_hook(self, point: str, hook: Hook) -> HookHandle:
         if point not in self._hooks:

@@ -7,6 +7,7 @@ R rows received, those of source p from p * C on · H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.exchange import (
     LANES,
     TAGS,
@@ -34,7 +35,7 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,10 @@ class FlashInferDispatcher(WindowDispatcher):
             comm.buffers[self.spec] = Lanes(window)
         self.lanes = comm.buffers[self.spec]
         self.window: SharedWindow = self.lanes.window
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[PutSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
@@ -236,9 +241,9 @@ FLASHINFER = register_a2a(
         summary="one-sided: dispatch puts into the windows of others, combine gets from them",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": FlashInferDispatcher, "cuda": device_provider(DeviceFlashInfer)},
-        buffers=lambda config: (FlashInferDispatcher.buffer_spec(config),),
-        buffers_on={"cuda": device_buffers(DeviceFlashInfer)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(FlashInferDispatcher, FlashInferDispatcher.buffers),
+            "cuda": device_provider(lambda config: DeviceFlashInfer),
+        },
     )
 )

@@ -17,11 +17,10 @@ from torch import Tensor
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.cpu.rows import Terms
-from moesaic.moe.dispatch.device.rows import device_buffers
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import TopKOutput
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 class MooncakeDispatcher(LowLatencyDispatcher):
@@ -73,10 +72,9 @@ MOONCAKE = register_a2a(
         summary="low_latency with a list of active ranks: the others are neither awaited nor used",
         formats={"low_latency": "deepep_ll"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": MooncakeDispatcher, "cuda": device_provider(DeviceMooncake)},
-        buffers=lambda config: (MooncakeDispatcher.buffer_spec(config),),
-        formats_on={"cuda": {"low_latency": "standard"}},
-        buffers_on={"cuda": device_buffers(DeviceMooncake)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(MooncakeDispatcher, MooncakeDispatcher.buffers),
+            "cuda": device_provider(lambda config: DeviceMooncake, {"low_latency": "standard"}),
+        },
     )
 )

@@ -115,6 +115,10 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return config.max_decode_tokens if cls.decodes else config.max_tokens
 
     @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
+        return (cls.buffer_spec(config),)
+
+    @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
         rows = config.layout.size * cls.most_tokens(config)
         by_pairs = cls.pairs or config.deterministic
@@ -235,12 +239,3 @@ class DeviceRowsDispatcher(BaseDispatcher):
         collect = collect_pairs if self.by_pairs else collect_rows
         call, signals = self._given(route), not self._early
         return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
-
-
-def device_buffers(
-    *kinds: type[DeviceRowsDispatcher],
-) -> Callable[[DispatchConfig], Sequence[DeviceExchangeSpec]]:
-    """Of dispatchers of these kinds; of one rank, none."""
-    return lambda config: (
-        () if config.layout.size == 1 else tuple(kind.buffer_spec(config) for kind in kinds)
-    )

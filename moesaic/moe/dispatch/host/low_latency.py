@@ -9,6 +9,7 @@ rows anyway, so that blocks would only be more bytes. What a runner gets is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,10 @@ class LowLatencyDispatcher(WindowDispatcher):
         """Every rank may send all its tokens to one slot; blocks are whole tiles."""
         most = config.layout.size * config.max_decode_tokens
         return -(-most // SMALL_ROWS) * SMALL_ROWS
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:

@@ -77,8 +77,16 @@ class RowsDispatcher(WindowDispatcher):
     ) -> None:
         super().__init__(config, comm)
         self.layout = config.layout
-        self.rounds = rounds or Rounds(config.max_tokens)
+        self.rounds = rounds or self.rounds_for(config)
         self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
+
+    @classmethod
+    def rounds_for(cls, config: DispatchConfig) -> Rounds:
+        return Rounds(config.max_tokens)
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config, cls.rounds_for(config)),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
