@@ -61,7 +61,7 @@ def _attention_config(raw: RawConfig, rope: RopeConfig) -> LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Makes what a decoder layer is put together from, by its number."""
+    """Builds the parts of a decoder layer by its number."""
 
     raw: RawConfig
     config: ModelConfig
@@ -73,7 +73,7 @@ class LayerParts:
         return LatentAttention(attend, layer, self.rope, self.config.dtype, self.config.parallel)
 
     def mlp(self, layer: int) -> Module:
-        """Behind the first dense layers, those whose number `moe_layer_freq` divides have
+        """After the first dense layers, layers whose number `moe_layer_freq` divides have
         experts."""
         first = self.raw.integer("first_k_dense_replace", 0, minimum=0)
         if layer >= first and layer % self.raw.integer("moe_layer_freq", 1) == 0:

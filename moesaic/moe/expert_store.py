@@ -87,7 +87,7 @@ class ExpertStore:
 
     @property
     def largest_input_scales(self) -> list[float]:
-        """Of the first and the last product; 0 where no expert has one."""
+        """For the first and the last product; 0 where no expert has one."""
         largest: list[float] = self.input_scales_e2.amax(0).tolist()
         return largest
 

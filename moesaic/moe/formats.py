@@ -1,10 +1,10 @@
-"""What travels between the stages of a MoE layer.
+"""The data between the stages of a MoE layer.
 
 T tokens of this rank · H hidden · K experts of a token · E physical slots · e local slots ·
 R rows received · M = P * C rows at most for one local slot · P ranks · C token cap of a rank.
 
 A format is a pair of frozen dataclasses with one name: what dispatch gives and what combine takes.
-Rows and ids that nobody owns are -1; their contents are garbage and must not be read.
+Invalid rows and ids are -1; their contents are garbage and must not be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TopKOutput:
 
 @dataclass(frozen=True)
 class DispatchOutput:
-    """`handle` is the dispatcher's own: it goes back to it with the results."""
+    """`handle` is opaque; it returns to the dispatcher with the results."""
 
     format: ClassVar[str]
     in_blocks: ClassVar[bool] = False
@@ -40,7 +40,7 @@ class DispatchOutput:
     handle: Any
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
-        """How many rows each of this rank's slots gets; None: not known yet."""
+        """The rows of each local slot; None: not known yet."""
         return None
 
 
@@ -53,7 +53,7 @@ class CombineInput:
     count_e: Tensor | None = field(default=None, kw_only=True)
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
-        """The same, of a format whose dispatch could not tell."""
+        """The rows of each local slot, if the dispatch output did not know them."""
         return None
 
 
@@ -62,7 +62,7 @@ Output = TypeVar("Output", bound=type[DispatchOutput])
 
 
 def dispatch_format(cls: Output) -> Output:
-    """Makes a format known by its name, so that runners can be registered for it."""
+    """Registers a format by its name, for the registrations of runners."""
     if cls.format in DISPATCH_FORMATS:
         raise ValueError(f"dispatch format {cls.format!r} is registered twice")
     DISPATCH_FORMATS[cls.format] = cls
@@ -96,8 +96,8 @@ class StandardDispatchOutput(DispatchOutput):
 @dispatch_format
 @dataclass(frozen=True)
 class NormalDispatchOutput(StandardDispatchOutput):
-    """Each token once per rank, in the order of ranks and tokens, and how many rows each local slot
-    gets, unless only the device knows; post-permute applies the weights."""
+    """Each token once per rank, in the order of ranks and tokens, with the rows of each local slot
+    unless only the device knows them; post-permute applies the weights."""
 
     format = "deepep_normal"
     rows_e: list[int] | None = None
@@ -109,11 +109,9 @@ class NormalDispatchOutput(StandardDispatchOutput):
 @dispatch_format
 @dataclass(frozen=True)
 class LowLatencyDispatchOutput(DispatchOutput):
-    """A fixed block of rows for each local slot of which the first `masked_m` are filled.
-
-    Results may be written to `y_eMH`, where the ranks that wait for them can read; combine applies
-    the weights. `count_e` takes the place of `masked_m` where only the device knows (int32).
-    """
+    """A fixed block of rows for each local slot, of which the first `masked_m` are filled. Results
+    may be written to `y_eMH`, where other ranks read them; combine applies the weights. `count_e`
+    (int32) replaces `masked_m` where only the device knows it."""
 
     format = "deepep_ll"
     in_blocks = True

@@ -1,7 +1,7 @@
-"""Which backends there are and what each can do: declared data, from which one matrix is computed.
+"""The backends and their declared capabilities, from which one matrix is computed.
 
 A backend is a contract (formats, payloads, weights) with a provider for each device. The matrix
-refuses what cannot work, with the reason, suggests the nearest that can, and resolves `auto`.
+refuses combinations that cannot work, suggests the nearest that can, and resolves `auto`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("prefill", "decode")
 
 class BufferSpec(Hashable, Protocol):
     def nbytes(self, size: int) -> int:
-        """Bytes of one rank of so many."""
+        """The bytes of one of `size` ranks."""
 
 
 Buffers = Callable[[Any], Sequence[BufferSpec]]
@@ -93,15 +93,14 @@ class A2aBackend:
 
 @dataclass(frozen=True)
 class RunnerBackend:
-    """`layouts`: in which layout it computes what arrives in a dispatch format. `preferred`: the
-    weights for which `auto` looks at it first."""
-
     name: str
     summary: str
     layouts: Mapping[str, str]
+    """The layout in which it computes each dispatch format."""
     weights: tuple[str, ...]
     payloads: tuple[str, ...]
     preferred: tuple[str, ...] = ()
+    """Weights for which `auto` tries it first."""
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -166,9 +165,8 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """One combination. `dtype` is that of the activations; a size of 0 is not known and not
-    checked. `weights` is the format of the experts at hand, with their group size and what they
-    are multiplied with."""
+    """One combination. `dtype` is that of the activations; a size of 0 is unknown and not
+    checked."""
 
     a2a: str = "none"
     mode: str = "auto"
@@ -198,7 +196,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedChoice:
-    """A problem with nothing left open, and why each thing that was open became what it is."""
+    """A problem without `auto`, and the reason of each choice."""
 
     problem: MoeProblem
     reasons: tuple[str, ...]
@@ -215,7 +213,7 @@ FLAGS = {
 
 
 def modes_of(problem: MoeProblem) -> tuple[str, ...]:
-    """The modes that will be used: the one asked for, or all that the backend has."""
+    """The modes in use: the requested one, or all of the backend."""
     return tuple(A2A_REGISTRY[problem.a2a].formats) if problem.mode == "auto" else (problem.mode,)
 
 
@@ -225,7 +223,8 @@ def formats_of(problem: MoeProblem) -> tuple[str, ...]:
 
 
 def payload_of(problem: MoeProblem) -> tuple[str, str]:
-    """What is sent, and why: what the weights are multiplied with, if all agree on it."""
+    """The payload and the reason: the activation format of the weights, if both backends take
+    it."""
     if problem.payload != "auto":
         return problem.payload, "as asked"
     wanted = problem.weights.activation
@@ -345,7 +344,7 @@ def _takes(backend: A2aBackend | RunnerBackend, problem: MoeProblem) -> Iterator
         yield f"{backend.name} does not take payload {payload}, only {', '.join(backend.payloads)}"
 
 
-RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # whatever the runner
+RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # for any runner
 RULES = (*RULES_OF_ALL, _runner)
 
 
@@ -363,14 +362,14 @@ def supports(problem: MoeProblem) -> Support:
 
 
 def _order(weights: WeightFormat) -> list[str]:
-    """All runners, those that prefer these weights first."""
+    """All runners; those that prefer these weights come first."""
     return sorted(
         RUNNER_REGISTRY, key=lambda name: weights.name not in RUNNER_REGISTRY[name].preferred
     )
 
 
 def resolve(problem: MoeProblem) -> ResolvedChoice:
-    """What will run, or ValueError with the reason and the nearest combination that works."""
+    """Resolves `auto`; ValueError with the reason and the nearest combination that works."""
     unknown = next(_names(problem), None)
     if unknown is not None:
         raise ValueError(unknown)
@@ -408,8 +407,7 @@ def _advice(problem: MoeProblem) -> str:
 
 
 def suggest(problem: MoeProblem) -> MoeProblem | None:
-    """The nearest combination that works: the fewest flags changed, first those that matter least
-    to the user."""
+    """The combination that works with the fewest changed flags, the least important first."""
     splits = [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0]
     options: dict[str, list[Any]] = {
         "payload": ["auto"],
@@ -429,8 +427,8 @@ def suggest(problem: MoeProblem) -> MoeProblem | None:
 
 
 def combinations_of(**fixed: Any) -> Iterator[tuple[MoeProblem, Support]]:
-    """Every a2a backend, mode, runner, payload and weights, with whether it works; the rest as
-    given."""
+    """All a2a backends, modes, runners, payloads and weights, and whether each combination
+    works."""
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS.values())
     make = partial(MoeProblem, **fixed)
     for a2a, mode, runner, payload, weights in axes:

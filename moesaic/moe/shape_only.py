@@ -1,4 +1,4 @@
-"""MoE layers of a rank that is not there: they are built on the meta device to be counted."""
+"""MoE layers without memory or peers, built on the meta device to count bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 
 
 class ShapeOnlyGroup(RankGroup):
-    """A rank among others that nobody has started."""
+    """A rank of a group that does not run."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, None, "outline", 0.0)

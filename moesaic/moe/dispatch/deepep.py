@@ -45,7 +45,7 @@ class NormalDispatcher(RowsDispatcher):
 
 
 class DeviceNormal(DeviceRowsDispatcher):
-    """How many rows a slot gets only the device knows: the runner counts them there."""
+    """The runner counts the rows of each slot, on the device."""
 
     name = "deepep_normal"
     output = NormalDispatchOutput
@@ -56,7 +56,7 @@ class DeviceNormal(DeviceRowsDispatcher):
 
 
 class AutoDispatcher(BaseDispatcher):
-    """Both modes; ranks agree because a step's kind is agreed."""
+    """Both modes; all ranks know the kind of the step."""
 
     name = "deepep"
     keeps_lanes = True
@@ -67,7 +67,7 @@ class AutoDispatcher(BaseDispatcher):
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        del comm.traffic[self.name]  # the two count for themselves, and record
+        del comm.traffic[self.name]  # the two modes count and record themselves
         self.spans = Spans()
         self.normal, self.low_latency = (kind(config, comm) for kind in self.kinds)
 
@@ -107,7 +107,7 @@ class AutoDispatcher(BaseDispatcher):
 
 
 class DeviceAuto(AutoDispatcher):
-    """Under a graph, too: it was captured for steps of one kind."""
+    """Works in graphs: each is captured for one kind of step."""
 
     kinds = (DeviceNormal, DeviceLowLatency)
 

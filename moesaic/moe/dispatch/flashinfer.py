@@ -49,7 +49,7 @@ class PutSpec:
     pairs: bool
 
     def planes(self) -> list[PlaneSpec]:
-        """Rows of source p lie at p * C of a lane, the lanes behind each other."""
+        """Rows of source p start at p * C of a lane; lanes follow each other."""
         rows = LANES * self.size * self.tokens
         each = self.top_k if self.pairs else 1
         return [
@@ -67,20 +67,20 @@ class PutSpec:
         ]
 
     def nbytes(self, size: int) -> int:
-        """Of one rank of so many."""
+        """The bytes of one of `size` ranks."""
         return window_bytes(self.planes(), size) // size
 
 
 @dataclass(frozen=True, slots=True)
 class PutRoute:
-    """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none. Of
-    the rows received: `counts`, how many from each rank, and `valid_RK`, which slots are here."""
-
     lane: int
     sent_TG: Tensor
+    """The row of each token in this rank's part of each group; -1 for none."""
     topk: TopKOutput
     counts: list[int] = field(default_factory=list)
+    """Rows received from each rank."""
     valid_RK: Tensor | None = None
+    """Which slots of the received rows are local."""
 
 
 class FlashInferDispatcher(WindowDispatcher):
@@ -90,13 +90,13 @@ class FlashInferDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.spec = self.buffer_spec(config)
-        if self.spec not in comm.buffers:
-            window = SharedWindow.create(
-                comm.group, self.spec.planes(), comm.timeout, LANES * len(ExchangeSignal)
-            )
-            comm.buffers[self.spec] = Lanes(window)
-        self.lanes = comm.buffers[self.spec]
+        self.lanes = comm.shared(self.spec, self._make_lanes)
         self.window: SharedWindow = self.lanes.window
+
+    def _make_lanes(self) -> Lanes:
+        group, timeout = self.comm.group, self.comm.timeout
+        channels = LANES * len(ExchangeSignal)
+        return Lanes(SharedWindow.create(group, self.spec.planes(), timeout, channels))
 
     @classmethod
     def buffers(cls, config: DispatchConfig) -> Sequence[PutSpec]:
@@ -156,7 +156,7 @@ class FlashInferDispatcher(WindowDispatcher):
             self.note_dispatch(len(tokens))
 
     def _dispatch_b(self, pending: PutRoute) -> StandardDispatchOutput:
-        """Only rows that were filled go on: there is room for many more than a decode step has."""
+        """Copies only the filled rows: buffers hold many more than a decode step has."""
         lane = pending.lane
         self.wait(ExchangeSignal.TOKENS_READY, lane)
         counts: list[int] = self.window.plane("counts")[lane].tolist()
@@ -229,7 +229,7 @@ class FlashInferDispatcher(WindowDispatcher):
 
 
 class DeviceFlashInfer(DeviceRowsDispatcher):
-    """Ids and weights are put beside their rows, whoever will apply them."""
+    """Ids and weights always travel with their rows."""
 
     name = "flashinfer"
     weights_travel = True

@@ -1,4 +1,4 @@
-"""One rank: nothing travels. On a GPU, whatever the backend."""
+"""One rank: nothing travels. On a GPU this serves all backends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LocalDispatcher(BaseDispatcher):
 
 
 class DeviceDispatcher(LocalDispatcher):
-    """One rank on a GPU: pairs have rows whether they are anybody's or not."""
+    """One rank on a GPU: invalid pairs have rows, too."""
 
     @property
     def defers_reduce(self) -> bool:

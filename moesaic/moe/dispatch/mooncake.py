@@ -1,9 +1,8 @@
-"""`mooncake`: the low-latency layout for ranks that may go missing.
+"""`mooncake`: the low-latency layout for ranks that may fail.
 
-Whoever steers the ranks gives every one of them the same list of active ranks. Nobody waits for
-the others, nothing is taken from them, and pairs whose expert lies with them add nothing. A rank
-that is late is reported as PeerTimeout, which names it; after agreeing on a new list all that go on
-call `resume` with the same new number and redo the step.
+The supervisor gives all ranks the same list of active ranks. Inactive ranks are not awaited and not
+read, and pairs of their experts add nothing. PeerTimeout names a rank that is late; after agreeing
+on a new list, the remaining ranks call `resume` with the same new number and redo the step.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class MooncakeDispatcher(LowLatencyDispatcher):
         return list(self.exchange.active)
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
-        """Go on with these ranks; `generation` is higher than any before it."""
+        """Continues with these ranks; `generation` is higher than any before."""
         self.lanes.restart(generation, active_ranks)
 
     def reachable(self, terms: Terms) -> Terms:
-        """Results of a group are a whole only if all ranks that share it take part."""
+        """A group's results are complete only if all of its ranks are active."""
         active = torch.zeros(self.layout.size, dtype=torch.bool)
         active[self.exchange.active] = True
         whole_G = active.view(self.layout.ep_size, -1).all(1)
@@ -45,8 +44,8 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
 
 class DeviceMooncake(DeviceLowLatency):
-    """The kernels know who takes part. Where ranks share experts, the slots of a group that is not
-    whole are nobody's."""
+    """The kernels skip inactive ranks. Where ranks share experts, the slots of an incomplete group
+    are not used."""
 
     name = "mooncake"
 

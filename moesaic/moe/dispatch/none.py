@@ -1,5 +1,5 @@
-"""`none`: every rank gets all tokens (all-gather) and gives a part of every result
-(reduce-scatter); where all ranks hold the same tokens anyway, only results travel (all-reduce)."""
+"""`none`: every rank gets all tokens (all-gather) and returns a part of every result
+(reduce-scatter). If all ranks hold the same tokens, only results travel (all-reduce)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class StandardDispatcher(RowsDispatcher):
 
 
 class ReplicatedDispatcher(StandardDispatcher):
-    """The same tokens on all ranks. Results alternate between two halves of the buffer: nobody's
-    tokens tell that the last ones have been read, but the results after them do."""
+    """The same tokens on all ranks. Results alternate between two halves of the buffer: no tokens
+    arrive to show that the last results were read, but the next results do."""
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
@@ -84,7 +84,7 @@ class ReplicatedDispatcher(StandardDispatcher):
         return plan.finish()
 
     def results(self, lane: int) -> Tensor | None:
-        """Which half is not known before combine."""
+        """The half is not known before combine."""
         return None
 
     def publish_results(self, results: RowsCombineInput, number: int) -> None:

@@ -1,5 +1,5 @@
-"""Registers a runner with native providers: GroupedCore on CPU in the layouts it declares, on a GPU
-SortedPairsCore, which takes all formats in one layout."""
+"""Registers a runner with native providers: GroupedCore on CPU in the declared layouts, and on a
+GPU SortedPairsCore, which takes all formats in one layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dispatchers that signal through a window have in common."""
+"""The base of dispatchers that signal through a window."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ PHASES = {
 
 
 class WindowDispatcher(BaseDispatcher):
-    """`lanes` is shared by the layers that share buffers."""
-
     lanes: Lanes
+    """Shared by the layers that share buffers."""
     keeps_lanes = True
 
     def restart(self, generation: int) -> None:
@@ -29,5 +28,5 @@ class WindowDispatcher(BaseDispatcher):
         self.lanes.wait(kind, lane, self.config.layer, self.operation(PHASES[kind]))
 
     def verify(self, kind: ExchangeSignal, lane: int) -> None:
-        """After reading: what was read is what was waited for."""
+        """Raises, after reading, if the data have been overwritten."""
         self.lanes.verify(kind, lane, self.config.layer, self.operation(PHASES[kind]))
