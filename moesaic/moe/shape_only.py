@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from moesaic.comm.collectives.group import RankGroup
-from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher
-from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 
 
 class ShapeOnlyGroup(RankGroup):
@@ -25,14 +21,7 @@ class ShapeOnlyDispatcher(BaseDispatcher):
 
     name = "outline"
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Any:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("an outline does not compute")
 
-    def _dispatch_b(self, pending: Any) -> DispatchOutput:
-        raise NotImplementedError("an outline does not compute")
-
-    def _combine_a(self, results: CombineInput) -> Any:
-        raise NotImplementedError("an outline does not compute")
-
-    def _combine_b(self, pending: Any) -> Tensor:
-        raise NotImplementedError("an outline does not compute")
+    _dispatch_a = _dispatch_b = _combine_a = _combine_b = _refuse

@@ -11,7 +11,7 @@ Y rows of all slots · M rows of a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -93,16 +93,22 @@ class LayoutPlan:
     groups: list[SlotGroup]
 
 
+def exact_groups(
+    counts: Sequence[int], bases: Sequence[int], strides: Sequence[int]
+) -> list[SlotGroup]:
+    """A group for each slot that has rows, without padding."""
+    return [
+        SlotGroup(range(slot, slot + 1), bases[slot], count, strides[slot])
+        for slot, count in enumerate(counts)
+        if count
+    ]
+
+
 def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Small slots first, padded to one length, then the others. Exact rounding pads nothing."""
     if rounding is Rounding.EXACT:
-        bases = list(accumulate(counts, initial=0))
-        groups = [
-            SlotGroup(range(slot, slot + 1), bases[slot], count, count)
-            for slot, count in enumerate(counts)
-            if count
-        ]
-        return LayoutPlan(bases[:-1], bases[-1], groups)
+        *bases, total = accumulate(counts, initial=0)
+        return LayoutPlan(bases, total, exact_groups(counts, bases, counts))
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
     most = max((counts[slot] for slot in small), default=0)
@@ -126,18 +132,9 @@ def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
 def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
     """Slots in order, padded to blocks of SMALL_ROWS; neighbours of one block run together."""
     rows = [-(-count // SMALL_ROWS) * SMALL_ROWS for count in counts]
-    bases = [0] * len(counts)
-    total = 0
-    for slot, padded in enumerate(rows):
-        bases[slot] = total
-        total += padded
+    *bases, total = accumulate(rows, initial=0)
     if rounding is Rounding.EXACT:
-        groups = [
-            SlotGroup(range(slot, slot + 1), bases[slot], count, rows[slot])
-            for slot, count in enumerate(counts)
-            if count
-        ]
-        return LayoutPlan(bases, total, groups)
+        return LayoutPlan(bases, total, exact_groups(counts, bases, rows))
     single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
     groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
     groups += [
@@ -159,11 +156,8 @@ def plan_masked(counts: list[int], rounding: Rounding) -> LayoutPlan:
 def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[SlotGroup]:
     """The rows to compute in blocks of `block` rows, of which `counts` are filled."""
     if rounding is Rounding.EXACT:
-        return [
-            SlotGroup(range(slot, slot + 1), slot * block, count, block)
-            for slot, count in enumerate(counts)
-            if count
-        ]
+        bases = [slot * block for slot in range(len(counts))]
+        return exact_groups(counts, bases, [block] * len(counts))
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     groups = []
     for run in runs(small):
