@@ -23,11 +23,11 @@ from bench import gpu
 from bench.common import print_table
 from moesaic.kernels.norm import add_rms_norm
 from moesaic.kernels.quantise import quantise_rows, silu_mul
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, RouteSpec, route, route_rows
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, TopKConfig, route, route_rows
 from moesaic.kernels.sampling import RowSampling, SampleParams, greedy_rows, sample_rows
 
 HIDDEN, INNER, EXPERTS, VOCAB = 2048, 768, 128, 151_936
-SPEC = RouteSpec(8, renormalize=True)
+SPEC = TopKConfig(8, renormalize=True)
 Work = Callable[[], object]
 
 

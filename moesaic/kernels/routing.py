@@ -5,6 +5,7 @@ T tokens · H hidden · E experts · K chosen · X replicas of an expert at most
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +20,12 @@ ROUTING = "moesaic.kernels.triton.routing"
 
 
 @dataclass(frozen=True, slots=True)
-class RouteSpec:
-    """As moe.topk.TopKConfig."""
+class TopKConfig:
+    """How experts are chosen. `routed_scaling_factor` is applied here and nowhere else.
+
+    With groups, only experts of the `topk_groups` best groups may be chosen; a group is worth its
+    best expert, or the sum of its two best.
+    """
 
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -29,6 +34,25 @@ class RouteSpec:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
+    custom: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
+    """Replaces all of the above but scaling: logits and K to ids and weights, [T, K]."""
+
+    def check(self, num_experts: int) -> None:
+        """Refuses a choice that this many experts do not allow."""
+        allowed = num_experts // self.num_groups * self.topk_groups
+        if num_experts % self.num_groups or self.topk_groups > self.num_groups:
+            raise ValueError(
+                f"n_group {self.num_groups} and topk_group {self.topk_groups} do not fit "
+                f"{num_experts} experts: groups must be of one size, and no more chosen than exist"
+            )
+        if self.top_k > allowed:
+            raise ValueError(
+                f"num_experts_per_tok {self.top_k} is more than the {allowed} experts on offer"
+            )
+        if self.group_score == "top2" and self.num_groups > 1 and num_experts < 2 * self.num_groups:
+            raise ValueError(
+                f"n_group {self.num_groups} leaves fewer than two of {num_experts} experts a group"
+            )
 
     @property
     def limits_groups(self) -> bool:
@@ -62,7 +86,7 @@ class RouterWeights:
 @native(ROUTING)
 def route(
     logits_TE: Tensor,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
@@ -100,7 +124,7 @@ def route(
 def route_rows(
     x_TH: Tensor,
     router: RouterWeights,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
@@ -122,7 +146,7 @@ def route_rows(
 def norm_route_rows(
     rows: SumToNorm,
     router: RouterWeights,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,

@@ -1,6 +1,6 @@
-"""What the families are built from: decoder layers, sparse blocks, the language model around them.
+"""The parts of all families: decoder layers, sparse blocks and the language model.
 
-T tokens · H hidden · E experts · V vocabulary · R rows whose logits are wanted.
+T tokens · H hidden · E experts · V vocabulary · R rows with logits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Router(Module):
         )
         self.float32, self.deterministic = float32, deterministic
         self.product = product(deterministic)
-        # Made here and not when it is needed, which may be inside of a graph that is captured.
+        # Allocated here: the first use may be inside of a graph capture.
         self._counter_1 = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
@@ -80,8 +80,8 @@ class Router(Module):
         return self.product(x_TH, self.weight, self.bias)
 
     def fused(self, x_TH: Tensor) -> RouterWeights | None:
-        """For the kernel that multiplies and chooses at once, where that is the faster way: for a
-        few rows on a GPU. None elsewhere."""
+        """The input of the kernel that multiplies and chooses at once; None unless that is faster:
+        for a few rows on a GPU."""
         if not x_TH.is_cuda or len(x_TH) > MAX_ROWS or self.deterministic:
             return None
         if self._counter_1.device != x_TH.device:
@@ -202,7 +202,7 @@ class SparseBlock(Module):
     def add_norm(
         self, norm: RMSNorm, x_TH: Tensor, residual_TH: Tensor, step: Step
     ) -> tuple[Tensor, Tensor, TopKOutput | None]:
-        """As `norm.add`; with the experts of the rows where one kernel finds them along with it."""
+        """As `norm.add`; with the chosen experts if one fused kernel norms and routes."""
         few = len(x_TH) <= MAX_NORM_ROWS and self._takes_all_rows
         router, spec = self.gate.fused(x_TH) if few else None, self.topk.spec
         if router is None or spec is None:
@@ -222,9 +222,8 @@ class SparseBlock(Module):
         return self.parallel.attention.size == 1 or self.experts.context.replicated
 
     def _own_part(self, x_TH: Tensor, step: Step) -> tuple[Tensor, Step]:
-        """This rank's part of the rows, and the step as it is for parts. Where it is settled how
-        many rows ranks have, kernels compute, which cannot be launched for none: an empty part is a
-        row of padding there."""
+        """This rank's part of the rows, and the step for it. With `step.rows` kernels run, which
+        need at least one row: an empty part becomes a row of padding."""
         mine_TH = x_TH[self.parallel.own_rows(len(x_TH))]
         if not step.rows:
             return mine_TH, step
@@ -244,7 +243,7 @@ def dense_mlp(
 
 
 def kv_cache(config: ModelConfig, attention: AttentionConfig) -> CacheSpec:
-    """Of this rank's heads, in this stage's layers."""
+    """The cache of this rank's heads in this stage's layers."""
     group = config.parallel.attention
     heads = Heads.of(attention, group.rank, group.size)
     dim = attention.head_dim
@@ -271,8 +270,8 @@ class DecoderLayer(Module):
     def forward(
         self, x_TH: Tensor | PairSum, ctx: ForwardContext, residual_TH: Tensor | None = None
     ) -> tuple[Tensor | PairSum, Tensor]:
-        """(x, residual), whose sum is the layer's output: the norm that comes next adds them. So
-        are those that are given."""
+        """Takes and returns (x, residual), whose sum is the hidden state: the next norm adds
+        them."""
         begin = self._spans.clock()
         attention, norm = self.self_attn, self.input_layernorm
         rows_TX, residual_TH = attention.norm_and_project(norm, x_TH, residual_TH)
@@ -314,8 +313,8 @@ class Backbone(Module):
 
 
 class CausalLM(Module):
-    """A language model, or a rank's part of it: `forward` gives hidden states, `logits` those of
-    the wanted rows."""
+    """A language model, or a rank's part of it: `forward` returns hidden states, `logits` the
+    logits of chosen rows."""
 
     def __init__(
         self,
@@ -343,21 +342,21 @@ class CausalLM(Module):
         step: Step = PREFILL,
         x_TH: Tensor | None = None,
     ) -> Tensor:
-        """`x_TH`: what the stage before this one gave; the first stage has none. Normed hidden
-        states come out of the last stage."""
+        """`x_TH`: the hidden states of the previous stage; the first stage has none. The last stage
+        returns normed hidden states."""
         cos, sin = self.rope.at(positions_T)
         return self.model(ids_T, ForwardContext(cos, sin, attention, step), x_TH)
 
     def logits(self, x_RH: Tensor, rows: Sequence[int] = ()) -> Tensor:
-        """`rows`: how many rows each attention group of the stage wants, where there are several;
-        all ranks of the last stage call this together then, also those that want none. Only the
-        first rank of an attention group gets any."""
+        """`rows`: the number of rows of each attention group, if there are several; then all ranks
+        of the last stage call this together, also with zero rows. Only the first rank of an
+        attention group gets logits."""
         assert self.lm_head is not None, "only the last stage has logits"
         return self.lm_head(x_RH, rows)
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """The bytes of all weights."""
         experts = (module.weights for module in self.modules() if isinstance(module, FusedMoE))
         return sum(parameter.nbytes for parameter in self.parameters()) + sum(
             weights.w13_eJH.nbytes + weights.w2_eHI.nbytes for weights in experts
@@ -367,8 +366,8 @@ class CausalLM(Module):
         return self.slots("")
 
     def is_optional(self, name: str) -> bool:
-        """Tensors that checkpoints may carry and this model does not need: a tied head, buffers
-        that are computed, layers past the last one (multi-token prediction)."""
+        """Whether the model ignores this tensor: a tied head, computed buffers, layers past the
+        last one (multi-token prediction)."""
         if name.endswith("rotary_emb.inv_freq"):
             return True
         if name == "lm_head.weight":

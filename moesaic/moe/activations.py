@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert."""
+"""The activation between the two products of an expert."""
 
 from __future__ import annotations
 

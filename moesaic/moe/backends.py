@@ -1,7 +1,9 @@
-"""Finds all backends: those of the package, and those that others bring.
+"""Finds all backends: those of the package, and those of other packages.
 
-A module from outside registers its dispatchers and runners when it is imported. It is named by
-`--moe-backend-module`, or found by the entry point group `moesaic.moe_backends`.
+A backend of the package is one file: `dispatch/<name>.py` registers an `A2aBackend`,
+`runner/<name>.py` a `RunnerBackend`. Its name in config/args_parallel.py makes it a choice of the
+flag, and this module imports it. A module of another package registers its backends when it is
+imported: `--moe-backend-module` names it, or the entry point group `moesaic.moe_backends`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
 from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
 
 ENTRY_POINTS = "moesaic.moe_backends"
-# What modules have registered, so that one may be named again.
+# What each module has registered: the same module may be named again.
 _added_by: dict[str, set[str]] = {}
 
 
@@ -31,8 +33,8 @@ def load_runners() -> None:
 
 @cache
 def load_builtin() -> None:
-    """Runners first: the fused dispatcher registers itself for each of them. Some may have been
-    imported before; what is chosen, and told, goes by our order and not by theirs."""
+    """Runners come first: the fused dispatcher registers itself for each of them. `auto` and the
+    reports follow the order of the flags' choices, whatever was imported first."""
     load_runners()
     for name in A2A_BACKENDS:
         import_module(f"moesaic.moe.dispatch.{name}")

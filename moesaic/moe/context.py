@@ -1,4 +1,4 @@
-"""How the MoE layers of a model run: what was resolved, the ranks, and what the layers share."""
+"""What the MoE layers of a model share: resolved backends, ranks, limits, buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from moesaic.moe.dispatch.host.exchange import LANES
 from moesaic.moe.placement import EpLayout, Placement
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
 from moesaic.moe.quant.weights import WEIGHT_FORMATS, WeightFormat
-from moesaic.moe.registry import A2A_REGISTRY, BufferSpec, MoeProblem, resolve
+from moesaic.moe.registry import (
+    A2A_REGISTRY,
+    BufferSpec,
+    MoeProblem,
+    Provider,
+    modes_of,
+    resolve,
+)
 from moesaic.moe.runner.base import Workspace
 from moesaic.moe.shape_only import ShapeOnlyDispatcher, ShapeOnlyGroup
 
@@ -27,42 +34,42 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class LayerBuffers:
     payload: str
     row_bytes: int
-    """Of a token on its way to an expert."""
+    """Sent for each token."""
     nbytes: int
-    """Of this rank's buffers for the layer, which other layers may share."""
+    """This rank's buffers for the layer; other layers may share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferReport:
     layers: dict[int, LayerBuffers]
     total: int
-    """Of all layers; a buffer that several share counts once."""
+    """The bytes of all layers; a shared buffer counts once."""
 
 
 @dataclass(frozen=True)
 class MoeContext:
-    """`choice` has nothing left open, for `reasons`. `max_tokens`: the most of a rank in a step,
-    `max_decode_tokens`: in a step in which nobody prefills. `copies`: of each block of experts on
-    ranks next to each other, which would else have cut it. `lanes`: micro-batches that may be under
-    way at once. `dispatch_programs`, `combine_programs`: of normal mode's kernels on a GPU, at
-    most."""
-
     resolved: MoeProblem
+    """The backends in use, chosen for `reasons`."""
     reasons: tuple[str, ...]
     dtype: torch.dtype
     comm: CommContext
     max_tokens: int = 8192
+    """Of a rank in a step."""
     max_decode_tokens: int = 128
+    """Of a rank in a step without prefill."""
     redundant_experts: int = 0
     placements: Mapping[int, Placement] = field(default_factory=dict)
     """By layer, where it is not the default one."""
     max_replicas: int = 0
     """Slots that an expert may get when the placement changes; 0: it never changes."""
     copies: int = 1
+    """Of each block of experts, on adjacent ranks, instead of slices of it."""
     deterministic: bool = False
     replicated: bool = False
     lanes: int = LANES
+    """Micro-batches that may be in flight at once."""
     dispatch_programs: int = 0
+    """The most programs of normal mode's kernels on a GPU; 0: no limit."""
     combine_programs: int = 0
     workspace: Workspace = field(default_factory=Workspace)
 
@@ -75,7 +82,7 @@ class MoeContext:
         timeout: float = 60.0,
         **options: bool | int,
     ) -> MoeContext:
-        """Resolves what is open; ValueError with advice for what cannot work."""
+        """Resolves `auto`; ValueError with advice if nothing works."""
         load_backends()
         choice = resolve(problem)
         comm = CommContext(group or RankGroup.alone(), timeout)
@@ -103,7 +110,7 @@ class MoeContext:
         if self.copies == 1:
             return placement
         groups = self.resolved.ep // self.copies
-        EpLayout(len(placement.slots), groups)  # refuses what cannot be laid evenly
+        EpLayout(len(placement.slots), groups)  # refuses an uneven distribution
         return placement.copied(groups, self.copies)
 
     def layout(self, num_slots: int) -> EpLayout:
@@ -114,7 +121,7 @@ class MoeContext:
     ) -> DispatchConfig:
         """A backend without another mode for prefill takes all steps in the one it has."""
         backend = A2A_REGISTRY[self.resolved.a2a]
-        both = "normal" in backend.formats and self.resolved.mode == "auto"
+        both = len(modes_of(self.resolved)) > 1
         prefills = "prefill" in backend.phases and "prefill" in self.resolved.phases
         return DispatchConfig(
             layout=layout,
@@ -139,21 +146,23 @@ class MoeContext:
     def make_dispatcher(self, config: DispatchConfig) -> BaseDispatcher:
         if isinstance(self.comm.group, ShapeOnlyGroup):
             return ShapeOnlyDispatcher(config, self.comm)
-        backend = A2A_REGISTRY[self.resolved.a2a]
-        dispatcher: BaseDispatcher = backend.providers[self.resolved.device](config, self.comm)
+        dispatcher: BaseDispatcher = self._provider.make(config, self.comm)
         return dispatcher
 
+    @property
+    def _provider(self) -> Provider:
+        return A2A_REGISTRY[self.resolved.a2a].provider(self.resolved.device)
+
     def check(self) -> None:
-        """Raises what kernels that wait for other ranks have come upon: they themselves go on. For
-        when their results are there; asks nothing of the device."""
+        """Raises the errors of kernels whose waits have failed; the kernels themselves go on. Call
+        it when their results have arrived; it does not wait for the device."""
         for exchange in self.comm.buffers.values():
             if isinstance(exchange, DeviceExchange):
                 exchange.check()
 
     def buffers(self, configs: Iterable[DispatchConfig]) -> BufferReport:
-        """What dispatchers of these layers would take, before any of it is taken."""
-        buffers = A2A_REGISTRY[self.resolved.a2a].buffers_for(self.resolved.device)
-        size = self.comm.group.size
+        """The buffers that dispatchers of these layers will allocate."""
+        buffers, size = self._provider.buffers, self.comm.group.size
         specs: dict[BufferSpec, int] = {}
         layers = {}
         for config in configs:

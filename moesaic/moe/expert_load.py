@@ -1,4 +1,4 @@
-"""How much the experts of a layer have to do on this rank."""
+"""The load of a layer's experts on this rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moesaic.observe.spans import SpanKind, Spans
 
 
 class SlotLoad:
-    """Rows that each local slot has computed, and the time of the runner (on a GPU, to hand it its
-    work). Ranks that share experts by slices compute the same rows: the first of them counts."""
+    """Rows that each local slot has computed, and the runner's time (on a GPU the launch time).
+    Ranks that hold slices of the same experts compute the same rows: the first of them counts."""
 
     def __init__(self, layer: int, layout: EpLayout, spans: Spans, device: str = "cpu") -> None:
         self.layer, self._spans = layer, spans
@@ -23,22 +23,22 @@ class SlotLoad:
         self.counts = layout.moe_tp_rank == 0
         self.runner_ns = 0
         self._slots = layout.slots_per_rank
-        # A list: on CPU a tensor of so few costs ten times as much.
+        # A list: on CPU a tensor this small costs ten times as much.
         self._tokens = [0] * self._slots
-        # Made here and not when it is needed, which may be while a graph is captured.
+        # Allocated here: the first use may be inside of a graph capture.
         self._total_e: Tensor | None = None
         if device != "cpu":
             self._total_e = torch.zeros(self._slots, dtype=torch.int64)
 
     @property
     def on_device(self) -> Tensor | None:
-        """What the runner adds each slot's rows to, where only the device knows them: a kernel that
-        counts them anyway does, and a captured graph whenever it is replayed."""
+        """The counter that kernels add each slot's rows to, also when a captured graph is replayed;
+        None where the host counts."""
         return self._total_e if self.counts else None
 
     @property
     def tokens(self) -> list[int]:
-        """Of each slot, since the start. Waits for a GPU that counts."""
+        """Rows of each slot in this window. Waits for the device if it counts."""
         if self._total_e is None:
             return self._tokens
         found: list[int] = self._total_e.tolist()
@@ -55,13 +55,13 @@ class SlotLoad:
             self._total_e.zero_()
 
     def record(self, rows: DispatchOutput, results: CombineInput, begin: int) -> None:
-        """Of a run that began then and has just ended."""
+        """Counts a run that started at `begin` and has just ended."""
         now = time.monotonic_ns()
         self.runner_ns += now - begin
         if not (self.counts or self._spans.on):
             return
         if results.count_e is not None:
-            # They are added up already, and nobody waits for them: a span has no number of tokens.
+            # The device has counted; the span gets no number of tokens, as that would wait for it.
             if self._spans.on:
                 self._spans.add(SpanKind.EXPERTS, begin, self.layer, 0, end=now)
             return

@@ -49,7 +49,7 @@ class ExpertStore:
         self.has_input_scales = (
             activation is not None and PAYLOAD_FORMATS[activation].has_global_scale
         )
-        self._input_scales_e2 = torch.zeros(slots, 2, dtype=torch.float64)
+        self.input_scales_e2 = torch.zeros(slots, 2, dtype=torch.float64)
 
     def tensors(self, slot: int) -> list[Tensor]:
         """The slot's part of every tensor, in a fixed order."""
@@ -57,7 +57,7 @@ class ExpertStore:
         stacked = [*weights.w13_eJH.planes.values(), *weights.w2_eHI.planes.values()]
         stacked += [bias for bias in (weights.b13_eJ, weights.b2_eH) if bias is not None]
         if self.has_input_scales:
-            stacked.append(self._input_scales_e2)
+            stacked.append(self.input_scales_e2)
         return [tensor[slot] for tensor in stacked]
 
     def read(self, slot: int) -> list[Tensor]:
@@ -82,13 +82,13 @@ class ExpertStore:
 
     def note_input_scale(self, scale: float, slot: int, product: int) -> None:
         """Keeps the largest scale that an expert's products were calibrated with."""
-        known = self._input_scales_e2[slot, product]
+        known = self.input_scales_e2[slot, product]
         known.fill_(max(float(known), scale))
 
     @property
     def largest_input_scales(self) -> list[float]:
-        """Of the first and the last product; 0 where no expert has one."""
-        largest: list[float] = self._input_scales_e2.amax(0).tolist()
+        """For the first and the last product; 0 where no expert has one."""
+        largest: list[float] = self.input_scales_e2.amax(0).tolist()
         return largest
 
     def set_input_scales(self, inward: float, outward: float) -> None:

@@ -1,10 +1,10 @@
-"""What travels between the stages of a MoE layer.
+"""The data between the stages of a MoE layer.
 
 T tokens of this rank · H hidden · K experts of a token · E physical slots · e local slots ·
 R rows received · M = P * C rows at most for one local slot · P ranks · C token cap of a rank.
 
 A format is a pair of frozen dataclasses with one name: what dispatch gives and what combine takes.
-Rows and ids that nobody owns are -1; their contents are garbage and must not be read.
+Invalid rows and ids are -1; their contents are garbage and must not be read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ class TopKOutput:
 
 @dataclass(frozen=True)
 class DispatchOutput:
-    """`handle` is the dispatcher's own: it goes back to it with the results."""
+    """`handle` is opaque; it returns to the dispatcher with the results."""
 
     format: ClassVar[str]
+    in_blocks: ClassVar[bool] = False
+    """Whether each local slot has a block of rows."""
+    is_fused: ClassVar[bool] = False
+    """Whether one function replaces both permutes and the runner."""
     handle: Any
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
-        """How many rows each of this rank's slots gets; None: not known yet."""
+        """The rows of each local slot; None: not known yet."""
         return None
 
 
@@ -49,7 +53,7 @@ class CombineInput:
     count_e: Tensor | None = field(default=None, kw_only=True)
 
     def slot_rows(self, slots: int) -> Sequence[int] | None:
-        """The same, of a format whose dispatch could not tell."""
+        """The rows of each local slot, if the dispatch output did not know them."""
         return None
 
 
@@ -58,7 +62,7 @@ Output = TypeVar("Output", bound=type[DispatchOutput])
 
 
 def dispatch_format(cls: Output) -> Output:
-    """Makes a format known by its name, so that runners can be registered for it."""
+    """Registers a format by its name, for the registrations of runners."""
     if cls.format in DISPATCH_FORMATS:
         raise ValueError(f"dispatch format {cls.format!r} is registered twice")
     DISPATCH_FORMATS[cls.format] = cls
@@ -92,8 +96,8 @@ class StandardDispatchOutput(DispatchOutput):
 @dispatch_format
 @dataclass(frozen=True)
 class NormalDispatchOutput(StandardDispatchOutput):
-    """Each token once per rank, in the order of ranks and tokens, and how many rows each local slot
-    gets, unless only the device knows; post-permute applies the weights."""
+    """Each token once per rank, in the order of ranks and tokens, with the rows of each local slot
+    unless only the device knows them; post-permute applies the weights."""
 
     format = "deepep_normal"
     rows_e: list[int] | None = None
@@ -105,13 +109,12 @@ class NormalDispatchOutput(StandardDispatchOutput):
 @dispatch_format
 @dataclass(frozen=True)
 class LowLatencyDispatchOutput(DispatchOutput):
-    """A fixed block of rows for each local slot of which the first `masked_m` are filled.
-
-    Results may be written to `y_eMH`, where the ranks that wait for them can read; combine applies
-    the weights. `count_e` takes the place of `masked_m` where only the device knows (int32).
-    """
+    """A fixed block of rows for each local slot, of which the first `masked_m` are filled. Results
+    may be written to `y_eMH`, where other ranks read them; combine applies the weights. `count_e`
+    (int32) replaces `masked_m` where only the device knows it."""
 
     format = "deepep_ll"
+    in_blocks = True
     x: Payload  # [e, M, H]
     masked_m: list[int]
     y_eMH: Tensor
@@ -127,6 +130,7 @@ class FusedDispatchOutput(DispatchOutput):
     """Nothing has moved: a fused function does all the rest."""
 
     format = "fused"
+    is_fused = True
     x_TH: Tensor
     topk: TopKOutput
 

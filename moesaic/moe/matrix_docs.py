@@ -146,20 +146,20 @@ def _names(names: Sequence[str]) -> str:
 
 def _devices(backend: A2aBackend | RunnerBackend) -> str:
     """Where it runs, and by whose provider if not by ours."""
-    told = []
+    found = []
     for device, make in backend.providers.items():
         name = provider_name(make)
-        told.append(device if name == "native" else f"{device} ({name})")
-    return ", ".join(told)
+        found.append(device if name == "native" else f"{device} ({name})")
+    return ", ".join(found)
 
 
 def _format_of(backend: A2aBackend, mode: str) -> str:
     """And what it is on devices that differ."""
     format = backend.formats[mode]
     others = (
-        f"{device}: `{formats[mode]}`"
-        for device, formats in backend.formats_on.items()
-        if formats[mode] != format
+        f"{device}: `{backend.formats_for(device)[mode]}`"
+        for device in backend.providers
+        if backend.formats_for(device)[mode] != format
     )
     return "; ".join((f"`{format}`", *others))
 

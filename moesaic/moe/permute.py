@@ -1,9 +1,8 @@
-"""Which functions carry rows between a dispatcher's format and a runner's layout.
+"""The functions that convert between a dispatcher's format and a runner's layout.
 
 Fused functions are registered by (a2a backend, runner backend), permutes by (dispatch format,
-runner backend), all of them for a device. A name that nobody declared, and a second function for
-the same pair, are refused where they are registered; a missing pair is reported with those that
-exist.
+runner backend), for a device. Registration refuses undeclared names and a second function for the
+same pair; the error for a missing pair lists those that exist.
 """
 
 from __future__ import annotations

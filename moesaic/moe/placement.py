@@ -1,4 +1,4 @@
-"""Where experts lie: logical experts in physical slots, slots on ranks.
+"""Where experts reside: logical experts in physical slots, slots on ranks.
 
 E logical experts · S slots · N ids · K chosen · X replicas of an expert at most.
 """
@@ -16,8 +16,8 @@ from moesaic.kernels.routing import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class EpLayout:
-    """Slots lie in blocks of one size on `ep_size` groups of `moe_tp_size` ranks; the ranks of a
-    group share each of its experts by slices of the intermediate dimension."""
+    """Slots are distributed evenly over `ep_size` groups of `moe_tp_size` ranks; each rank of a
+    group holds a slice of the intermediate dimension of all its experts."""
 
     num_slots: int
     ep_size: int = 1
@@ -55,7 +55,7 @@ class EpLayout:
         return self.ep_rank * self.slots_per_rank
 
     def local(self, ids: Tensor) -> Tensor:
-        """Numbers among this rank's slots, -1 for those of others and for none."""
+        """Local slot numbers; -1 for slots of other ranks and for none."""
         if self.ep_size == 1:
             return ids
         local = ids - self.first_slot
@@ -88,7 +88,7 @@ class Placement:
         return cls(num_experts, tuple(i % num_experts for i in range(num_experts + redundant)))
 
     def copied(self, groups: int, copies: int) -> Placement:
-        """Slots lie in `groups` blocks; each block so many times in a row."""
+        """Splits the slots into `groups` blocks and repeats each block `copies` times."""
         size = len(self.slots) // groups
         blocks = (self.slots[start : start + size] for start in range(0, len(self.slots), size))
         return Placement(self.num_experts, tuple(e for block in blocks for e in block * copies))
@@ -165,7 +165,7 @@ class SlotMap:
             return None
         if device not in self._tables:
             slots_EX, count_E = self.placement.table(self.width)
-            with torch.inference_mode(False):  # so that it can be updated outside of that mode
+            with torch.inference_mode(False):  # or updates outside of that mode would fail
                 self._tables[device] = SlotTable(
                     slots_EX.to(device, torch.int32), count_E.to(device, torch.int32)
                 )

@@ -1,7 +1,7 @@
-"""Which backends there are and what each can do: declared data, from which one matrix is computed.
+"""The backends and their declared capabilities, from which one matrix is computed.
 
 A backend is a contract (formats, payloads, weights) with a provider for each device. The matrix
-refuses what cannot work, with the reason, suggests the nearest that can, and resolves `auto`.
+refuses combinations that cannot work, suggests the nearest that can, and resolves `auto`.
 """
 
 from __future__ import annotations
@@ -25,47 +25,82 @@ PHASES = ("prefill", "decode")
 
 class BufferSpec(Hashable, Protocol):
     def nbytes(self, size: int) -> int:
-        """Bytes of one rank of so many."""
+        """The bytes of one of `size` ranks."""
+
+
+Buffers = Callable[[Any], Sequence[BufferSpec]]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What implements an a2a backend on one device."""
+
+    make: Callable[..., Any]
+    """(DispatchConfig, CommContext) to the dispatcher of one layer."""
+    buffers: Buffers = lambda config: ()
+    """The buffers that a dispatcher with this DispatchConfig allocates, or shares with others."""
+    formats: Mapping[str, str] | None = None
+    """The dispatch format of each mode, where it is not the contract's."""
+    local: bool = False
+    """Whether a single rank sends nothing and needs no buffers."""
+
+    @classmethod
+    def choosing(
+        cls,
+        choose: Callable[[Any], Any],
+        formats: Mapping[str, str] | None = None,
+        local: bool = False,
+    ) -> Provider:
+        """`choose` gives the class of dispatcher for a DispatchConfig, which knows its buffers."""
+        return cls(
+            lambda config, comm: choose(config)(config, comm),
+            lambda config: choose(config).buffers(config),
+            formats,
+            local,
+        )
+
+    def __call__(self, config: Any, comm: Any) -> Any:
+        return self.make(config, comm)
 
 
 @dataclass(frozen=True)
 class A2aBackend:
-    """`formats`: the dispatch format in each mode it has. `phases`: the kinds of steps it serves.
-    `providers`: what makes a dispatcher, by device. `buffers`: the buffers that a dispatcher with a
-    DispatchConfig will make, or share with others that ask for the same. `rounds`: whether normal
-    mode sends long sequences in rounds. `formats_on`, `buffers_on`: those of devices that differ.
-    `local_on`: devices on which a single rank sends nothing and needs no buffers."""
+    """A contract, and what implements it on each device."""
 
     name: str
     summary: str
     formats: Mapping[str, str]
+    """The dispatch format of each mode."""
     payloads: tuple[str, ...]
     phases: tuple[str, ...] = PHASES
+    """The kinds of steps that it serves."""
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    buffers: Callable[[Any], Sequence[BufferSpec]] = lambda config: ()
-    rounds: bool = False
-    formats_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    buffers_on: Mapping[str, Callable[[Any], Sequence[BufferSpec]]] = field(default_factory=dict)
-    local_on: tuple[str, ...] = ()
+    """By device: a `Provider`, or just what makes a dispatcher."""
+    modes_in_rounds: tuple[str, ...] = ()
+    """Modes that send long sequences in rounds."""
+    takes_replicated: bool = False
+    """Whether ranks that all hold the same tokens need not send them."""
+
+    def provider(self, device: str) -> Provider:
+        found = self.providers[device]
+        return found if isinstance(found, Provider) else Provider(found)
 
     def formats_for(self, device: str) -> Mapping[str, str]:
-        return self.formats_on.get(device, self.formats)
-
-    def buffers_for(self, device: str) -> Callable[[Any], Sequence[BufferSpec]]:
-        return self.buffers_on.get(device, self.buffers)
+        """On a device without a provider those of the contract."""
+        own = self.provider(device).formats if device in self.providers else None
+        return self.formats if own is None else own
 
 
 @dataclass(frozen=True)
 class RunnerBackend:
-    """`layouts`: in which layout it computes what arrives in a dispatch format. `preferred`: the
-    weights for which `auto` looks at it first."""
-
     name: str
     summary: str
     layouts: Mapping[str, str]
+    """The layout in which it computes each dispatch format."""
     weights: tuple[str, ...]
     payloads: tuple[str, ...]
     preferred: tuple[str, ...] = ()
+    """Weights for which `auto` tries it first."""
     providers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -75,7 +110,8 @@ Backend = TypeVar("Backend", A2aBackend, RunnerBackend)
 
 
 def provider_name(make: Callable[..., Any]) -> str:
-    """What a provider calls itself; else ours, or the module it comes from."""
+    """What a provider calls itself; else `native`, or the module it comes from."""
+    make = make.make if isinstance(make, Provider) else make
     ours = make.__module__.startswith("moesaic.")
     name: str = getattr(make, "provider", "native" if ours else make.__module__)
     return name
@@ -91,10 +127,11 @@ def _register(registry: dict[str, Backend], kind: str, backend: Backend) -> Back
 
 
 def register_a2a(backend: A2aBackend) -> A2aBackend:
-    for device, formats in backend.formats_on.items():
-        if set(formats) != set(backend.formats) or not set(formats.values()) <= set(
-            DISPATCH_FORMATS
-        ):
+    for device in backend.providers:
+        formats = backend.formats_for(device)
+        if formats is backend.formats:
+            continue
+        if set(formats) != set(backend.formats) or set(formats.values()) - set(DISPATCH_FORMATS):
             raise ValueError(
                 f"a2a backend {backend.name!r}: formats {dict(formats)} on {device}: give one of "
                 f"{tuple(DISPATCH_FORMATS)} for each of its modes, {tuple(backend.formats)}"
@@ -128,9 +165,8 @@ def register_runner(backend: RunnerBackend) -> RunnerBackend:
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """One combination. `dtype` is that of the activations; a size of 0 is not known and not
-    checked. `weights` is the format of the experts at hand, with their group size and what they
-    are multiplied with."""
+    """One combination. `dtype` is that of the activations; a size of 0 is unknown and not
+    checked."""
 
     a2a: str = "none"
     mode: str = "auto"
@@ -160,7 +196,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedChoice:
-    """A problem with nothing left open, and why each thing that was open became what it is."""
+    """A problem without `auto`, and the reason of each choice."""
 
     problem: MoeProblem
     reasons: tuple[str, ...]
@@ -177,7 +213,7 @@ FLAGS = {
 
 
 def modes_of(problem: MoeProblem) -> tuple[str, ...]:
-    """The modes that will be used: the one asked for, or all that the backend has."""
+    """The modes in use: the requested one, or all of the backend."""
     return tuple(A2A_REGISTRY[problem.a2a].formats) if problem.mode == "auto" else (problem.mode,)
 
 
@@ -187,15 +223,17 @@ def formats_of(problem: MoeProblem) -> tuple[str, ...]:
 
 
 def payload_of(problem: MoeProblem) -> tuple[str, str]:
-    """What is sent, and why: what the weights are multiplied with, if all agree on it."""
+    """The payload and the reason: the activation format of the weights, if both backends take
+    it."""
     if problem.payload != "auto":
         return problem.payload, "as asked"
     wanted = problem.weights.activation
     if wanted is None:
         return problem.dtype, f"{problem.weights.name} weights take activations as they are"
-    if problem.tp == 1 and problem.device in A2A_REGISTRY[problem.a2a].local_on:
+    a2a = A2A_REGISTRY[problem.a2a]
+    if problem.tp == 1 and problem.device in a2a.providers and a2a.provider(problem.device).local:
         return problem.dtype, f"nothing travels: the runner makes {wanted} of it"
-    for backend in (A2A_REGISTRY[problem.a2a], RUNNER_REGISTRY.get(problem.runner)):
+    for backend in (a2a, RUNNER_REGISTRY.get(problem.runner)):
         if backend is not None and wanted not in backend.payloads:
             return problem.dtype, f"{backend.name} does not take {wanted}"
     if problem.hidden_size:
@@ -306,7 +344,7 @@ def _takes(backend: A2aBackend | RunnerBackend, problem: MoeProblem) -> Iterator
         yield f"{backend.name} does not take payload {payload}, only {', '.join(backend.payloads)}"
 
 
-RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # whatever the runner
+RULES_OF_ALL = (_names, _sizes, _a2a, _payload)  # for any runner
 RULES = (*RULES_OF_ALL, _runner)
 
 
@@ -324,14 +362,14 @@ def supports(problem: MoeProblem) -> Support:
 
 
 def _order(weights: WeightFormat) -> list[str]:
-    """All runners, those that prefer these weights first."""
+    """All runners; those that prefer these weights come first."""
     return sorted(
         RUNNER_REGISTRY, key=lambda name: weights.name not in RUNNER_REGISTRY[name].preferred
     )
 
 
 def resolve(problem: MoeProblem) -> ResolvedChoice:
-    """What will run, or ValueError with the reason and the nearest combination that works."""
+    """Resolves `auto`; ValueError with the reason and the nearest combination that works."""
     unknown = next(_names(problem), None)
     if unknown is not None:
         raise ValueError(unknown)
@@ -369,8 +407,7 @@ def _advice(problem: MoeProblem) -> str:
 
 
 def suggest(problem: MoeProblem) -> MoeProblem | None:
-    """The nearest combination that works: the fewest flags changed, first those that matter least
-    to the user."""
+    """The combination that works with the fewest changed flags, the least important first."""
     splits = [n for n in range(problem.tp, 0, -1) if problem.tp % n == 0]
     options: dict[str, list[Any]] = {
         "payload": ["auto"],
@@ -390,8 +427,8 @@ def suggest(problem: MoeProblem) -> MoeProblem | None:
 
 
 def combinations_of(**fixed: Any) -> Iterator[tuple[MoeProblem, Support]]:
-    """Every a2a backend, mode, runner, payload and weights, with whether it works; the rest as
-    given."""
+    """All a2a backends, modes, runners, payloads and weights, and whether each combination
+    works."""
     axes = product(A2A_REGISTRY, MODES, RUNNER_REGISTRY, PAYLOAD_FORMATS, WEIGHT_FORMATS.values())
     make = partial(MoeProblem, **fixed)
     for a2a, mode, runner, payload, weights in axes:

@@ -1,19 +1,15 @@
-"""MoE layers of a rank that is not there: they are built on the meta device to be counted."""
+"""MoE layers without memory or peers, built on the meta device to count bytes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from moesaic.comm.collectives.group import RankGroup
-from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher
-from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 
 
 class ShapeOnlyGroup(RankGroup):
-    """A rank among others that nobody has started."""
+    """A rank of a group that does not run."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, None, "outline", 0.0)
@@ -25,14 +21,7 @@ class ShapeOnlyDispatcher(BaseDispatcher):
 
     name = "outline"
 
-    def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> Any:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("an outline does not compute")
 
-    def _dispatch_b(self, pending: Any) -> DispatchOutput:
-        raise NotImplementedError("an outline does not compute")
-
-    def _combine_a(self, results: CombineInput) -> Any:
-        raise NotImplementedError("an outline does not compute")
-
-    def _combine_b(self, pending: Any) -> Tensor:
-        raise NotImplementedError("an outline does not compute")
+    _dispatch_a = _dispatch_b = _combine_a = _combine_b = _refuse

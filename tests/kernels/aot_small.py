@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moesaic.kernels.routing import RouteSpec
+from moesaic.kernels.routing import TopKConfig
 from moesaic.kernels.triton import norm, quantise, routing, sampling, sampling_narrow
 from tests.kernels.aot import Usage, build
 
@@ -49,8 +49,8 @@ TYPES = {
     "reach": "fp32",
 }
 ALIGNED = ("stride", "residual_stride", "stride_outer", "stride_inner", "stride_residual", "V")
-QWEN = RouteSpec(8, renormalize=True)
-DEEPSEEK = RouteSpec(8, "sigmoid", True, 2.5, 8, 4, "top2")
+QWEN = TopKConfig(8, renormalize=True)
+DEEPSEEK = TopKConfig(8, "sigmoid", True, 2.5, 8, 4, "top2")
 FLAG = torch.ones(1)
 
 

@@ -10,19 +10,19 @@ import torch
 
 from moesaic.kernels import routing as twins
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import RouterWeights, RouteSpec
+from moesaic.kernels.routing import RouterWeights
 from moesaic.kernels.triton import routing as kernels
 from moesaic.moe.placement import Placement, SlotMap
 from moesaic.moe.topk import TopK, TopKConfig
 from tests.kernels.triton_cases import DEVICE, GPU
 
-V3 = RouteSpec(3, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, group_score="top2")
+V3 = TopKConfig(3, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, group_score="top2")
 SPECS = {
-    "qwen3": (12, RouteSpec(4, renormalize=True), False),
-    "mixtral": (8, RouteSpec(2, renormalize=True), False),
-    "deepseek_v2": (20, RouteSpec(3, "softmax", False, 16.0, 4, 2), False),
+    "qwen3": (12, TopKConfig(4, renormalize=True), False),
+    "mixtral": (8, TopKConfig(2, renormalize=True), False),
+    "deepseek_v2": (20, TopKConfig(3, "softmax", False, 16.0, 4, 2), False),
     "deepseek_v3": (40, V3, True),
-    "all": (5, RouteSpec(5, "sigmoid"), True),
+    "all": (5, TopKConfig(5, "sigmoid"), True),
 }
 
 
@@ -43,16 +43,16 @@ def assert_same(
 
 
 def test_the_examples() -> None:
-    spec = RouteSpec(2, renormalize=True)
+    spec = TopKConfig(2, renormalize=True)
     ids, weights = twins.route(torch.tensor([[0.0, math.log(3), 0.0]]), spec)
     assert ids.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, torch.tensor([[0.75, 0.25]]))
     router = RouterWeights(torch.tensor([[0.0, 5], [2, 0]]), None, True, torch.zeros(1).int())
-    ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, RouteSpec(1))
+    ids, weights = twins.route_rows(torch.tensor([[1.0, 0.0]]), router, TopKConfig(1))
     assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.8808, abs=1e-4)
     rows = SumToNorm(torch.tensor([[1.0, 0]]), torch.tensor([[0.0, 1]]), torch.ones(2), 0.0)
     router = RouterWeights(torch.tensor([[0.0, 1], [2, 0]]), None, True, torch.zeros(1).int())
-    normed, total, ids, weights = twins.norm_route_rows(rows, router, RouteSpec(1))
+    normed, total, ids, weights = twins.norm_route_rows(rows, router, TopKConfig(1))
     assert normed.tolist() == total.tolist() == [[1, 1]]
     assert ids.tolist() == [[1]] and weights.item() == pytest.approx(0.7311, abs=1e-4)
 
@@ -75,8 +75,7 @@ def test_the_twin_is_what_the_engine_has_on_cpu(name: str) -> None:
     experts, spec, biased = SPECS[name]
     logits = torch.randn(40, experts)
     bias = torch.randn(experts) if biased else None
-    config = TopKConfig(**{field: getattr(spec, field) for field in spec.__dataclass_fields__})
-    wanted = TopK(config)(logits, bias)
+    wanted = TopK(spec)(logits, bias)
     ids, weights = twins.route(logits, spec, bias)
     assert ids.tolist() == wanted.ids_TK.tolist()
     torch.testing.assert_close(weights, wanted.weights_TK)
@@ -85,7 +84,7 @@ def test_the_twin_is_what_the_engine_has_on_cpu(name: str) -> None:
 def test_slots_and_padding() -> None:
     placement = Placement(6, (0, 1, 2, 3, 4, 5, 1, 1, 4))
     slot_map = SlotMap(placement)
-    spec, logits = RouteSpec(3), draw(7, 6)
+    spec, logits = TopKConfig(3), draw(7, 6)
     num_tokens = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     slots = slot_map.table_on(logits.device)
     assert slots is not None and slots.slots_EX.dtype == torch.int32
@@ -174,10 +173,10 @@ def test_the_router_with_several_rows_and_a_bias() -> None:
 @pytest.mark.parametrize("rows", [1, 64, 3000])
 def test_real_sizes(rows: int) -> None:
     cases = (
-        (128, RouteSpec(8, renormalize=True), False),
+        (128, TopKConfig(8, renormalize=True), False),
         (256, replace(V3, top_k=8, num_groups=8, topk_groups=4), True),
-        (512, RouteSpec(10), False),
-        (160, RouteSpec(6, "softmax", False, 16.0, 8, 3), False),
+        (512, TopKConfig(10), False),
+        (160, TopKConfig(6, "softmax", False, 16.0, 8, 3), False),
     )
     for experts, spec, biased in cases:
         logits, bias = draw(rows, experts).bfloat16(), biases(experts, biased)

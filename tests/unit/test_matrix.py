@@ -15,6 +15,7 @@ import pytest
 
 from moesaic.config.args_parallel import A2A_BACKENDS, RUNNER_BACKENDS
 from moesaic.moe.backends import load_backends
+from moesaic.moe.dispatch.local import LocalDispatcher
 from moesaic.moe.matrix_docs import REFUSED, RESOLVED, flags, markdown
 from moesaic.moe.permute import POOL
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS
@@ -26,6 +27,7 @@ from moesaic.moe.registry import (
     RUNNER_REGISTRY,
     A2aBackend,
     MoeProblem,
+    Provider,
     RunnerBackend,
     combinations_of,
     formats_of,
@@ -351,7 +353,8 @@ def test_every_backend_serves_ranks_on_cuda(tp: int):
 )
 def test_formats_of_a_device_are_checked(formats: dict[str, str]):
     both = {"normal": "standard", "low_latency": "standard"}
-    strange = A2aBackend("strange", "", both, ("bf16",), formats_on={"cuda": formats})
+    providers = {"cuda": Provider(LocalDispatcher, formats=formats)}
+    strange = A2aBackend("strange", "", both, ("bf16",), providers=providers)
     with pytest.raises(ValueError, match=r"'strange': formats .* on cuda: give one of .*standard"):
         register_a2a(strange)
     assert "strange" not in A2A_REGISTRY

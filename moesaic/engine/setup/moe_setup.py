@@ -23,6 +23,7 @@ from moesaic.moe.registry import (
     PHASES,
     RUNNER_REGISTRY,
     MoeProblem,
+    modes_of,
     provider_name,
 )
 
@@ -124,7 +125,8 @@ def moe_context(
     problem = moe_problem(args, dtype, weights, model, mesh)
     if copies > 1:  # placement() places the copies
         problem = replace(problem, ep=mesh.tp, experts=0, redundant=0)
-    replicated = problem.a2a == "none" and ranks.replicated
+    a2a = A2A_REGISTRY.get(problem.a2a)  # MoeContext.make refuses an unknown name
+    replicated = a2a is not None and a2a.takes_replicated and ranks.replicated
     own = (lambda tokens: tokens) if replicated else ranks.tokens_of_rank
     context = MoeContext.make(
         problem,
@@ -196,11 +198,8 @@ def report_buffers(context: MoeContext, model: CausalLM) -> int:
             len(report.layers),
             ", ".join(rows),
         )
-    if (
-        configs
-        and A2A_REGISTRY[context.resolved.a2a].rounds
-        and context.resolved.mode != "low_latency"
-    ):
+    in_rounds = A2A_REGISTRY[context.resolved.a2a].modes_in_rounds
+    if configs and set(in_rounds) & set(modes_of(context.resolved)):
         _report_rounds(configs[0])
     return report.total
 

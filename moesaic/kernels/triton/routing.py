@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moesaic.kernels.experts import finished
 from moesaic.kernels.norm import SumToNorm
-from moesaic.kernels.routing import MAX_ROWS, RouterWeights, RouteSpec, SlotTable
+from moesaic.kernels.routing import MAX_ROWS, RouterWeights, SlotTable, TopKConfig
 from moesaic.kernels.triton.launch import await_inputs, dependent_launch, release_next
 
 # Below the key of any number, -inf included.
@@ -325,7 +325,7 @@ def _router_kernel(
 
 def route(
     logits_TE: Tensor,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
@@ -358,7 +358,7 @@ def route(
 def route_rows(
     x_TH: Tensor,
     router: RouterWeights,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
@@ -373,7 +373,7 @@ def route_rows(
 def norm_route_rows(
     rows: SumToNorm,
     router: RouterWeights,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None = None,
     num_tokens_1: Tensor | None = None,
     slots: SlotTable | None = None,
@@ -394,7 +394,7 @@ def _run_router(
     norm: tuple[Any, ...],
     router: RouterWeights,
     lists: tuple[Tensor | None, ...],
-    spec: RouteSpec,
+    spec: TopKConfig,
     fixed: dict[str, Any],
 ) -> None:
     rows, hidden = x_TH.shape
@@ -423,7 +423,7 @@ def _planes(slots: SlotTable | None) -> tuple[Tensor | None, Tensor | None]:
 
 def constants(
     experts: int,
-    spec: RouteSpec,
+    spec: TopKConfig,
     bias_E: Tensor | None,
     num_tokens_1: Tensor | None,
     slots: SlotTable | None,
@@ -439,7 +439,7 @@ def constants(
 
 
 @cache
-def _sizes(experts: int, spec: RouteSpec) -> dict[str, object]:
+def _sizes(experts: int, spec: TopKConfig) -> dict[str, object]:
     return {
         "E": experts,
         "BLOCK_E": max(32, triton.next_power_of_2(experts)),

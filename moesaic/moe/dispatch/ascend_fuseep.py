@@ -1,19 +1,17 @@
 """`ascend_fuseep`: one function from dispatch to combine. The vendor's serves decode steps only;
 here buffers follow the largest step, so that prefill goes through it as well.
 
-Nothing is copied in between: the gather in front of the first product reads the other ranks' tokens
-where they lie, the last product writes where their owners read, and the reading adds up.
+Nothing is copied in between: the gather of the first product reads the other ranks' tokens in
+place, the last product writes where the tokens' ranks read, and that read sums.
 
-On a GPU it is the same: a rank leaves its rows in its own memory, in the format in which the
-weights take them, and sends nothing but ids; the first product gathers rows from wherever they lie
-(kernels/triton/experts_remote_rows.py), and the reading applies the weights, too. Where a step has
-so many rows that reading them once for every column of tiles would cost more than a copy, or no
-kernel reads them as they are (weights of less than eight bits, and int8), they are copied first.
+On a GPU a rank keeps its rows in its own memory, in the activation format of the weights, and sends
+only ids; the first product gathers rows from all ranks (kernels/triton/experts_remote_rows.py), and
+combine applies the weights. Rows are copied first if there are too many to read them again for
+every column of tiles, or if no kernel reads their format (weights below eight bits, and int8).
 
-Why a rank may overwrite its rows in the lane's next step: it has its results of this one by then,
-after a wait for the flags of all ranks, those too that had none of its tokens; and a rank raises
-that flag behind the last product, when it has read all rows. Ids that it overwrites at others are
-read before that flag as well. For results it is as in exchange.py.
+Why a rank may overwrite its rows in the lane's next step: by then it has its results, after a wait
+for the flags of all ranks, including those without any of its tokens; a rank raises that flag after
+the last product, when it has read all rows and ids. For results see host/exchange.py.
 
 N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the runner's layout.
 """
@@ -21,6 +19,7 @@ N tokens of all ranks · T of this one · K chosen · H hidden · Y rows of the 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from moesaic.kernels.payloads import PLAIN
 from moesaic.moe.backends import load_runners
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
 from moesaic.moe.dispatch.device.exchange import DeviceExchangeSpec
-from moesaic.moe.dispatch.device.rows import DeviceRoute, device_buffers
+from moesaic.moe.dispatch.device.rows import DeviceRoute
 from moesaic.moe.dispatch.host.exchange import Exchange, ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency
 from moesaic.moe.dispatch.host.windowed import WindowDispatcher
@@ -48,7 +47,7 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.permute import register_fused_func
-from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import RUNNER_REGISTRY, UNQUANTIZED, A2aBackend, Provider, register_a2a
 from moesaic.moe.runner.base import RunContext
 from moesaic.moe.runner.device.sorted_pairs import post_permute_pairs, pre_permute_pairs
 from moesaic.moe.runner.host.grouped import SMALL_ROWS
@@ -67,7 +66,12 @@ class FuseEPDispatcher(WindowDispatcher):
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         self.layout = config.layout
-        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config), comm)
+        spec = self.buffer_spec(config)
+        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
@@ -101,7 +105,7 @@ class FuseEPDispatcher(WindowDispatcher):
         return pending
 
     def compute(self, lane: int, plan: PairPlan, context: RunContext) -> None:
-        """Local experts on everybody's tokens; results are left where their owners find them."""
+        """Runs local experts on all ranks' tokens; results go where the tokens' ranks read."""
         config, exchange = context.config, self.exchange
         places = plan_standard(plan.filled, config.rounding)
         x_YH = context.workspace.borrow("x", (places.total, config.hidden_size), config.dtype)
@@ -126,7 +130,7 @@ class FuseEPDispatcher(WindowDispatcher):
     def reduce(self, lane: int, plan: PairPlan, topk: TopKOutput) -> Tensor:
         exchange, layout = self.exchange, self.layout
         self.wait(ExchangeSignal.RESULTS_READY, lane)
-        # Those who share a group lay out its results alike.
+        # Ranks of a group lay out its results in the same order.
         bases = exchange.window.stacked("bases")[:: layout.moe_tp_size, lane].flatten()
         first_TK = bases[topk.ids_TK.clamp(min=0)]
         places_TK = torch.where(topk.ids_TK < 0, -1, first_TK + plan.places_TK)
@@ -161,19 +165,19 @@ def fused_moe(rows: FusedDispatchOutput, context: RunContext) -> FusedCombineInp
     return FusedCombineInput(handle, y_TH, plan.filled)
 
 
-# Formats that the first product reads from far in place of the type of the model.
+# Formats that the first product reads from remote memory instead of the model's type.
 FAR_PAYLOADS = ("fp8",)
 PLAIN_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
 
 class DeviceFusedRows(DeviceLowLatency):
-    """How ids come to the fused function, and results back; rows stay with their ranks."""
+    """Transfers ids and results for the fused function; rows stay on their ranks."""
 
     name = "ascend_fuseep"
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
-        """Whoever reads rows would quantise them to the same bits."""
+        """Readers would quantise the rows to the same bits."""
         kept = config.activation
         return replace(
             super().buffer_spec(config),
@@ -182,7 +186,7 @@ class DeviceFusedRows(DeviceLowLatency):
         )
 
     def _tokens(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> LocalTokens:
-        """As precise as the payload would have left them."""
+        """Rounded as the payload would round them."""
         rounded_TH = x_TH.to(PLAIN[self.config.payload.name]).to(self.config.dtype)
         return super()._tokens(rounded_TH, topk, step)
 
@@ -195,14 +199,13 @@ class DeviceFusedRows(DeviceLowLatency):
 
 @dataclass(frozen=True, slots=True)
 class DevicePending:
-    """`sent`: of the dispatcher that carries the rows."""
-
     dispatcher: DeviceFuseEP
     sent: Any
+    """The handle of `dispatcher.rows`."""
 
 
 class DeviceFuseEP(BaseDispatcher):
-    """Ids are on their way when the fused function begins; all the rest is inside of it."""
+    """Dispatch sends the ids; the fused function does the rest."""
 
     name = "ascend_fuseep"
 
@@ -210,6 +213,10 @@ class DeviceFuseEP(BaseDispatcher):
         super().__init__(config, comm)
         alone = config.layout.size == 1
         self.rows: BaseDispatcher = (DeviceDispatcher if alone else DeviceFusedRows)(config, comm)
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
+        return () if config.layout.size == 1 else DeviceFusedRows.buffers(config)
 
     def _dispatch_a(self, x_TH: Tensor, topk: TopKOutput, step: Step) -> FusedDispatchOutput:
         sent = self.rows._dispatch_a(x_TH, topk, step)
@@ -256,15 +263,15 @@ ASCEND_FUSEEP = register_a2a(
         summary="one fused function from dispatch to combine",
         formats={"low_latency": "fused"},
         payloads=UNQUANTIZED,
-        providers={"cpu": FuseEPDispatcher, "cuda": DeviceFuseEP},
-        buffers=lambda config: (FuseEPDispatcher.buffer_spec(config),),
-        buffers_on={"cuda": device_buffers(DeviceFusedRows)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(FuseEPDispatcher, FuseEPDispatcher.buffers),
+            "cuda": Provider(DeviceFuseEP, DeviceFuseEP.buffers, local=True),
+        },
     )
 )
 
 
-# Also where somebody imports this module before anything else.
+# This module may be imported before the runners.
 load_runners()
 for runner in RUNNER_REGISTRY.values():
     if "fused" in runner.layouts:

@@ -1,15 +1,15 @@
 """The contract of a dispatcher: tokens go to their experts, results come back.
 
-Each way is split in two so that other work can be done meanwhile: `_a` starts, `_b` finishes. What
-lies between travels in handles that the caller holds: two micro-batches may be under way at once,
-each in a lane of its own.
+Dispatch and combine have two halves each, so that other work overlaps with the transfer: `_a`
+starts it, `_b` finishes it. The caller holds the state between them in a handle: two micro-batches
+may be in flight at once, each in its own lane.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -21,20 +21,15 @@ from moesaic.core.step import PREFILL, Step
 from moesaic.moe.formats import CombineInput, DispatchOutput, TopKOutput
 from moesaic.moe.placement import EpLayout
 from moesaic.moe.quant.payload import Payload, PayloadFormat
+from moesaic.moe.registry import BufferSpec
 from moesaic.observe.spans import SpanKind, Spans
+
+Buffer = TypeVar("Buffer")
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """What a layer's dispatcher is built from.
-
-    `max_tokens` is the most tokens that a rank may bring in one step, `max_decode_tokens` that of a
-    step without prefill. `replicated`: all ranks bring the same tokens, and all want all results.
-    `lanes`: micro-batches that may be under way at once; on a GPU each has its own buffers, and two
-    make `dispatch_a` send beside what comes next. `dispatch_programs`, `combine_programs`: that
-    kernels of normal mode take at most; 0: as many as serve. `activation`: the payload format that
-    the weights are multiplied with; None: any.
-    """
+    """What a layer's dispatcher is built from."""
 
     layout: EpLayout
     top_k: int
@@ -42,16 +37,23 @@ class DispatchConfig:
     dtype: torch.dtype
     payload: PayloadFormat
     max_tokens: int
+    """Of a rank in one step."""
     max_decode_tokens: int
+    """Of a rank in a step without prefill."""
     layer: int = 0
     global_scale: float = 1.0
     deterministic: bool = False
     replicated: bool = False
+    """All ranks have the same tokens, and all need all results."""
     mode: str = "auto"
     lanes: int = 2
+    """Micro-batches that may be in flight; on a GPU each lane has its own buffers, and with two
+    `dispatch_a` sends on a side stream."""
     dispatch_programs: int = 0
+    """The most programs of normal mode's kernels; 0: no limit."""
     combine_programs: int = 0
     activation: str | None = None
+    """The payload format that the weights are multiplied with; None: any."""
 
     def encode(self, x_TH: Tensor) -> Payload:
         return self.payload.encode(x_TH, self.global_scale)
@@ -59,12 +61,11 @@ class DispatchConfig:
 
 @dataclass(slots=True)
 class DispatchTraffic:
-    """Rows that came to this rank from others, or that it put there, and the bytes of their values
-    and scales; `metadata_bytes` are those of the ids and weights that belong to these rows.
-    Nanoseconds are those that this rank spent in the halves of each way, waiting included.
+    """Rows received from or put to other ranks, with the bytes of values and scales, and in
+    `metadata_bytes` those of ids and weights. Nanoseconds include waiting.
 
-    On a GPU only the device knows how many rows move, and nobody asks it: rows and bytes stay 0,
-    nanoseconds are those of handing it the work, and steps that replay a graph are not counted."""
+    On a GPU only the device knows how many rows move: rows and bytes stay 0, nanoseconds are those
+    of the launches, and steps that replay a graph are not counted."""
 
     dispatch_rows: int = 0
     dispatch_bytes: int = 0
@@ -83,8 +84,7 @@ class DispatchTraffic:
 
 @dataclass(frozen=True, slots=True)
 class CommContext:
-    """What the dispatchers of all layers share: the ranks, how long to wait for them, the buffers
-    in use, the count of what moved, and where is recorded when."""
+    """What the dispatchers of all layers share."""
 
     group: Peers
     timeout: float = 60.0
@@ -92,8 +92,15 @@ class CommContext:
     traffic: dict[str, DispatchTraffic] = field(default_factory=dict)
     spans: Spans = field(default_factory=Spans)
 
+    def shared(self, spec: Hashable, make: Callable[[], Buffer]) -> Buffer:
+        """The buffer of all layers with an equal spec; the first one makes it."""
+        if spec not in self.buffers:
+            self.buffers[spec] = make()
+        buffer: Buffer = self.buffers[spec]
+        return buffer
 
-# Of a chosen expert: its id and its weight.
+
+# The id and the weight of a chosen expert.
 METADATA_BYTES = 8
 Hook = Callable[..., Any]
 Value = TypeVar("Value")
@@ -109,11 +116,10 @@ class HookHandle:
 
 
 class BaseDispatcher(ABC):
-    """Subclasses give the four halves with a leading underscore.
+    """Subclasses implement the four halves with a leading underscore.
 
-    Hooks are called in the order of registration with the dispatcher and the value that is about to
-    go in or has just come out; what a hook returns, if not None, takes the value's place. The value
-    of `pre_dispatch` is (x, topk).
+    Hooks run in the order of registration, with the dispatcher and the input or output; what a hook
+    returns, if not None, replaces it. The value of `pre_dispatch` is (x, topk).
     """
 
     name: ClassVar[str]
@@ -129,6 +135,11 @@ class BaseDispatcher(ABC):
         self.traffic = comm.traffic.setdefault(self.name, DispatchTraffic())
         self.spans = comm.spans
         self._hooks: dict[str, list[Hook]] = {point: [] for point in self.HOOKS}
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[BufferSpec]:
+        """The buffers that it allocates, or shares with others that need the same."""
+        return ()
 
     def register_hook(self, point: str, hook: Hook) -> HookHandle:
         if point not in self._hooks:
@@ -176,7 +187,7 @@ class BaseDispatcher(ABC):
         return y_TH
 
     def note_dispatch_time(self, begin: int, bytes_before: int, tokens: int = 0) -> None:
-        """Of a half that has just ended."""
+        """Counts a half that has just ended."""
         now, traffic = time.monotonic_ns(), self.traffic
         traffic.dispatch_ns += now - begin
         if self.spans.on:
@@ -191,8 +202,8 @@ class BaseDispatcher(ABC):
             self.spans.add(SpanKind.COMBINE, begin, self.config.layer, tokens, moved, now)
 
     def _check(self, x_TH: Tensor, topk: TopKOutput) -> None:
-        """What a custom top-k or a hook gives is checked before others depend on it. Values only on
-        CPU: elsewhere looking at them would wait for the device."""
+        """Checks what a custom top-k or a hook gives, before other ranks depend on it. Values only
+        on CPU: on a GPU that would wait for the device."""
         config, ids, weights = self.config, topk.ids_TK, topk.weights_TK
         shape = (x_TH.shape[0], config.top_k)  # `len` of a tensor is slow
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.float32:
@@ -232,7 +243,7 @@ class BaseDispatcher(ABC):
     def _combine_b(self, pending: Any) -> Tensor: ...
 
     def set_global_scale(self, scale: float) -> None:
-        """Of payloads that have one; the same on all ranks."""
+        """For payloads that have one; all ranks set the same."""
         self.config = replace(self.config, global_scale=scale)
 
     def note_dispatch(self, rows: int) -> None:
@@ -246,5 +257,5 @@ class BaseDispatcher(ABC):
         self.traffic.combine_bytes += rows * self.config.hidden_size * self.config.dtype.itemsize
 
     def operation(self, phase: str) -> str:
-        """As a message names it when a rank is missing."""
+        """The name in errors about missing ranks."""
         return f"{self.name} {phase}, layer {self.config.layer}"

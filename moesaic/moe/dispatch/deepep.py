@@ -1,20 +1,20 @@
 """`deepep`: normal mode sends a token once to each rank, low_latency once to each expert; auto is
 normal in steps in which any rank prefills. On a GPU both send a token once to each rank, and differ
-in how results come back (device_rows.py)."""
+in how results come back (device/rows.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
-from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
-from moesaic.moe.dispatch.host.exchange import ExchangeSpec
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.host.rows import Rounds, RowsDispatcher, RowsRoute
-from moesaic.moe.dispatch.local import Make, device_provider
+from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.dispatch.long_sequences import rounds_from_environment
 from moesaic.moe.formats import (
     CombineInput,
@@ -24,17 +24,16 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.quant.payload import Payload
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, BufferSpec, Provider, register_a2a
 from moesaic.observe.spans import Spans
 
 
 class NormalDispatcher(RowsDispatcher):
     name = "deepep_normal"
 
-    def __init__(
-        self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
-    ) -> None:
-        super().__init__(config, comm, rounds or rounds_from_environment(config))
+    @classmethod
+    def rounds_for(cls, config: DispatchConfig) -> Rounds:
+        return rounds_from_environment(config)
 
     def output(
         self, x: Payload, ids_RK: Tensor, weights_RK: Tensor, route: RowsRoute
@@ -46,7 +45,7 @@ class NormalDispatcher(RowsDispatcher):
 
 
 class DeviceNormal(DeviceRowsDispatcher):
-    """How many rows a slot gets only the device knows: the runner counts them there."""
+    """The runner counts the rows of each slot, on the device."""
 
     name = "deepep_normal"
     output = NormalDispatchOutput
@@ -57,16 +56,23 @@ class DeviceNormal(DeviceRowsDispatcher):
 
 
 class AutoDispatcher(BaseDispatcher):
-    """Both modes; ranks agree because a step's kind is agreed."""
+    """Both modes; all ranks know the kind of the step."""
 
     name = "deepep"
-    kinds: ClassVar[tuple[Make, Make]] = (NormalDispatcher, LowLatencyDispatcher)
+    kinds: ClassVar[tuple[type[BaseDispatcher], type[BaseDispatcher]]] = (
+        NormalDispatcher,
+        LowLatencyDispatcher,
+    )
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
-        del comm.traffic[self.name]  # the two count for themselves, and record
+        del comm.traffic[self.name]  # the two modes count and record themselves
         self.spans = Spans()
         self.normal, self.low_latency = (kind(config, comm) for kind in self.kinds)
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[BufferSpec]:
+        return [spec for kind in cls.kinds for spec in kind.buffers(config)]
 
     def set_global_scale(self, scale: float) -> None:
         for dispatcher in (self.normal, self.low_latency):
@@ -96,7 +102,7 @@ class AutoDispatcher(BaseDispatcher):
 
 
 class DeviceAuto(AutoDispatcher):
-    """Under a graph, too: it was captured for steps of one kind."""
+    """Works in graphs: each is captured for one kind of step."""
 
     kinds = (DeviceNormal, DeviceLowLatency)
 
@@ -105,45 +111,16 @@ class DeviceAuto(AutoDispatcher):
         return dispatcher
 
 
-DISPATCHERS: dict[str, Make] = {
+DISPATCHERS: dict[str, type[BaseDispatcher]] = {
     "auto": AutoDispatcher,
     "normal": NormalDispatcher,
     "low_latency": LowLatencyDispatcher,
 }
-
-
-DEVICE_DISPATCHERS: dict[str, Make] = {
+DEVICE_DISPATCHERS: dict[str, type[BaseDispatcher]] = {
     "auto": DeviceAuto,
     "normal": DeviceNormal,
     "low_latency": DeviceLowLatency,
 }
-DEVICE_BUFFERS = {
-    "auto": device_buffers(DeviceNormal, DeviceLowLatency),
-    "normal": device_buffers(DeviceNormal),
-    "low_latency": device_buffers(DeviceLowLatency),
-}
-
-
-def make_deepep(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
-    return DISPATCHERS[config.mode](config, comm)
-
-
-def make_device_deepep(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
-    return DEVICE_DISPATCHERS[config.mode](config, comm)
-
-
-def normal_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
-    return (NormalDispatcher.buffer_spec(config, rounds_from_environment(config)),)
-
-
-def deepep_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
-    low_latency = (LowLatencyDispatcher.buffer_spec(config),)
-    return {
-        "auto": normal_buffers(config) + low_latency,
-        "normal": normal_buffers(config),
-        "low_latency": low_latency,
-    }[config.mode]
-
 
 DEEPEP = register_a2a(
     A2aBackend(
@@ -151,11 +128,13 @@ DEEPEP = register_a2a(
         summary="normal: a token once per rank; low_latency: once per expert, fixed shapes",
         formats={"normal": "deepep_normal", "low_latency": "deepep_ll"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": make_deepep, "cuda": device_provider(make_device_deepep)},
-        buffers=deepep_buffers,
-        rounds=True,
-        formats_on={"cuda": {"normal": "deepep_normal", "low_latency": "standard"}},
-        buffers_on={"cuda": lambda config: DEVICE_BUFFERS[config.mode](config)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider.choosing(lambda config: DISPATCHERS[config.mode]),
+            "cuda": device_provider(
+                lambda config: DEVICE_DISPATCHERS[config.mode],
+                {"normal": "deepep_normal", "low_latency": "standard"},
+            ),
+        },
+        modes_in_rounds=("normal",),
     )
 )

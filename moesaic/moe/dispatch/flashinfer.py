@@ -7,6 +7,7 @@ R rows received, those of source p from p * C on · H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +18,7 @@ from moesaic.comm.windows.window import PlaneSpec, SharedWindow, window_bytes
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import Terms, sum_rows
 from moesaic.moe.dispatch.base import CommContext, DispatchConfig
-from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
+from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher
 from moesaic.moe.dispatch.host.exchange import (
     LANES,
     TAGS,
@@ -35,7 +36,7 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class PutSpec:
     pairs: bool
 
     def planes(self) -> list[PlaneSpec]:
-        """Rows of source p lie at p * C of a lane, the lanes behind each other."""
+        """Rows of source p start at p * C of a lane; lanes follow each other."""
         rows = LANES * self.size * self.tokens
         each = self.top_k if self.pairs else 1
         return [
@@ -67,20 +68,20 @@ class PutSpec:
         ]
 
     def nbytes(self, size: int) -> int:
-        """Of one rank of so many."""
+        """The bytes of one of `size` ranks."""
         return window_bytes(self.planes(), size) // size
 
 
 @dataclass(frozen=True, slots=True)
 class PutRoute:
-    """`sent_TG`: the row, among those of this rank, of each token at each group; -1 for none. Of
-    the rows received: `counts`, how many from each rank, and `valid_RK`, which slots are here."""
-
     lane: int
     sent_TG: Tensor
+    """The row of each token in this rank's part of each group; -1 for none."""
     topk: TopKOutput
     counts: list[int] = field(default_factory=list)
+    """Rows received from each rank."""
     valid_RK: Tensor | None = None
+    """Which slots of the received rows are local."""
 
 
 class FlashInferDispatcher(WindowDispatcher):
@@ -90,13 +91,17 @@ class FlashInferDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.spec = self.buffer_spec(config)
-        if self.spec not in comm.buffers:
-            window = create_window(
-                comm.group, self.spec.planes(), comm.timeout, LANES * len(ExchangeSignal)
-            )
-            comm.buffers[self.spec] = Lanes(window)
-        self.lanes = comm.buffers[self.spec]
+        self.lanes = comm.shared(self.spec, self._make_lanes)
         self.window: SharedWindow = self.lanes.window
+
+    def _make_lanes(self) -> Lanes:
+        group, timeout = self.comm.group, self.comm.timeout
+        channels = LANES * len(ExchangeSignal)
+        return Lanes(create_window(group, self.spec.planes(), timeout, channels))
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[PutSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> PutSpec:
@@ -152,7 +157,7 @@ class FlashInferDispatcher(WindowDispatcher):
             self.note_dispatch(len(tokens))
 
     def _dispatch_b(self, pending: PutRoute) -> StandardDispatchOutput:
-        """Only rows that were filled go on: there is room for many more than a decode step has."""
+        """Copies only the filled rows: buffers hold many more than a decode step has."""
         lane = pending.lane
         self.wait(ExchangeSignal.TOKENS_READY, lane)
         counts: list[int] = self.window.plane("counts")[lane].tolist()
@@ -225,7 +230,7 @@ class FlashInferDispatcher(WindowDispatcher):
 
 
 class DeviceFlashInfer(DeviceRowsDispatcher):
-    """Ids and weights are put beside their rows, whoever will apply them."""
+    """Ids and weights always travel with their rows."""
 
     name = "flashinfer"
     weights_travel = True
@@ -237,9 +242,9 @@ FLASHINFER = register_a2a(
         summary="one-sided: dispatch puts into the windows of others, combine gets from them",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": FlashInferDispatcher, "cuda": device_provider(DeviceFlashInfer)},
-        buffers=lambda config: (FlashInferDispatcher.buffer_spec(config),),
-        buffers_on={"cuda": device_buffers(DeviceFlashInfer)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(FlashInferDispatcher, FlashInferDispatcher.buffers),
+            "cuda": device_provider(lambda config: DeviceFlashInfer),
+        },
     )
 )

@@ -1,8 +1,8 @@
-"""One rank: nothing travels. On a GPU, whatever the backend."""
+"""One rank: nothing travels. On a GPU this serves all backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.experts import PairSum, weigh_pairs
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import BaseDispatcher, DispatchConfig
 from moesaic.moe.formats import (
     CombineInput,
     DeferredCombineInput,
@@ -18,9 +18,10 @@ from moesaic.moe.formats import (
     StandardDispatchOutput,
     TopKOutput,
 )
+from moesaic.moe.registry import Provider
 from moesaic.moe.runner.host.layouts import weighted_sum
 
-Make = Callable[[DispatchConfig, CommContext], BaseDispatcher]
+Choose = Callable[[DispatchConfig], type[BaseDispatcher]]
 
 
 class LocalDispatcher(BaseDispatcher):
@@ -47,7 +48,7 @@ class LocalDispatcher(BaseDispatcher):
 
 
 class DeviceDispatcher(LocalDispatcher):
-    """One rank on a GPU: pairs have rows whether they are anybody's or not."""
+    """One rank on a GPU: invalid pairs have rows, too."""
 
     @property
     def defers_reduce(self) -> bool:
@@ -70,10 +71,10 @@ class DeviceDispatcher(LocalDispatcher):
         return weigh_pairs(y_NH, topk.ids_TK, topk.weights_TK, out_TH)
 
 
-def device_provider(make: Make) -> Make:
-    """Of a backend on a GPU: `make` for several ranks."""
-
-    def provide(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
-        return (DeviceDispatcher if config.layout.size == 1 else make)(config, comm)
-
-    return provide
+def device_provider(choose: Choose, formats: Mapping[str, str] | None = None) -> Provider:
+    """A backend on a GPU: `choose` gives the dispatcher of several ranks."""
+    return Provider.choosing(
+        lambda config: DeviceDispatcher if config.layout.size == 1 else choose(config),
+        formats,
+        local=True,
+    )

@@ -27,7 +27,7 @@ BUFFSIZE = "HCCL_BUFFSIZE"
 
 @dataclass(frozen=True, slots=True)
 class LongSequences:
-    """What the variables say; None where one is not set."""
+    """The variables' values; None where one is not set."""
 
     per_round_tokens: int | None = None
     rounds: int | None = None
@@ -104,20 +104,18 @@ def _fit(config: DispatchConfig, rounds: Rounds, budget_mib: int) -> Rounds:
 
 
 def buffer_bytes(config: DispatchConfig, rounds: Rounds) -> int:
-    """Of one rank, as far as others reach into them: where it keeps what arrived does not shrink
-    with the rounds."""
+    """One rank's bytes that other ranks access; its receive buffer does not shrink with rounds."""
     spec = replace(RowsDispatcher.buffer_spec(config, rounds), inbox_rows=0)
     return spec.nbytes(config.layout.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the variables come to. `formula`: MiB that DeepEP's formula asks for; `short`: whether
-    HCCL_BUFFSIZE is less than that."""
-
     text: str
     formula: float
+    """MiB that DeepEP's formula asks for."""
     short: bool
+    """Whether HCCL_BUFFSIZE is less than that."""
 
 
 def summarise(

@@ -1,9 +1,8 @@
-"""`mooncake`: the low-latency layout for ranks that may go missing.
+"""`mooncake`: the low-latency layout for ranks that may fail.
 
-Whoever steers the ranks gives every one of them the same list of active ranks. Nobody waits for
-the others, nothing is taken from them, and pairs whose expert lies with them add nothing. A rank
-that is late is reported as PeerTimeout, which names it; after agreeing on a new list all that go on
-call `resume` with the same new number and redo the step.
+The supervisor gives all ranks the same list of active ranks. Inactive ranks are not awaited and not
+read, and pairs of their experts add nothing. PeerTimeout names a rank that is late; after agreeing
+on a new list, the remaining ranks call `resume` with the same new number and redo the step.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from moesaic.comm.lifecycle import Membership
 from moesaic.core.step import Step
 from moesaic.kernels.a2a import LocalTokens
 from moesaic.kernels.cpu.rows import Terms
-from moesaic.moe.dispatch.device.rows import device_buffers
 from moesaic.moe.dispatch.host.low_latency import DeviceLowLatency, LowLatencyDispatcher
 from moesaic.moe.dispatch.local import device_provider
 from moesaic.moe.formats import TopKOutput
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 class MooncakeDispatcher(LowLatencyDispatcher):
@@ -33,11 +31,11 @@ class MooncakeDispatcher(LowLatencyDispatcher):
         return list(self.exchange.active)
 
     def resume(self, active_ranks: Sequence[int], generation: int) -> None:
-        """Go on with these ranks; `generation` is higher than any before it."""
+        """Continues with these ranks; `generation` is higher than any before."""
         self.lanes.restart(Membership(generation, tuple(active_ranks)))
 
     def reachable(self, terms: Terms) -> Terms:
-        """Results of a group are a whole only if all ranks that share it take part."""
+        """A group's results are complete only if all of its ranks are active."""
         active = torch.zeros(self.layout.size, dtype=torch.bool)
         active[self.exchange.active] = True
         whole_G = active.view(self.layout.ep_size, -1).all(1)
@@ -47,8 +45,8 @@ class MooncakeDispatcher(LowLatencyDispatcher):
 
 
 class DeviceMooncake(DeviceLowLatency):
-    """The kernels know who takes part. Where ranks share experts, the slots of a group that is not
-    whole are nobody's."""
+    """The kernels skip inactive ranks. Where ranks share experts, the slots of an incomplete group
+    are not used."""
 
     name = "mooncake"
 
@@ -74,10 +72,9 @@ MOONCAKE = register_a2a(
         summary="low_latency with a list of active ranks: the others are neither awaited nor used",
         formats={"low_latency": "deepep_ll"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": MooncakeDispatcher, "cuda": device_provider(DeviceMooncake)},
-        buffers=lambda config: (MooncakeDispatcher.buffer_spec(config),),
-        formats_on={"cuda": {"low_latency": "standard"}},
-        buffers_on={"cuda": device_buffers(DeviceMooncake)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(MooncakeDispatcher, MooncakeDispatcher.buffers),
+            "cuda": device_provider(lambda config: DeviceMooncake, {"low_latency": "standard"}),
+        },
     )
 )

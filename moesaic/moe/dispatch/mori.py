@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from moesaic.moe.dispatch.deepep import DeviceNormal, NormalDispatcher, normal_buffers
-from moesaic.moe.dispatch.device.rows import device_buffers
+from moesaic.moe.dispatch.deepep import DeviceNormal, NormalDispatcher
 from moesaic.moe.dispatch.local import device_provider
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 class MoriDispatcher(NormalDispatcher):
@@ -22,10 +21,10 @@ MORI = register_a2a(
         summary="a token once per rank; the payload follows the weights",
         formats={"normal": "deepep_normal"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "mxfp4"),
-        providers={"cpu": MoriDispatcher, "cuda": device_provider(DeviceMori)},
-        buffers=normal_buffers,
-        rounds=True,
-        buffers_on={"cuda": device_buffers(DeviceMori)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider(MoriDispatcher, MoriDispatcher.buffers),
+            "cuda": device_provider(lambda config: DeviceMori),
+        },
+        modes_in_rounds=("normal",),
     )
 )

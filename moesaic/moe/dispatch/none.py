@@ -1,5 +1,5 @@
-"""`none`: every rank gets all tokens (all-gather) and gives a part of every result
-(reduce-scatter); where all ranks hold the same tokens anyway, only results travel (all-reduce)."""
+"""`none`: every rank gets all tokens (all-gather) and returns a part of every result
+(reduce-scatter). If all ranks hold the same tokens, only results travel (all-reduce)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from moesaic.core.step import Step
 from moesaic.kernels.cpu.rows import GatheredTokens, Terms
-from moesaic.moe.dispatch.base import BaseDispatcher, CommContext, DispatchConfig
+from moesaic.moe.dispatch.base import BaseDispatcher, DispatchConfig
 from moesaic.moe.dispatch.device.none import DeviceGather, DeviceReplicated
-from moesaic.moe.dispatch.device.rows import DeviceRowsDispatcher, device_buffers
 from moesaic.moe.dispatch.host.exchange import ExchangeSignal, ExchangeSpec
 from moesaic.moe.dispatch.host.rows import (
     Rounds,
@@ -27,7 +26,7 @@ from moesaic.moe.formats import (
     TopKOutput,
 )
 from moesaic.moe.quant.payload import Payload
-from moesaic.moe.registry import UNQUANTIZED, A2aBackend, register_a2a
+from moesaic.moe.registry import UNQUANTIZED, A2aBackend, Provider, register_a2a
 
 
 class StandardDispatcher(RowsDispatcher):
@@ -45,8 +44,8 @@ class StandardDispatcher(RowsDispatcher):
 
 
 class ReplicatedDispatcher(StandardDispatcher):
-    """The same tokens on all ranks. Results alternate between two halves of the buffer: nobody's
-    tokens tell that the last ones have been read, but the results after them do."""
+    """The same tokens on all ranks. Results alternate between two halves of the buffer: no tokens
+    arrive to show that the last results were read, but the next results do."""
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
@@ -85,7 +84,7 @@ class ReplicatedDispatcher(StandardDispatcher):
         return plan.finish()
 
     def results(self, lane: int) -> Tensor | None:
-        """Which half is not known before combine."""
+        """The half is not known before combine."""
         return None
 
     def publish_results(self, results: RowsCombineInput, number: int) -> None:
@@ -106,25 +105,10 @@ class ReplicatedDispatcher(StandardDispatcher):
         return turn % 2 * (self.exchange.spec.result_rows // 2)
 
 
-def make_none(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
+def host_dispatcher(config: DispatchConfig) -> type[BaseDispatcher]:
     if config.layout.size == 1:
-        return LocalDispatcher(config, comm)
-    return (ReplicatedDispatcher if config.replicated else StandardDispatcher)(config, comm)
-
-
-def device_kind(config: DispatchConfig) -> type[DeviceRowsDispatcher]:
-    return DeviceReplicated if config.replicated else DeviceGather
-
-
-def make_device_none(config: DispatchConfig, comm: CommContext) -> BaseDispatcher:
-    return device_kind(config)(config, comm)
-
-
-def none_buffers(config: DispatchConfig) -> tuple[ExchangeSpec, ...]:
-    if config.layout.size == 1:
-        return ()
-    cls = ReplicatedDispatcher if config.replicated else StandardDispatcher
-    return (cls.buffer_spec(config, Rounds(config.max_tokens)),)
+        return LocalDispatcher
+    return ReplicatedDispatcher if config.replicated else StandardDispatcher
 
 
 NONE = register_a2a(
@@ -133,9 +117,12 @@ NONE = register_a2a(
         summary="all-gather of tokens, reduce-scatter or all-reduce of results",
         formats={"normal": "standard", "low_latency": "standard"},
         payloads=(*UNQUANTIZED, "fp8", "int8", "nvfp4", "mxfp4"),
-        providers={"cpu": make_none, "cuda": device_provider(make_device_none)},
-        buffers=none_buffers,
-        buffers_on={"cuda": lambda config: device_buffers(device_kind(config))(config)},
-        local_on=("cuda",),
+        providers={
+            "cpu": Provider.choosing(host_dispatcher),
+            "cuda": device_provider(
+                lambda config: DeviceReplicated if config.replicated else DeviceGather
+            ),
+        },
+        takes_replicated=True,
     )
 )

@@ -1,4 +1,4 @@
-"""What travels between ranks: rows of hidden states, in one of several formats.
+"""Rows of hidden states as they travel between ranks, in one of several formats.
 
 T rows (tokens) · H hidden. Everywhere [T] may be [e, M]: M rows of each of e experts.
 """
@@ -18,13 +18,13 @@ from moesaic.moe.quant.codecs import WHOLE, Codec, Fp8, Int8, Mxfp4, Nvfp4, Plai
 class PayloadFormat:
     """How a row of H channels is written.
 
-    `multiple`: what H must be a multiple of. `global_scale` (nvfp4 only) is a constant of the layer
-    that both sides know; it does not travel with every row.
+    A global scale (nvfp4 only) is a constant of the layer that all ranks know; it does not travel.
     """
 
     name: str
     codec: Codec
     multiple: int = 1
+    """H must be a multiple of it."""
 
     @property
     def values(self) -> Plane:
@@ -48,11 +48,8 @@ class PayloadFormat:
         """Elements of the stored tensor per row."""
         return self.values.width(hidden)
 
-    def scale_width(self, hidden: int) -> int:
-        return self.scales.width(hidden) if self.scales else 0
-
     def row_bytes(self, hidden: int) -> int:
-        """Of values and scales."""
+        """The bytes of values and scales."""
         return sum(plane.width(hidden) * plane.dtype.itemsize for plane in self.codec.planes)
 
     def check(self, hidden: int) -> None:
@@ -101,7 +98,7 @@ PAYLOAD_FORMATS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """Values with the scales that belong to them; one cannot be had without the other."""
+    """Values with the scales that their format needs."""
 
     values: Tensor
     scales: Tensor | None
@@ -134,7 +131,7 @@ class Payload:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows it stands for: [T, H]."""
+        """The shape of the decoded rows: [T, H]."""
         return (*self.values.shape[:-1], self.hidden_size)
 
     @property

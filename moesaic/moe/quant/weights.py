@@ -20,16 +20,14 @@ Slice = slice  # WeightFormat has a method of that name
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a matrix [N, K] is stored, as named planes.
-
-    `activation`: the payload format that the matrix is multiplied with; None: activations stay in
-    the model's type. `ragged`: blocks at the end of a matrix may be smaller.
-    """
+    """How a matrix [N, K] is stored, as named planes."""
 
     name: str
     codec: Codec
     activation: str | None = None
+    """The payload format that the matrix is multiplied with; None: the model's type."""
     ragged: bool = False
+    """Whether the last blocks of a matrix may be smaller."""
 
     @property
     def quantised(self) -> bool:
@@ -42,7 +40,7 @@ class WeightFormat:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that cannot be cut apart."""
+        """The smallest rows and columns that a cut may separate."""
         planes = self.codec.planes
         return max(plane.rows for plane in planes), max(plane.cols for plane in planes)
 
@@ -150,9 +148,9 @@ WEIGHT_FORMATS = {
 class ExpertMatrix:
     """One projection of all local experts: [E, parts * N, K].
 
-    Gate and up lie behind each other as two parts, so that the blocks of each start afresh. Planes
-    are [E, parts, *shape of one part's plane]; nothing is in them until `part` is filled.
-    Unquantised weights are held in the compute type.
+    Gate and up are two parts: the blocks of each start anew. Planes are [E, parts, *shape of one
+    part's plane] and uninitialised until `part` is filled. Unquantised weights are stored in the
+    compute type.
     """
 
     def __init__(

@@ -25,16 +25,14 @@ from moesaic.moe.registry import A2A_REGISTRY, RUNNER_REGISTRY
 
 
 class Rounding(Enum):
-    """How many rows a product is given for the rows it has.
-
-    EXACT: just those; for a kernel to which it makes no difference. SHAPES: rounded up, so that few
-    shapes occur. PIECES: in pieces of one fixed size, whose bits do not depend on how many there
-    are; for deterministic mode.
-    """
+    """How the number of rows of a product is rounded."""
 
     EXACT = "exact"
+    """Not at all: the compiled kernel takes any number."""
     SHAPES = "shapes"
+    """Up, to few different shapes."""
     PIECES = "pieces"
+    """Into pieces of one size, whose bits do not depend on their number: deterministic mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ class MoeRunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Gate rows before up rows in `w13`. Biases of the down projection belong to one of the ranks
-    that share an expert."""
+    """Gate rows precede up rows in `w13`. Of the ranks that share an expert, one holds the bias of
+    the down projection."""
 
     w13_eJH: ExpertMatrix
     w2_eHI: ExpertMatrix
@@ -72,10 +70,10 @@ class ExpertWeights:
 
 
 class Workspace:
-    """Buffers that the caller owns and runners borrow, by name; contents do not outlive a call.
+    """Buffers that runners borrow by name; contents do not outlive a call.
 
-    On a GPU every call gets a new one: its allocator keeps memory anyway, and a captured graph
-    would go on to write into a buffer that was given back for a larger one.
+    On a GPU every call allocates: the allocator caches memory, and a captured graph would keep
+    writing into a buffer that was replaced by a larger one.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -105,7 +103,7 @@ class RunnerInput:
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """Rows in the places of the input's rows."""
+    """`y`: results at the input's rows."""
 
     y: Tensor
 
@@ -124,7 +122,7 @@ class MoeRunnerCore(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What permutes and fused functions may use."""
+    """What permutes and fused functions use."""
 
     config: MoeRunnerConfig
     core: MoeRunnerCore

@@ -1,5 +1,5 @@
-"""Registers a runner with native providers: GroupedCore on CPU in the layouts it declares, on a GPU
-SortedPairsCore, which takes all formats in one layout."""
+"""Registers a runner with native providers: GroupedCore on CPU in the declared layouts, and on a
+GPU SortedPairsCore, which takes all formats in one layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from moesaic.moe.formats import DISPATCH_FORMATS
 from moesaic.moe.permute import register_post_permute, register_pre_permute
 from moesaic.moe.registry import RunnerBackend, register_runner
 from moesaic.moe.runner.device import sorted_pairs as gpu
@@ -46,11 +47,11 @@ def register_native_runner(declared: RunnerBackend) -> RunnerBackend:
     providers = {"cpu": GroupedCore, "cuda": SortedPairsCore, **declared.providers}
     backend = register_runner(replace(declared, providers=providers))
     for format, layout in backend.layouts.items():
-        if format == "fused":  # its function takes the place of both permutes
+        if DISPATCH_FORMATS[format].is_fused:
             continue
         for device, (pre, post) in {
             "cpu": _permutes(format, layout),
-            "cuda": GPU_PERMUTES[format == "deepep_ll"],
+            "cuda": GPU_PERMUTES[DISPATCH_FORMATS[format].in_blocks],
         }.items():
             register_pre_permute(format, backend.name, device)(pre)
             register_post_permute(backend.name, format, device)(post)
@@ -58,8 +59,9 @@ def register_native_runner(declared: RunnerBackend) -> RunnerBackend:
 
 
 def _permutes(format: str, layout: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    if format == "deepep_ll" and layout == "masked":
+    in_blocks = DISPATCH_FORMATS[format].in_blocks
+    if in_blocks and layout == "masked":
         return pre_permute_masked, post_permute_masked
-    if format == "deepep_ll":
+    if in_blocks:
         return partial(pre_permute_blocks, *LAYOUTS[layout]), post_permute_blocks
     return partial(pre_permute_rows, *LAYOUTS[layout]), post_permute_rows

@@ -3,9 +3,8 @@
 P ranks · C rows of a rank in a step · K chosen · H hidden · T tokens of this rank.
 
 A lane has planes for rows that arrive (values, scales, ids, weights) and one for the results of
-this rank's experts. What lies where, and the flags, is told in kernels/a2a.py; why nothing is
-overwritten too early, in exchange.py. Planes are made for the largest step; a smaller one takes
-the front of them.
+this rank's experts. kernels/a2a.py describes their layout and the flags, host/exchange.py why
+nothing is overwritten too early. Planes fit the largest step; a smaller one uses the front of them.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from moesaic.moe.dispatch.base import CommContext
 from moesaic.moe.dispatch.host.exchange import InFlight
 from moesaic.moe.quant.payload import PAYLOAD_FORMATS, Payload
 
-# Of a lane: rows are here, results are here; those of the second half, where there are two.
+# The channels of a lane: rows, results, and the second half of results where there are two.
 ROWS, RESULTS, SECOND_RESULTS = 0, 1, 2
 CHANNELS = 3
 NOT_SENT = -1
 SAME_STREAM: Final = nullcontext()
-# Of lanes, numbers of rows and, where layers have some of their own, scales.
+# Views by lane, number of rows and scale.
 MOST_VIEWS: Final = 4096
 Kept = TypeVar("Kept")
-# Rows with their ids and, where they travel, their weights.
+# Rows with their ids and, if they travel, their weights.
 Arrived = tuple[Payload, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExchangeSpec:
-    """`rows`: that may arrive, of all ranks; none where all have them. `weights`: travel with
-    them. `home_rows`: of this rank, which the others read where they lie; only ids arrive then."""
-
     payload: str
     hidden_size: int
     dtype: torch.dtype
     top_k: int
     rows: int
+    """That may arrive from all ranks; 0 if all ranks have the same."""
     result_rows: int
     weights: bool
+    """Whether weights travel with the rows."""
     lanes: int
     home_rows: int = 0
+    """This rank's rows that others read in place; then only ids arrive."""
 
     @property
     def channels(self) -> int:
@@ -72,12 +71,12 @@ class DeviceExchangeSpec:
         yield PlaneSpec(f"results {lane}", (self.result_rows, self.hidden_size), self.dtype)
 
     def nbytes(self, size: int) -> int:
-        """Of one rank of so many, on a GPU."""
+        """The bytes of one of `size` ranks, on a GPU."""
         return device_window_bytes(self.planes(), size, self.channels, torch.device("cuda"))
 
 
 class DeviceExchange(InFlight):
-    """The window of one kind of payload, shared by all layers that send it."""
+    """A window that all layers with an equal spec share."""
 
     def __init__(self, spec: DeviceExchangeSpec, comm: CommContext) -> None:
         super().__init__(comm.group.rank, comm.group.size, spec.lanes)
@@ -90,19 +89,11 @@ class DeviceExchange(InFlight):
         self._side = SideStream(device) if spec.lanes > 1 and device.type == "cuda" else None
         with torch.inference_mode(False):  # or it could not be written outside that mode
             self.active_P = torch.ones(self.size, dtype=torch.bool, device=device)
-        """Who takes part, where kernels are."""
+        """The active ranks, on the device."""
         self._views: dict[str, dict[tuple[Any, ...], Any]] = {}
         self._places = count()
         self._last: list[int | None] = [None] * spec.lanes
         comm.group.register(self)
-
-    @classmethod
-    def shared(cls, spec: DeviceExchangeSpec, comm: CommContext) -> DeviceExchange:
-        if spec not in comm.buffers:
-            comm.buffers[spec] = cls(spec, comm)
-        found = comm.buffers[spec]
-        assert isinstance(found, DeviceExchange)
-        return found
 
     def restart(self, membership: Membership) -> None:
         super().restart(membership)
@@ -114,12 +105,12 @@ class DeviceExchange(InFlight):
         self.window.abort(reason)
 
     def close(self) -> None:
-        """Gives the memory back; no kernel of this rank may use it any more."""
+        """Frees the memory; no kernel of this rank may use it any more."""
         self._views.clear()
         self.window.close()
 
     def check(self) -> None:
-        """Raises what a wait of a kernel has come upon."""
+        """Raises the error of a kernel whose wait has failed."""
         self.window.check()
 
     def call(self, kind: int, lane: int, operation: str, layer: int) -> ChannelCall:
@@ -153,14 +144,15 @@ class DeviceExchange(InFlight):
         return payload, self.window.plane(f"ids {lane}")[:rows], weights
 
     def results(self, lane: int, first: int, rows: int) -> Tensor:
-        """Where this rank's results go, and its peers read them: so many rows."""
+        """The buffer for this many of this rank's results, which its peers read."""
         return self._kept((lane, first, rows), self._results)
 
     def _results(self, lane: int, first: int, rows: int) -> Tensor:
         return self.window.plane(f"results {lane}")[first : first + rows]
 
     def _kept(self, key: tuple[Any, ...], make: Callable[..., Kept]) -> Kept:
-        """Views, which take longer than to launch a kernel; all layers of a step want the same."""
+        """Caches views: making one takes longer than a kernel launch, and all layers need the
+        same."""
         views = self._views.setdefault(make.__name__, {})
         if key not in views:
             if len(views) >= MOST_VIEWS:
@@ -174,21 +166,20 @@ class DeviceExchange(InFlight):
         return self.window.offset(f"results {lane}")
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """What is begun inside need not be done before what comes next: where lanes overlap, it
-        goes to a stream of its own."""
+        """Launches inside go to a side stream if lanes overlap, else to the current one."""
         return SAME_STREAM if self._side is None else self._side.running()
 
     def join(self) -> None:
-        """What comes next comes after what was begun aside."""
+        """The current stream waits for the side stream."""
         if self._side is not None:
             self._side.join()
 
     def register_layer(self) -> int:
-        """The next one: of a layer among those that share the window."""
+        """The next number of a layer among those that share the window."""
         return next(self._places)
 
     def follows(self, lane: int, place: int) -> bool:
-        """Whether the layer at this place comes just after the one before it, in this lane."""
+        """Whether the layer with this number follows its predecessor, in this lane."""
         last, self._last[lane] = self._last[lane], place
         return last is not None and last + 1 == place
 
@@ -201,8 +192,8 @@ class SideStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """On it, after all that was begun before. Whoever gave tensors to it keeps them until it
-        has joined: the allocator knows nothing of it."""
+        """Launches on it, after all earlier launches. The caller keeps its tensors until `join`:
+        the allocator does not know of this stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield

@@ -24,8 +24,8 @@ from moesaic.moe.quant.payload import Payload
 
 
 class DeviceGather(DeviceRowsDispatcher):
-    """Tokens of all ranks to all ranks. Results are taken only from those that hold a token's
-    experts: all others have zeros."""
+    """Tokens of all ranks to all ranks. Results are read only from ranks that hold a token's
+    experts: the others have zeros."""
 
     name = "none"
     everywhere = True
@@ -33,22 +33,23 @@ class DeviceGather(DeviceRowsDispatcher):
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedRoute(DeviceRoute):
-    """Rows of no rank: token t is row t, wherever it is. `half`: of the results. `meets`: whether
-    all ranks meet before results are written."""
+    """Token t is row t on all ranks."""
 
     half: int
+    """The half of the results buffer."""
     meets: bool
+    """Whether all ranks meet before results are written."""
 
 
 class DeviceReplicated(DeviceRowsDispatcher):
-    """All ranks have the same tokens: nothing travels on the way in, and a token is row t of all.
+    """All ranks have the same tokens: dispatch sends nothing, and token t is row t on all ranks.
 
-    No token that arrives says that its rank has taken the last results, so results have two halves,
-    which layers take in turn. Whoever writes the half of two layers ago has seen the results of the
-    last layer of all ranks, which they gave after they had taken those of two layers ago. Each half
-    has a channel of its own, for the same reason: a rank may give its next results before others
-    have looked at its last ones. Where a pass over the layers begins (each knows its place, also
-    while a graph is captured), ranks meet first: the last pass may have ended with the same half.
+    No arriving token shows that its rank has read the last results, so results have two halves,
+    which layers use in turn. A rank that writes the half of two layers ago has seen all ranks'
+    results of the last layer, which they wrote after reading those of two layers ago. For the same
+    reason each half has its own channel: a rank may write its next results before others have read
+    its last ones. At the start of a pass over the layers (each layer knows its number, also in a
+    graph capture), ranks meet first: the last pass may have ended with the same half.
     """
 
     name = "none"
@@ -58,7 +59,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
         self._place = self.exchange.register_layer()
 
     def _prepare(self) -> None:
-        """Nothing arrives."""
+        """Nothing arrives: there is no inbox."""
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
@@ -102,7 +103,7 @@ class DeviceReplicated(DeviceRowsDispatcher):
         )
 
     def _encoded(self, x_TH: Tensor) -> Payload:
-        """There is a kernel for some formats; others are encoded by torch."""
+        """Some formats have a kernel; torch encodes the others."""
         payload = self.config.payload
         if payload.name in ("fp8", "int8"):
             values = quantise_rows(x_TH, "fp8" if payload.name == "fp8" else "int8")

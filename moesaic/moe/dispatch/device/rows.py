@@ -1,20 +1,18 @@
-"""Dispatchers whose rows kernels write straight to where they are computed: those of a GPU.
+"""Dispatchers on a GPU: kernels write rows straight into the memory of the ranks that compute them.
 
 P ranks · C rows of a rank in a step · T tokens of this rank · K chosen · R = P * C rows · N = R * K
 pairs · H hidden.
 
-All of them are one mechanism. Dispatch sends a token once to each rank that holds a slot of its,
-with ids that are local there; the runner finds the rows of each slot on the device. Results come
-back in one of two ways:
+Dispatch sends a token once to each rank that holds one of its slots, with ids that are local there;
+the runner finds the rows of each slot on the device. Results come back in one of two forms:
 
     by rows     the expert's rank weights and sums the pairs of a row; the token's rank adds up one
                 row of each rank. Fewest bytes where a rank holds several of a token's experts.
-    by pairs    the expert's rank leaves all pairs as they are, and the token's rank weights and
-                sums them in the order of k. No kernel in between, and bits that do not depend on
-                which experts share a rank: deterministic mode always goes this way.
+    by pairs    the token's rank weights and sums all pairs in the order of k. No kernel in between,
+                and bits do not depend on which experts share a rank: deterministic mode uses it.
 
-Nothing is counted on the host, nothing waits for the device, and no shape depends on what was
-chosen: a step can be captured in a graph.
+The host counts nothing and waits for nothing, and no shape depends on what was chosen: a step can
+be captured in a graph.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ assert len(PHASES) == CHANNELS
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoute:
-    """Where this rank's tokens are: row p * `rows` + t of whoever computes token t, p this rank."""
+    """Token t of this rank p is row p * `rows` + t of the ranks that compute it."""
 
     owner: DeviceRowsDispatcher
     lane: int
@@ -68,20 +66,20 @@ class DeviceRoute:
 
 
 class DeviceRowsDispatcher(BaseDispatcher):
-    """`pairs`: results come back by pairs, whatever the mode. `weights_travel`: with the rows, also
-    where nobody there applies them. `everywhere`: all tokens go to all ranks. `decodes`: has room
-    for steps of decoding only, unless it must take all."""
-
     pairs: ClassVar[bool] = False
+    """Results come back by pairs, also without deterministic mode."""
     weights_travel: ClassVar[bool] = False
+    """Weights travel with the rows, also if the token's rank applies them."""
     everywhere: ClassVar[bool] = False
+    """All tokens go to all ranks."""
     decodes: ClassVar[bool] = False
+    """Buffers hold decode steps only."""
 
     def __init__(self, config: DispatchConfig, comm: CommContext) -> None:
         super().__init__(config, comm)
         layout = config.layout
         self.layout, self.spec = layout, self.buffer_spec(config)
-        self.exchange = DeviceExchange.shared(self.spec, comm)
+        self.exchange = comm.shared(self.spec, lambda: DeviceExchange(self.spec, comm))
         self.by_pairs = self.pairs or config.deterministic
         self.spread = SlotOwners(layout.slots_per_rank, layout.moe_tp_size)
         self._sent = SlotOwners(layout.slots_per_rank, layout.moe_tp_size, self.everywhere)
@@ -96,13 +94,13 @@ class DeviceRowsDispatcher(BaseDispatcher):
             for lane in range(config.lanes)
         ]
         self._name = self.operation("dispatch")
-        # With one lane halves follow each other: the kernel that sends waits, too, and the one that
-        # waits for results signals.
+        # With one lane the halves run back to back: the kernel that sends also waits, and the one
+        # that waits for results also signals.
         self._early = config.lanes > 1
         self._prepare()
 
     def programs(self, phase: str) -> int:
-        """That a phase's kernels take at most; 0: as many as serve."""
+        """The most programs of a phase's kernels; 0: no limit."""
         return 0
 
     def _prepare(self) -> None:
@@ -112,6 +110,10 @@ class DeviceRowsDispatcher(BaseDispatcher):
     @classmethod
     def most_tokens(cls, config: DispatchConfig) -> int:
         return config.max_decode_tokens if cls.decodes else config.max_tokens
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[DeviceExchangeSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> DeviceExchangeSpec:
@@ -133,9 +135,9 @@ class DeviceRowsDispatcher(BaseDispatcher):
         self._prepare()
 
     def rows_of(self, count: int, step: Step) -> int:
-        """C, which all ranks must agree upon; at least one, so that kernels have work."""
-        told = step.rows or max(step.counts, default=0)
-        rows = told or (count if self.layout.size == 1 else 0)
+        """C, equal on all ranks and at least one: a kernel needs a row."""
+        agreed = step.rows or max(step.counts, default=0)
+        rows = agreed or (count if self.layout.size == 1 else 0)
         most = self.most_tokens(self.config)
         if count > rows:
             raise ValueError(
@@ -186,7 +188,7 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return {"y_OH": self._target(route, rows), "expected_pairs": expected}
 
     output: ClassVar[Callable[..., DispatchOutput]] = StandardDispatchOutput
-    """Of the backend's format."""
+    """Makes the dispatch output of the backend's format."""
 
     def _combine_a(self, results: CombineInput) -> DeviceRoute:
         assert isinstance(results, RowsCombineInput) and results.pairs == self.by_pairs
@@ -197,19 +199,19 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return route
 
     def _target(self, route: DeviceRoute, rows: int) -> Tensor:
-        """Where so many of this rank's results go."""
+        """The buffer for this many of this rank's results."""
         return self.exchange.results(route.lane, self._first(route), rows)
 
     def _first(self, route: DeviceRoute) -> int:
-        """Of the rows of results."""
+        """The first row of the results."""
         return 0
 
     def _given(self, route: DeviceRoute) -> ChannelCall:
-        """The channel that says so."""
+        """The channel that signals the results."""
         return self._calls[route.lane][RESULTS]
 
     def _put(self, y_RH: Tensor, route: DeviceRoute) -> None:
-        """Where it is not yet: a hook may have given something else."""
+        """Copies results that are not in the buffer, such as a hook's."""
         target_RH = self._target(route, y_RH.shape[0])
         if y_RH.data_ptr() != target_RH.data_ptr():
             target_RH.copy_(y_RH)
@@ -220,8 +222,8 @@ class DeviceRowsDispatcher(BaseDispatcher):
         return y_TH
 
     def _collect(self, route: DeviceRoute) -> Tensor:
-        """Rows that fill up a fixed shape have no slots: zeros, unlike those that `collect` is told
-        of, which it would leave as they are."""
+        """Padding rows have no slots and give zeros; with `num_tokens_1` the kernel would leave
+        them unwritten."""
         tokens, hidden, dtype = route.tokens, self.config.hidden_size, self.config.dtype
         y_TH = torch.empty_like(tokens.x_TH, dtype=dtype)
         if tokens.num_tokens_1 is not None:
@@ -231,12 +233,3 @@ class DeviceRowsDispatcher(BaseDispatcher):
         collect = collect_pairs if self.by_pairs else collect_rows
         call, signals = self._given(route), not self._early
         return collect(y_TH, tokens, route.rows, results, self.spread, call, signals)
-
-
-def device_buffers(
-    *kinds: type[DeviceRowsDispatcher],
-) -> Callable[[DispatchConfig], Sequence[DeviceExchangeSpec]]:
-    """Of dispatchers of these kinds; of one rank, none."""
-    return lambda config: (
-        () if config.layout.size == 1 else tuple(kind.buffer_spec(config) for kind in kinds)
-    )

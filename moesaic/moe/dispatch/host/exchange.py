@@ -1,18 +1,18 @@
-"""Rows that ranks offer each other in shared memory.
+"""Rows that ranks publish to each other in shared memory.
 
-A rank writes its own tokens where all others can read them and signals; each takes the rows it
-needs, straight into the layout it wants. Results go the same way back: an expert's rank offers its
-rows, and the token's rank takes and adds them in one pass.
+A rank writes its tokens where all others can read them and signals; each rank copies the rows it
+needs straight into its layout. Results return in the same manner: an expert's rank publishes them,
+and the token's rank reads and sums them in one pass.
 
 P ranks · C tokens of a rank at most · K chosen · N tokens of all ranks · H hidden · O result rows
 of a rank at most · T tokens of this rank · S results of a token.
 
-Why nothing is overwritten too early, without a barrier: a rank offers new tokens in a lane only
-after it has all results of the lane's last step, which their owners gave after taking its tokens;
-and it offers new results only after it has seen everybody's new tokens, which they gave after
-taking its last results. Where a step has several rounds, `taken` says it instead. This holds
-between nodes too, where writes arrive later (comm/windows/node_window.py): who has answered
-has read its node's copy, and all ranks of a node have answered before a copy there is overwritten.
+Why nothing is overwritten too early, without a barrier: a rank publishes new tokens in a lane only
+after it has all results of the lane's last step, which their ranks published after reading its
+tokens; and it publishes new results only after it has seen all ranks' new tokens, which they
+published after reading its last results. In a step of several rounds TOKENS_READ signals it. This
+also holds between nodes, where writes arrive later (comm/windows/node_window.py): a rank that has
+answered has read its node's copy, and all ranks of a node answer before a copy is overwritten.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ExchangeSpec:
     tokens: int
     result_rows: int
     bases: int = 1
-    """Slots of a rank that tell where their results begin."""
+    """Slots of a rank that publish where their results begin."""
     inbox_rows: int = 0
-    """Rows that a rank keeps for itself to sort into."""
+    """Rows of a rank's private receive buffer."""
 
     def planes(self) -> list[PlaneSpec]:
         rows = (LANES, self.tokens)
@@ -85,26 +85,27 @@ class ExchangeSpec:
         ]
 
     def nbytes(self, size: int) -> int:
-        """Of one rank of so many."""
+        """The bytes of one of `size` ranks."""
         inbox = LANES * self.inbox_rows * PAYLOAD_FORMATS[self.payload].row_bytes(self.hidden_size)
         return window_bytes(self.planes(), size) // size + inbox
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Types of one byte lie in shared memory as uint8: torch cannot index all of them."""
+    """Types of one byte are stored as uint8: torch cannot index all of them."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTokens:
-    """The tokens that all ranks offer; `totals`: how many each has in the whole step."""
+    """The tokens of all ranks in this round."""
 
     tokens: GatheredTokens
     totals: list[int]
+    """Each rank's tokens in the whole step."""
 
 
 class InFlight(Participant):
-    """Which lanes are under way, and between whom."""
+    """Which lanes are in flight, and between which ranks."""
 
     def __init__(self, rank: int, size: int, lanes: int = LANES) -> None:
         self.rank, self.size = rank, size
@@ -132,11 +133,11 @@ class InFlight(Participant):
 
 
 class Lanes(InFlight):
-    """Who is where in the steps under way: signals of a window by lane.
+    """The progress of in-flight steps: signals of a window by lane.
 
-    A signal is a count, so a tag beside it says of what: the generation and the layer. Who waits
-    compares it with its own, and again after reading: a rank that the others have left behind must
-    not take their next data for what it waited for.
+    A signal is a count; a tag beside it holds the generation and the layer. A waiting rank compares
+    it with its own, and again after reading: a rank that the others have left behind must not
+    mistake their next data for what it waited for.
     """
 
     def __init__(self, window: SharedWindow) -> None:
@@ -151,7 +152,7 @@ class Lanes(InFlight):
         super().restart(membership)
         self._epochs = [first_epoch(self.generation)] * (LANES * len(ExchangeSignal))
         self.window.forget()
-        # Before any new data: whoever sees that sees this too.
+        # Written before any new data, so it is visible before them.
         self._tags[self.rank] = self._tag(NO_LAYER)
         self.window.touch(self.window.plane("tags"))
 
@@ -163,13 +164,13 @@ class Lanes(InFlight):
         self.window.signal(channel, self._epochs[channel], operation)
 
     def wait(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
-        """Until all active ranks have signalled as often as this one, of the same."""
+        """Waits until all active ranks have sent the same signal as often as this one."""
         channel = lane * len(ExchangeSignal) + kind
         self.window.wait(channel, self._epochs[channel], operation, ranks=self.active)
         self.verify(kind, lane, layer, operation)
 
     def verify(self, kind: ExchangeSignal, lane: int, layer: int, operation: str) -> None:
-        """That what was waited for is still there."""
+        """Raises if what was waited for has been overwritten."""
         tags = self._tags[:, lane * len(ExchangeSignal) + kind].tolist()
         mine = self._tag(layer)
         for rank in self.active:
@@ -189,12 +190,12 @@ class Lanes(InFlight):
         return f"rank {rank} is in layer {other}, this rank in layer {layer}"
 
     def count(self, kind: ExchangeSignal, lane: int) -> int:
-        """How often this rank has signalled."""
+        """How often this rank has sent the signal."""
         return self._epochs[lane * len(ExchangeSignal) + kind]
 
 
 class Exchange(Lanes):
-    """The window of one kind of payload, shared by all layers that send it."""
+    """A window that all layers with an equal spec share."""
 
     def __init__(self, spec: ExchangeSpec, comm: CommContext) -> None:
         channels = LANES * len(ExchangeSignal)
@@ -203,16 +204,8 @@ class Exchange(Lanes):
         self.payload = PAYLOAD_FORMATS[spec.payload]
         self._inboxes: list[Payload | None] = [None] * LANES
 
-    @classmethod
-    def shared(cls, spec: ExchangeSpec, comm: CommContext) -> Exchange:
-        if spec not in comm.buffers:
-            comm.buffers[spec] = cls(spec, comm)
-        found = comm.buffers[spec]
-        assert isinstance(found, Exchange)
-        return found
-
     def publish(self, lane: int, x: Payload, topk: TopKOutput, tokens: slice) -> None:
-        """Puts these tokens where others can take them, once it is signalled."""
+        """Writes tokens where other ranks read them after the signal."""
         count = len(range(*tokens.indices(len(x))))
         for name, tensor in planes_of(x).items():
             self._write(name, lane, count, tensor[tokens].view(wire_dtype(tensor.dtype)))
@@ -221,17 +214,17 @@ class Exchange(Lanes):
         self._write("counts", lane, 2, torch.tensor((count, len(x))))
 
     def _write(self, name: str, lane: int, count: int, source: Tensor) -> None:
-        """Into the first `count` of a lane of this rank's plane."""
+        """Writes the first `count` rows of a lane of this rank's plane."""
         place = self.window.plane(name)[lane, :count]
         place.copy_(source)
         self.window.touch(place)
 
     def published(self, lane: int, layout: EpLayout) -> PublishedTokens:
-        """What everybody offers in this lane, once it has been waited for."""
-        told: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
+        """The tokens that all ranks have published in this lane; call it after the wait."""
+        pairs: list[list[int]] = self.window.stacked("counts")[:, lane].tolist()
         active = set(self.active)
         counts, totals = (
-            [told[p][which] if p in active else 0 for p in range(self.size)] for which in (0, 1)
+            [pairs[p][which] if p in active else 0 for p in range(self.size)] for which in (0, 1)
         )
         tokens = GatheredTokens(
             ids_PCK=self.window.stacked("ids")[:, lane],
@@ -245,7 +238,7 @@ class Exchange(Lanes):
         return PublishedTokens(tokens, totals)
 
     def copy_rows(self, lane: int, rows_R: Tensor, start: int, global_scale: float) -> Payload:
-        """Copies offered rows behind the `start` rows that the lane's inbox holds; all of them."""
+        """Appends published rows to the first `start` rows of the lane's inbox; returns all."""
         stop = start + len(rows_R)
         inbox = self.inbox(lane)
         for name, tensor in planes_of(inbox).items():
@@ -257,8 +250,8 @@ class Exchange(Lanes):
     def copy_to_blocks(
         self, lane: int, rows_R: Tensor, counts: list[int], global_scale: float
     ) -> Payload:
-        """Copies offered rows to the front of the block of each slot in the lane's inbox, so many
-        to each."""
+        """Copies published rows to the front of each slot's block in the lane's inbox, `counts` to
+        each."""
         inbox = self.inbox(lane)
         block = self.spec.inbox_rows // len(counts)
         if max(counts) > block:
@@ -277,7 +270,7 @@ class Exchange(Lanes):
         return Payload(values, scales, self.payload, global_scale)
 
     def inbox(self, lane: int) -> Payload:
-        """This rank's own rows to copy into; memory is taken when it is touched."""
+        """This rank's private receive buffer; the first touch allocates its memory."""
         if self._inboxes[lane] is None:
             with torch.inference_mode(False):
                 values, *scales = (
@@ -292,18 +285,18 @@ class Exchange(Lanes):
         return inbox
 
     def flat(self, name: str, lane: int) -> Tensor:
-        """[rows, width] of all ranks, from this lane's first one on: those of the next rank are
-        LANES * rows of a lane further on."""
+        """[rows, width] of all ranks from this lane's first row on; the next rank's rows are
+        LANES * rows of a lane further."""
         stacked = self.window.stacked(name)
         return stacked.flatten(0, 2)[lane * stacked.shape[2] :]
 
     def results(self, lane: int) -> Tensor:
-        """Where this rank's results go."""
+        """The buffer for this rank's results."""
         return self.window.plane("results")[lane]
 
     def touch_results(self, lane: int, starts: Sequence[int], blocks: Sequence[Tensor]) -> None:
-        """Between nodes: each result goes to the node of its token. The results from a start on are
-        those of the offered rows in its block, in order."""
+        """Between nodes: sends each result to the node of its token. Results from a start on belong
+        to the published rows of its block, in order."""
         if not self.window.spans_nodes:
             return
         results = self.results(lane)
@@ -317,7 +310,7 @@ class Exchange(Lanes):
                 self.window.touch(results[start:stop], (source,))
 
     def collect(self, lane: int, terms: Terms, width: int) -> tuple[Tensor, int]:
-        """The sum of each token's results, and how many of them other ranks held."""
+        """The sum of each token's results, and how many came from other ranks."""
         stride = LANES * self.spec.result_rows
         return sum_rows(self.flat("results", lane), terms, stride, width, self.rank)
 

@@ -1,14 +1,15 @@
 """Low latency: one copy for each pair of token and slot, in a fixed block of rows for each slot.
 
 P ranks · C tokens of a rank at most · e local slots · M rows of a slot's block · N tokens of all
-ranks · T of this one · K chosen · H hidden. Results are weighted where the token lives.
+ranks · T of this one · K chosen · H hidden. The token's rank weights the results.
 
-On a GPU a token travels once to each rank, not once to each slot: the first product gathers its
-rows anyway, so that blocks would only be more bytes. What a runner gets is the format `standard`.
+On a GPU a token travels once to each rank, not once to each slot: the first product gathers rows
+anyway, and blocks would only be more bytes. The runner gets the format `standard`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +51,18 @@ class LowLatencyDispatcher(WindowDispatcher):
         super().__init__(config, comm)
         self.layout = config.layout
         self.block = self.block_rows(config)
-        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config), comm)
+        spec = self.buffer_spec(config)
+        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
 
     @staticmethod
     def block_rows(config: DispatchConfig) -> int:
-        """Every rank may send all its tokens to one slot; blocks are whole tiles."""
+        """All tokens of all ranks, rounded up to whole tiles."""
         most = config.layout.size * config.max_decode_tokens
         return -(-most // SMALL_ROWS) * SMALL_ROWS
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig) -> ExchangeSpec:
@@ -123,12 +129,12 @@ class LowLatencyDispatcher(WindowDispatcher):
         return y_TH
 
     def reachable(self, terms: Terms) -> Terms:
-        """What can be had of the results."""
+        """The results that can be read."""
         return terms
 
 
 class DeviceLowLatency(DeviceRowsDispatcher):
-    """Weights stay with the token, and results are those of its pairs."""
+    """Weights stay with the token; results come back by pairs."""
 
     name = "deepep_low_latency"
     pairs = True

@@ -3,9 +3,9 @@
 N tokens of all ranks · T of this one · K chosen · G expert groups · R rows of this rank · S results
 of a token · H hidden.
 
-A long sequence goes in rounds of so many tokens, which bounds the buffers: every rank offers its
-next tokens once all have taken the last ones. Results come back in the same rounds, or at once
-where the buffer holds them all.
+A long sequence goes in rounds of a fixed number of tokens, which bounds the buffers: every rank
+publishes its next tokens once all ranks have read the last ones. Results come back in the same
+rounds, or at once if the buffer holds them all.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from moesaic.moe.quant.payload import Payload
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """`tokens`: how many of a rank go in one round; `most`: rounds at most; `combine`: results come
-    back in rounds too."""
-
     tokens: int
+    """Of a rank in one round."""
     most: int = 1
+    """Rounds."""
     combine: bool = False
+    """Whether results come back in rounds, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +50,49 @@ class RowsPending:
 
 @dataclass(frozen=True, slots=True)
 class RowsRoute:
-    """Where this rank's tokens are computed.
-
-    `owners_TS`, `places_TS`: the group and the row there of each result, -1 for none. `weights_TS`:
-    to be applied on the way back, None where they have been. `starts`: for each round, the first
-    row of it in each group; `tokens`: this rank's tokens of each round. `sources`: for each round,
-    the offered row that each result belongs to; only where results go to other nodes.
-    """
+    """Where this rank's tokens are computed."""
 
     lane: int
     owners_TS: Tensor
+    """The group of each result."""
     places_TS: Tensor
+    """Its row there; -1 for none."""
     weights_TS: Tensor | None
+    """None if the results are weighted already."""
     starts: list[list[int]]
+    """For each round the first row in each group."""
     tokens: list[slice]
+    """This rank's tokens of each round."""
     sources: list[Tensor]
+    """For each round the published row of each result, if results go to other nodes."""
 
 
 class RowsDispatcher(WindowDispatcher):
-    """A subclass makes the output of its format. `everywhere`: all tokens go to all groups."""
+    """A subclass makes the output of its format."""
 
     everywhere: ClassVar[bool] = False
+    """Whether all tokens go to all groups."""
 
     def __init__(
         self, config: DispatchConfig, comm: CommContext, rounds: Rounds | None = None
     ) -> None:
         super().__init__(config, comm)
         self.layout = config.layout
-        self.rounds = rounds or Rounds(config.max_tokens)
-        self.lanes = self.exchange = Exchange.shared(self.buffer_spec(config, self.rounds), comm)
+        self.rounds = rounds or self.rounds_for(config)
+        spec = self.buffer_spec(config, self.rounds)
+        self.lanes = self.exchange = comm.shared(spec, lambda: Exchange(spec, comm))
+
+    @classmethod
+    def rounds_for(cls, config: DispatchConfig) -> Rounds:
+        return Rounds(config.max_tokens)
+
+    @classmethod
+    def buffers(cls, config: DispatchConfig) -> Sequence[ExchangeSpec]:
+        return (cls.buffer_spec(config, cls.rounds_for(config)),)
 
     @classmethod
     def buffer_spec(cls, config: DispatchConfig, rounds: Rounds) -> ExchangeSpec:
-        """In deterministic mode a row of results for each pair travels, else one for each token."""
+        """In deterministic mode a result travels for each pair, else for each token."""
         layout = config.layout
         each = min(config.top_k, layout.slots_per_rank) if config.deterministic else 1
         times = 1 if rounds.combine else rounds.most
@@ -97,7 +107,7 @@ class RowsDispatcher(WindowDispatcher):
         )
 
     def results(self, lane: int) -> Tensor | None:
-        """Where a runner may write results, unless they go back in rounds."""
+        """The buffer for results, unless they go back in rounds."""
         return None if self.rounds.combine else self.exchange.results(lane)
 
     def output(
@@ -171,7 +181,7 @@ class RowsDispatcher(WindowDispatcher):
         return len(route.tokens) if self.rounds.combine else 1
 
     def publish_results(self, results: RowsCombineInput, number: int) -> None:
-        """Puts the rows of a round where their tokens' ranks find them."""
+        """Writes the results of a round where the tokens' ranks read them."""
         route: RowsRoute = results.handle
         group = self.layout.ep_rank
         start, stop = 0, len(results.y_RH)
@@ -207,7 +217,7 @@ class RowsDispatcher(WindowDispatcher):
 
 
 class RoundsResult:
-    """What comes out of the rounds of one dispatch."""
+    """Collects the rounds of one dispatch."""
 
     def __init__(self, dispatcher: RowsDispatcher, pending: RowsPending) -> None:
         self.dispatcher, self.pending = dispatcher, pending
@@ -219,7 +229,7 @@ class RoundsResult:
         self.x: Payload | None = None
 
     def add(self, tokens: GatheredTokens, own: slice) -> None:
-        """Takes the rows of a round that go to this rank."""
+        """Copies the rows of a round that go to this rank."""
         dispatcher, lane = self.dispatcher, self.pending.lane
         plan = self.route(tokens)
         self.tokens.append(own)
@@ -233,8 +243,8 @@ class RoundsResult:
         dispatcher.note_dispatch(len(plan.rows_R) - plan.own)
 
     def route(self, tokens: GatheredTokens) -> RowPlan:
-        """Notes where this rank's tokens go. Rows of a group lie in the order of ranks and tokens
-        (and k, where pairs travel), so that everybody can tell the row of any token."""
+        """Records where this rank's tokens go. Rows of a group are in the order of ranks and tokens
+        (and k, if pairs travel): every rank can compute the row of any token."""
         pairs, everywhere = self.dispatcher.config.deterministic, self.dispatcher.everywhere
         plan = plan_rows(tokens, self.starts[-1], pairs, everywhere)
         self.places.append(plan.places_TS)

@@ -1,4 +1,4 @@
-"""What dispatchers that signal through a window have in common."""
+"""The base of dispatchers that signal through a window."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ PHASES = {
 
 
 class WindowDispatcher(BaseDispatcher):
-    """`lanes` is shared by the layers that share buffers."""
-
     lanes: Lanes
+    """Shared by the layers that share buffers."""
 
     def signal(self, kind: ExchangeSignal, lane: int) -> None:
         self.lanes.signal(kind, lane, self.config.layer, self.operation(PHASES[kind]))
@@ -25,5 +24,5 @@ class WindowDispatcher(BaseDispatcher):
         self.lanes.wait(kind, lane, self.config.layer, self.operation(PHASES[kind]))
 
     def verify(self, kind: ExchangeSignal, lane: int) -> None:
-        """After reading: what was read is what was waited for."""
+        """Raises, after reading, if the data have been overwritten."""
         self.lanes.verify(kind, lane, self.config.layer, self.operation(PHASES[kind]))

@@ -1,12 +1,11 @@
-"""The experts on a GPU: the ways into and out of its one layout, and the products.
+"""The experts on a GPU: permutes of its one layout, and the products.
 
 R rows received · K chosen · N = R * K pairs of row and slot · e local slots · H hidden ·
 I intermediate · P places · M rows of a slot's block.
 
-Pairs are sorted by slot and stay where they are: the first product gathers its rows, the last one
-scatters them. How many there are for each slot only the device knows; nothing here waits for it,
-and no shape depends on it. Where things are computed follows from the tensors: on CPU the torch
-twins of the kernels compute the same.
+Pairs are sorted by slot, but rows stay where they are: the first product gathers them, the last one
+scatters the results. Only the device knows how many rows a slot has; the host never waits for it,
+and no shape depends on it. On CPU tensors the torch twins of the kernels compute the same.
 """
 
 from __future__ import annotations
@@ -64,26 +63,26 @@ from moesaic.moe.runner.base import (
     Workspace,
 )
 
-# Of deterministic mode.
+# Rows of a block in deterministic mode.
 FIXED_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class SortedPairsInput(RunnerInput):
-    """`weights_RK`: of the pairs, where the last product applies them. `y_NH`: where results go."""
-
     layout = "sorted_pairs"
     x: Rows
     groups: Groups
     weights_RK: Tensor | None
+    """Given if the last product applies them."""
     y_NH: Tensor
+    """The buffer for results."""
 
 
 def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> SortedPairsInput:
     """Rows with ids, int32 or int64."""
     config, ids_RK = context.config, rows.ids_RK
     if rows.remote is None:
-        x, groups = wanted_rows(rows.x, context), _grouped(rows, context)
+        x, groups = rows_for_weights(rows.x, context), _grouped(rows, context)
     else:
         groups = _grouped(rows, context)
         x = _gathered(rows, rows.remote, groups, context)
@@ -98,8 +97,8 @@ def pre_permute_pairs(rows: StandardDispatchOutput, context: RunContext) -> Sort
 
 
 def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
-    """In blocks for as many pairs as there are likely to be. Only pairs that are summed here may be
-    those of a single row, which its products sort and sum themselves."""
+    """Sorts pairs into blocks sized for the expected number. The products sort and sum the pairs of
+    a single row themselves, if they are summed here."""
     config, ids_RK = context.config, rows.ids_RK
     if config.deterministic:
         groups = sort_pairs(ids_RK, config.num_experts, FIXED_BLOCK, context.load_e)
@@ -116,34 +115,33 @@ def _grouped(rows: StandardDispatchOutput, context: RunContext) -> Groups:
 def _gathered(
     rows: StandardDispatchOutput, far: RemoteRows, groups: Groups, context: RunContext
 ) -> Rows:
-    """Rows with other ranks stay there if the first product reads them as they are, and a slot has
-    few, so that reading them again for every column of tiles is cheap; else they are copied, and so
-    in deterministic mode, where one kernel computes all."""
+    """Remote rows stay on their ranks if the first product reads their format and a slot has few:
+    every column of tiles reads them again. Else, and in deterministic mode, they are copied."""
     x, weights = rows.x, context.weights
-    wanted, dtype = weights.w13_eJH.format.activation, context.config.dtype
-    as_wanted = x.format.name == wanted or (wanted is None and x.values.dtype == dtype)
+    activation, dtype = weights.w13_eJH.format.activation, context.config.dtype
+    readable = x.format.name == activation or (activation is None and x.values.dtype == dtype)
     sizes = (_shape(context.config, weights), groups.planned_places, groups.block)
     plan = plan_for_block(rows.ids_RK.device, *sizes)
-    if as_wanted and not groups.fixed and plan.implementation == "small":
-        return replace(wanted_rows(x, context), remote=far)
+    if readable and not groups.fixed and plan.implementation == "small":
+        return replace(rows_for_weights(x, context), remote=far)
     here = gather_remote(Rows(x.values, x.scales, remote=far))
-    return wanted_rows(replace(x, values=here.values, scales=here.scales), context)
+    return rows_for_weights(replace(x, values=here.values, scales=here.scales), context)
 
 
 def _is_sum(rows: StandardDispatchOutput, context: RunContext) -> bool:
-    """Whether a row's only pair is its result, so that products write it where it is wanted."""
+    """Whether a row's only pair is its result: products write it straight to the output."""
     return rows.ids_RK.shape[1] == 1 and not context.config.deterministic
 
 
 def _sums_row(groups: Groups, weights: ExpertWeights) -> bool:
-    """Whether the last product of a single row adds its pairs, too. In fp8 that takes longer: what
-    matrix units do for nothing, threads must do."""
+    """Whether the last product of a single row also sums its pairs. In fp8 that is slower: threads
+    would do the work of matrix units."""
     plain = weights.w2_eHI.format.activation is None
     return groups.ids_K is not None and groups.top_k > 1 and plain
 
 
 def _results(rows: StandardDispatchOutput, context: RunContext) -> Tensor:
-    """Where one result for each row goes."""
+    """The buffer for one result per row."""
     num_rows, config = len(rows.ids_RK), context.config
     if rows.y_OH is not None and num_rows <= len(rows.y_OH):
         return rows.y_OH[:num_rows]
@@ -157,8 +155,7 @@ def post_permute_pairs(
     rows: StandardDispatchOutput,
     context: RunContext,
 ) -> CombineInput:
-    """One weighted sum for each row; all pairs as they are, where it was asked for and in
-    deterministic mode."""
+    """A weighted sum for each row, or all pairs: on request and in deterministic mode."""
     count_e = inputs.groups.count_E
     if context.config.deterministic or rows.y_NH is not None:
         return RowsCombineInput(rows.handle, outputs.y, pairs=True, count_e=count_e)
@@ -174,7 +171,7 @@ def post_permute_pairs(
 
 
 def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> SortedPairsInput:
-    """Blocks as they came: their rows are places."""
+    """The rows of the blocks are places already."""
     count_e = rows.count_e
     if count_e is None:
         count_e = torch.tensor(rows.masked_m, dtype=torch.int32, device=rows.y_eMH.device)
@@ -186,7 +183,7 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> S
     )
     y_NH = rows.y_eMH.flatten(0, 1)
     plan, fixed = plan_of(len(y_NH), context, y_NH.device), context.config.deterministic
-    x = wanted_rows(flat, context)
+    x = rows_for_weights(flat, context)
     block = FIXED_BLOCK if fixed else plan.block
     groups = blocks(count_e, rows.y_eMH.shape[1], block, context.load_e)
     return SortedPairsInput(x, replace(groups, fixed=fixed), None, y_NH)
@@ -198,7 +195,7 @@ def post_permute_masked(
     rows: LowLatencyDispatchOutput,
     context: RunContext,
 ) -> CombineInput:
-    """Results are where they are wanted; combine weights them."""
+    """The results are in the dispatcher's buffer; combine weights them."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH, count_e=inputs.groups.count_E)
 
 
@@ -211,14 +208,14 @@ def _shape(config: MoeRunnerConfig, weights: ExpertWeights) -> ExpertsShape:
     return ExpertsShape(format, config.num_experts, config.hidden_size, config.intermediate_size)
 
 
-def wanted_rows(x: Payload, context: RunContext) -> Rows:
-    """Rows as the weights take them: as they came, if that is what was sent. The products quantise
-    to fp8 themselves."""
+def rows_for_weights(x: Payload, context: RunContext) -> Rows:
+    """Rows in the activation format of the weights, as sent if that is it. The products quantise to
+    fp8 themselves."""
     weights, config = context.weights, context.config
-    wanted = weights.w13_eJH.format.activation
-    if x.format.name != wanted:
+    activation = weights.w13_eJH.format.activation
+    if x.format.name != activation:
         x_RH = x.dense(config.dtype)
-        return Rows(x_RH) if wanted == "fp8" else on_grid(x_RH, wanted, weights.input_scale)
+        return Rows(x_RH) if activation == "fp8" else on_grid(x_RH, activation, weights.input_scale)
     if not x.format.has_global_scale:
         return Rows(x.values, x.scales)
     assert x.scales is not None
@@ -227,18 +224,18 @@ def wanted_rows(x: Payload, context: RunContext) -> Rows:
     return Rows(values, scale=x.global_scale)
 
 
-def on_grid(x_TH: Tensor, wanted: str | None, scale: float) -> Rows:
+def on_grid(x_TH: Tensor, activation: str | None, scale: float) -> Rows:
     """Rows in the payload format that the weights are multiplied with."""
-    if wanted is None:
+    if activation is None:
         return Rows(x_TH)
-    if PAYLOAD_FORMATS[wanted].has_global_scale:
+    if PAYLOAD_FORMATS[activation].has_global_scale:
         return Rows(nvfp4_grid(x_TH, scale), scale=scale)
-    return Rows(*quantise_rows(x_TH, "int8" if wanted == "int8" else "fp8"))
+    return Rows(*quantise_rows(x_TH, "int8" if activation == "int8" else "fp8"))
 
 
 def kernel_format(format: WeightFormat) -> str:
-    """The name by which the kernels know a format: those of fp8 quantise rows themselves, so that
-    matrices whose rows are to stay as they are need others."""
+    """The kernels' name of a format. Their fp8 formats quantise rows; weights whose activations
+    stay unquantised have other names."""
     return format.name if format.activation else FP8_WEIGHT_ONLY.get(format.name, format.name)
 
 
@@ -248,7 +245,7 @@ def matrices(matrix: ExpertMatrix, bias: Tensor | None) -> Matrices:
 
 
 class SortedPairsCore(MoeRunnerCore):
-    """Both products, with what stands between them, at the places of sorted pairs."""
+    """Both products and the activation between them, on sorted pairs."""
 
     def __init__(self, config: MoeRunnerConfig) -> None:
         super().__init__(config)
@@ -287,7 +284,6 @@ class SortedPairsCore(MoeRunnerCore):
         return down_row(h, experts.w2, groups.ids_K, inputs.weights_RK, inputs.y_NH)
 
     def _experts(self, weights: ExpertWeights) -> FeedForward:
-        """The same in every step."""
         if self._made is None or self._made[0] is not weights:
             w13 = matrices(weights.w13_eJH, weights.b13_eJ)
             w2 = matrices(weights.w2_eHI, weights.b2_eH)
@@ -297,16 +293,16 @@ class SortedPairsCore(MoeRunnerCore):
     def _inner(
         self, groups: Groups, weights: ExpertWeights, device: torch.device
     ) -> tuple[Rows, bool]:
-        """What stands between the products, and whether the second takes it as the first leaves
-        it: int8 and nvfp4 are made of finished rows. fp8 already by the first where a tile is a
-        whole group; never in deterministic mode, where the width of a tile must not show."""
-        config, wanted = self.config, weights.w2_eHI.format.activation
+        """The buffer between the products, and whether the second one reads what the first writes:
+        int8 and nvfp4 need finished rows. The first product writes fp8 if a tile is a whole group,
+        but not in deterministic mode, where bits must not depend on the width of a tile."""
+        config, activation = self.config, weights.w2_eHI.format.activation
         shape, inner, places = _shape(config, weights), config.intermediate_size, groups.num_places
         facts = (shape.format, shape.experts, shape.hidden, shape.inner)
         sizes = (*facts, groups.planned_places, device)
-        if wanted != "fp8" or config.deterministic or not quantises_inner(*sizes):
+        if activation != "fp8" or config.deterministic or not quantises_inner(*sizes):
             h = Rows(torch.empty(places, inner, dtype=config.dtype, device=device))
-            return h, wanted in (None, "fp8")
+            return h, activation in (None, "fp8")
         return Rows(
             torch.empty(places, inner, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(places, inner // FP8_GROUP, dtype=torch.float32, device=device),

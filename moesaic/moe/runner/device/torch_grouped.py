@@ -19,9 +19,9 @@ HOPPER = (9, 0)
 
 
 class TorchGroupedCore(SortedPairsCore):
-    """Rows are copied in the order of experts, multiplied and copied back. All else than sorted
-    pairs in bfloat16 goes to our own kernels, and so does a single row, which is not sorted, and
-    all in deterministic mode: CUTLASS chooses tiles by the rows there are."""
+    """Copies rows in the order of experts, multiplies them and copies the results back. Only sorted
+    pairs in bfloat16 qualify; our own kernels take the rest, single rows (unsorted) and
+    deterministic mode (CUTLASS chooses tiles by the number of rows)."""
 
     provider: ClassVar[str] = "torch._grouped_mm for bf16, native for the rest"
 
@@ -53,8 +53,8 @@ def fits(w13_eJH: Tensor, w2_eHI: Tensor, places: int) -> bool:
 
 
 class SortedPlaces:
-    """Places in the order of experts. Those behind the last valid one hold anything: they stand for
-    pair 0 when rows are read, and for no pair when results are."""
+    """Places in the order of experts. Places past the last valid one read pair 0, and no pair reads
+    their results."""
 
     def __init__(self, groups: Groups, order_P: Tensor) -> None:
         self.order_P = order_P
@@ -71,7 +71,7 @@ class SortedPlaces:
         return y_PN + bias_EN[expert_P.clamp(max=len(bias_EN) - 1)]
 
     def places(self) -> Tensor:
-        """Of each pair; of nobody's, any."""
+        """The place of each pair; arbitrary for invalid pairs."""
         count = len(self.order_P)
         place_N = torch.zeros(count + 1, dtype=torch.int64, device=self.order_P.device)
         to_P = torch.where(self.valid_P, self.order_P, count).long()

@@ -2,8 +2,8 @@
 
 e local slots · H hidden · I intermediate · J = 2 * I · C rows of a slot · Y rows of all slots.
 Weights stand on the left of the products and activations are transposed ([H, C]): in that order
-oneDNN reads the weights as they lie, without repacking them. Batched products want the activations
-contiguous in that order: otherwise they read the weights up to three times as slowly (seen once).
+oneDNN reads the weights without repacking them. Batched products need the activations contiguous in
+that order: otherwise they read the weights up to three times as slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moesaic.moe.quant.weights import ExpertMatrix
 from moesaic.moe.runner.base import ExpertWeights, MoeRunnerConfig, Workspace
 
 # Up to about this many rows a product takes as long as reading its weights: padding is free.
-# Deterministic mode computes in pieces of exactly so many rows.
+# Deterministic mode computes in pieces of exactly this many rows.
 SMALL_ROWS = 32
 
 
@@ -117,10 +117,10 @@ class GroupedMLP:
 
     def _on_grid(self, x_CH: Tensor, scale: float) -> Tensor:
         """Rows rounded to what the weights are multiplied with."""
-        wanted = self.weights.w13_eJH.format.activation
-        if wanted is None:
+        activation = self.weights.w13_eJH.format.activation
+        if activation is None:
             return x_CH
-        return PAYLOAD_FORMATS[wanted].encode(x_CH, scale).dense(x_CH.dtype)
+        return PAYLOAD_FORMATS[activation].encode(x_CH, scale).dense(x_CH.dtype)
 
     def _mlp(self, product: Product, which: int | slice, x: Tensor) -> Tensor:
         """One slot ([H, C] -> [H, C]) or several neighbours ([e, H, C] -> [e, H, C])."""

@@ -1,4 +1,4 @@
-"""The three layouts of a runner on CPU, and the ways into and out of them.
+"""The three layouts of a runner on CPU, with their pre-permutes and post-permutes.
 
 R rows received · K chosen · N valid pairs of row and slot · e local slots · H hidden ·
 Y rows of all slots · M rows of a slot.
@@ -11,7 +11,7 @@ Y rows of all slots · M rows of a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,27 +51,25 @@ from moesaic.moe.runner.host.grouped import (
 
 @dataclass(frozen=True, slots=True)
 class ValidPairs:
-    """The N valid pairs of row and slot.
-
-    `rows_N`: the row of the dispatch output. `places_N`: the row of the layout where it is
-    computed. `valid_RK`: which of R x K are pairs, None for all of them.
-    """
+    """The N valid pairs of row and slot."""
 
     rows_N: Tensor
+    """Rows of the dispatch output."""
     places_N: Tensor
+    """Rows of the layout that compute them."""
     valid_RK: Tensor | None
+    """Which of R x K are pairs; None: all."""
 
 
 @dataclass(frozen=True)
 class GroupedInput(RunnerInput):
-    """`quantized`: the rows were sent in the activation format of the weights. `y_YH`: where the
-    results are wanted, if it matters."""
-
     x_YH: Tensor
     groups: list[SlotGroup]
     pairs: ValidPairs | None
     quantized: bool
+    """Whether the rows were sent in the activation format of the weights."""
     y_YH: Tensor | None = None
+    """The buffer for results; None: any."""
 
 
 class StandardInput(GroupedInput):
@@ -88,24 +86,29 @@ class MaskedInput(GroupedInput):
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """Where each slot's rows begin, how many rows there are, and what is computed at once."""
+    """Where each slot's rows begin, the number of rows, and which slots are computed together."""
 
     bases: list[int]
     total: int
     groups: list[SlotGroup]
 
 
+def exact_groups(
+    counts: Sequence[int], bases: Sequence[int], strides: Sequence[int]
+) -> list[SlotGroup]:
+    """A group for each slot that has rows, without padding."""
+    return [
+        SlotGroup(range(slot, slot + 1), bases[slot], count, strides[slot])
+        for slot, count in enumerate(counts)
+        if count
+    ]
+
+
 def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
-    """Slots of at most SMALL_ROWS first, all padded alike, then the others; exactly, one after the
-    other."""
+    """Small slots first, padded to one length, then the others. Exact rounding pads nothing."""
     if rounding is Rounding.EXACT:
-        bases = list(accumulate(counts, initial=0))
-        groups = [
-            SlotGroup(range(slot, slot + 1), bases[slot], count, count)
-            for slot, count in enumerate(counts)
-            if count
-        ]
-        return LayoutPlan(bases[:-1], bases[-1], groups)
+        *bases, total = accumulate(counts, initial=0)
+        return LayoutPlan(bases, total, exact_groups(counts, bases, counts))
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     large = [slot for slot, count in enumerate(counts) if count > SMALL_ROWS]
     most = max((counts[slot] for slot in small), default=0)
@@ -127,20 +130,11 @@ def plan_standard(counts: list[int], rounding: Rounding) -> LayoutPlan:
 
 
 def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
-    """Slots in order, each padded to blocks of SMALL_ROWS; neighbours of one block at once."""
+    """Slots in order, padded to blocks of SMALL_ROWS; neighbours of one block run together."""
     rows = [-(-count // SMALL_ROWS) * SMALL_ROWS for count in counts]
-    bases = [0] * len(counts)
-    total = 0
-    for slot, padded in enumerate(rows):
-        bases[slot] = total
-        total += padded
+    *bases, total = accumulate(rows, initial=0)
     if rounding is Rounding.EXACT:
-        groups = [
-            SlotGroup(range(slot, slot + 1), bases[slot], count, rows[slot])
-            for slot, count in enumerate(counts)
-            if count
-        ]
-        return LayoutPlan(bases, total, groups)
+        return LayoutPlan(bases, total, exact_groups(counts, bases, rows))
     single = [slot for slot, padded in enumerate(rows) if padded == SMALL_ROWS]
     groups = [SlotGroup(run, bases[run.start], SMALL_ROWS, SMALL_ROWS) for run in runs(single)]
     groups += [
@@ -152,7 +146,7 @@ def plan_contiguous(counts: list[int], rounding: Rounding) -> LayoutPlan:
 
 
 def plan_masked(counts: list[int], rounding: Rounding) -> LayoutPlan:
-    """A block for each slot, as long as the longest needs."""
+    """A block for each slot, sized for the fullest one."""
     block = round_up(max(counts, default=0))
     block = max(block, SMALL_ROWS) if rounding is Rounding.PIECES and block else block
     bases = [slot * block for slot in range(len(counts))]
@@ -160,13 +154,10 @@ def plan_masked(counts: list[int], rounding: Rounding) -> LayoutPlan:
 
 
 def masked_groups(counts: list[int], block: int, rounding: Rounding) -> list[SlotGroup]:
-    """What is computed of blocks of `block` rows with so many filled."""
+    """The rows to compute in blocks of `block` rows, of which `counts` are filled."""
     if rounding is Rounding.EXACT:
-        return [
-            SlotGroup(range(slot, slot + 1), slot * block, count, block)
-            for slot, count in enumerate(counts)
-            if count
-        ]
+        bases = [slot * block for slot in range(len(counts))]
+        return exact_groups(counts, bases, [block] * len(counts))
     small = [slot for slot, count in enumerate(counts) if 0 < count <= SMALL_ROWS]
     groups = []
     for run in runs(small):
@@ -214,7 +205,7 @@ def pre_permute_rows(
     rows: StandardDispatchOutput,
     context: RunContext,
 ) -> GroupedInput:
-    """Rows with ids into a layout, each copied to all its places."""
+    """Copies each row to the places of its pairs."""
     config = context.config
     slots_N, rows_N, valid_RK = pair_up(rows.ids_RK)
     places_N, places = place_pairs(slots_N, config.num_experts, placer, config.rounding)
@@ -230,7 +221,7 @@ def post_permute_rows(
     rows: StandardDispatchOutput,
     context: RunContext,
 ) -> CombineInput:
-    """One weighted sum for each row; in deterministic mode the pairs themselves."""
+    """A weighted sum for each row; in deterministic mode the pairs themselves."""
     pairs = inputs.pairs
     assert pairs is not None
     wanted = pairs.places_N if context.config.deterministic else rows.ids_RK
@@ -266,7 +257,7 @@ def pre_permute_blocks(
     rows: LowLatencyDispatchOutput,
     context: RunContext,
 ) -> GroupedInput:
-    """Filled rows of each slot's block into a layout of another kind."""
+    """Copies the filled rows of each slot's block into another layout."""
     config = context.config
     block = rows.y_eMH.shape[1]
     counts = rows.masked_m
@@ -299,7 +290,7 @@ def post_permute_blocks(
 
 
 def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> MaskedInput:
-    """Blocks as they came: nothing moves unless they have to be decoded."""
+    """Uses the blocks as they are; only decoding copies rows."""
     config = context.config
     block = rows.y_eMH.shape[1]
     shape = (len(rows.masked_m), block, config.hidden_size)
@@ -322,12 +313,12 @@ def pre_permute_masked(rows: LowLatencyDispatchOutput, context: RunContext) -> M
 def post_permute_masked(
     outputs: RunnerOutput, inputs: MaskedInput, rows: LowLatencyDispatchOutput, context: RunContext
 ) -> CombineInput:
-    """Results are where they are wanted."""
+    """The results are already in the dispatcher's buffer."""
     return LowLatencyCombineInput(rows.handle, rows.y_eMH)
 
 
 def _take_rows(x: Payload, source_Y: Tensor, context: RunContext) -> Tensor:
-    """Rows by number, decoded: before they are copied if that is fewer, else after."""
+    """Selects and decodes rows, in the order that decodes fewer."""
     dtype = context.config.dtype
     if len(source_Y) == 0:
         return torch.empty(0, x.hidden_size, dtype=dtype)
@@ -353,7 +344,7 @@ def _is_quantized(x: Payload, context: RunContext) -> bool:
 
 
 class GroupedCore(MoeRunnerCore):
-    """Computes rows in groups: by the kernel where it takes exact rows, else by torch."""
+    """Computes rows in groups, by the compiled kernel if it fits, else by torch."""
 
     def run(
         self, inputs: RunnerInput, weights: ExpertWeights, workspace: Workspace
