@@ -340,7 +340,10 @@ def test_unusable_meeting_places(node: int):
     """Refused before anything is started, with what to do."""
     for address, told in (
         ("no.such.host.invalid:5000", "the name 'no.such.host.invalid' has no address"),
-        ("0.0.0.0:5000", "0.0.0.0:5000: other nodes cannot connect to it; give an address of node 0"),
+        (
+            "0.0.0.0:5000",
+            "0.0.0.0:5000: other nodes cannot connect to it; give an address of node 0",
+        ),
         ("nowhere", "give HOST:PORT of node 0"),
     ):
         with pytest.raises(ValueError, match=told):
