@@ -24,7 +24,7 @@ from moesaic.comm.network.rendezvous import StoreGroup
 from moesaic.comm.network.store import StoreClient
 from moesaic.comm.supervise.child_process import die_with_fork_server, name_process
 from moesaic.comm.supervise.control_page import ControlPage, EpochChanged, RankStatus
-from moesaic.comm.supervise.service_spec import RankSpec, unpack_rank_spec
+from moesaic.comm.supervise.service_spec import RankSpec, ServiceSpec, unpack_rank_spec
 from moesaic.comm.supervise.spawner import function_of
 from moesaic.comm.windows.tcp_links import TcpLinks
 from moesaic.core.messages import AnyMessage, Failed, Message, Ready, Stop, decode, encode
@@ -44,10 +44,12 @@ class RankLink:
     """The main thread of the rank's process uses it. `config` is the ServiceSpec's."""
 
     def __init__(self, spec: RankSpec) -> None:
-        self.rank, self.mesh, self.config = spec.rank, spec.mesh, spec.config
-        self.place: RankPlace = spec.mesh.place(spec.rank)
-        self.timeout = spec.timeout
+        service = spec.service
+        self.rank, self.mesh, self.config = spec.rank, service.mesh, service.config
+        self.place: RankPlace = self.mesh.place(self.rank)
+        self.timeout = service.timeouts.collective
         """Seconds after which an operation between ranks fails."""
+        self._start_timeout = service.timeouts.start
         self.is_ready = False
         self._spec = spec
         here = self.mesh.ranks_of_node(self.node)
@@ -82,7 +84,7 @@ class RankLink:
         if self._store is None:
             spec = self._spec
             own = Identity(spec.rank, self.node)
-            self._store = spec.store.connect(spec.start_timeout, own)
+            self._store = spec.store.connect(self._start_timeout, own)
         return self._store
 
     @property
@@ -103,7 +105,7 @@ class RankLink:
             name,
             list(ranks).index(self.rank),
             len(ranks),
-            self._spec.start_timeout,
+            self._start_timeout,
             nodes if across else (),
             self.status,
         )
@@ -174,9 +176,9 @@ def main(data: bytes) -> None:
     die_with_fork_server()
     spec = unpack_rank_spec(data)
     name_process(process_name(spec.rank))
-    _set_up(spec)
+    _set_up(spec.rank, spec.service)
     link = RankLink(spec)
-    code = _run(link, spec.target)
+    code = _run(link, spec.service.target)
     link.close()
     logging.shutdown()
     sys.stderr.flush()
@@ -220,12 +222,12 @@ def last_lines(error: Exception) -> str:
     return f"{text} (in {last.name}, {os.path.basename(last.filename)}:{last.lineno})"
 
 
-def _set_up(spec: RankSpec) -> None:
+def _set_up(rank: int, spec: ServiceSpec) -> None:
     torch.set_num_threads(spec.threads)
     keep_freed_memory()
     # The default lock is a named semaphore, which stays in /dev/shm when a rank is killed.
     tqdm.set_lock(threading.RLock())
-    group = spec.mesh.group_of(spec.mesh.place(spec.rank))
-    name = f"rank {spec.rank} DP{group}" if spec.mesh.num_groups > 1 else f"rank {spec.rank}"
+    group = spec.mesh.group_of(spec.mesh.place(rank))
+    name = f"rank {rank} DP{group}" if spec.mesh.num_groups > 1 else f"rank {rank}"
     form = f"[%(asctime)s] [{name}] %(message)s"
     logging.basicConfig(level=spec.log_level.upper(), format=form, force=True)

@@ -25,17 +25,8 @@ from moesaic.comm.supervise.supervisor_links import (
     Disconnected,
     LeadLink,
 )
-from moesaic.core.messages import (
-    AnyMessage,
-    Beat,
-    Failed,
-    Fault,
-    Hello,
-    Ready,
-    Relay,
-    RollbackStep,
-    Stop,
-)
+from moesaic.core import messages
+from moesaic.core.messages import AnyMessage
 
 logger = logging.getLogger(__name__)
 
@@ -104,20 +95,20 @@ class FollowerSupervisor(NodeSupervisor):
         elif now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             ranks = {rank: self.page.snapshot(rank) for rank in self.spec.ranks}
-            lead.send(Beat(self.spec.node_rank, ranks))
+            lead.send(messages.Beat(self.spec.node_rank, ranks))
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         assert self._lead is not None
-        if isinstance(message, Failed):
+        if isinstance(message, messages.Failed):
             if not message.waited:
                 self.lose_ranks([rank], self.describe_loss(rank, f"failed: {message.error}"))
                 return
             # Node 0 sees all ranks, and finds the one at fault.
             self.reported.add(rank)
-        self._lead.send(Relay(rank, data))
+        self._lead.send(messages.Relay(rank, data))
 
     def on_client(self, message: AnyMessage) -> None:
-        if isinstance(message, Stop):
+        if isinstance(message, messages.Stop):
             self.stop(message.reason)
 
     def fail(self, message: str, ranks: Sequence[int]) -> None:
@@ -130,9 +121,9 @@ class FollowerSupervisor(NodeSupervisor):
         self.exit_code = 0
         self.log_end(logging.INFO, f"node {self.spec.node_rank} leaves: {reason}")
         if self._lead is not None:
-            self._lead.send(Fault(f"node {self.spec.node_rank} has left: {reason}"))
+            self._lead.send(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
         self.stop_ranks()
-        self.send_client(Stop())
+        self.send_client(messages.Stop())
 
     def close(self) -> None:
         if self._lead is not None:
@@ -145,9 +136,9 @@ class FollowerSupervisor(NodeSupervisor):
         self.exit_code = 1
         self.log_end(logging.ERROR, f"the service ends: {message}")
         if tell and self._lead is not None:
-            self._lead.send(Fault(message, list(ranks)))
+            self._lead.send(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.send_client(Fault(message, list(ranks)))
+        self.send_client(messages.Fault(message, list(ranks)))
 
     def _join(self, made_secret: bytes) -> None:
         """Starts the ranks, now that node 0 has admitted this node."""
@@ -163,21 +154,21 @@ class FollowerSupervisor(NodeSupervisor):
         for event in self._lead.receive(time.monotonic()):
             match event:
                 case Connected():
-                    self._lead.send(Hello(self.spec.node_rank, facts_of(self.spec)))
+                    self._lead.send(messages.Hello(self.spec.node_rank, facts_of(self.spec)))
                 case Disconnected(reason, refused):
                     self._on_disconnected(reason, refused)
-                case Hello(facts=facts):
+                case messages.Hello(facts=facts):
                     self._join(facts.get(MADE_SECRET, b""))
-                case Relay(rank, data):
+                case messages.Relay(rank, data):
                     self.send_local(rank, data)
-                case RollbackStep():
+                case messages.RollbackStep():
                     self.roll_back(event)
-                case Ready():
+                case messages.Ready():
                     self.is_serving = True
                     self.send_client(event)
-                case Fault(text, ranks):
+                case messages.Fault(text, ranks):
                     self._end(text, ranks, tell=False)
-                case Stop():
+                case messages.Stop():
                     self._stop_with_lead()
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
@@ -190,4 +181,4 @@ class FollowerSupervisor(NodeSupervisor):
             self.exit_code = 0
             self.log_end(logging.INFO, "node 0 has ended the service")
             self.stop_ranks()
-            self.send_client(Stop())
+            self.send_client(messages.Stop())

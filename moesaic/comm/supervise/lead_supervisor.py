@@ -29,32 +29,8 @@ from moesaic.comm.supervise.supervisor_links import (
     FollowerLinks,
     RemoteRanks,
 )
-from moesaic.core.messages import (
-    Abort,
-    AnyMessage,
-    Asleep,
-    Beat,
-    Failed,
-    Fault,
-    Finish,
-    Hello,
-    Message,
-    NewRequest,
-    Query,
-    QueryReply,
-    Ready,
-    Relay,
-    RequestDelta,
-    SlowStep,
-    StepAbandoned,
-    StepFailed,
-    StepOutput,
-    Stop,
-    Submit,
-    Wake,
-    decode,
-    encode,
-)
+from moesaic.core import messages
+from moesaic.core.messages import AnyMessage, Message, decode, encode
 from moesaic.core.rank_state import RankSnapshot, RankState
 
 logger = logging.getLogger(__name__)
@@ -136,9 +112,9 @@ class LeadSupervisor(NodeSupervisor):
             return
         self.exit_code = 1
         self.log_end(logging.ERROR, f"the service ends: {message}")
-        self._tell_followers(Fault(message, list(ranks)))
+        self._tell_followers(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
-        self.send_client(Fault(message, list(ranks)))
+        self.send_client(messages.Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
         if self.exit_code is not None:
@@ -147,45 +123,45 @@ class LeadSupervisor(NodeSupervisor):
         self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}"):
             self.send_client(answer)
-        self._tell_followers(Stop())
+        self._tell_followers(messages.Stop())
         self.stop_ranks()
-        self.send_client(Stop())
+        self.send_client(messages.Stop())
 
     def on_client(self, message: AnyMessage) -> None:
         match message:
-            case Submit(requests):
+            case messages.Submit(requests):
                 self._submit(requests)
-            case Abort(rid):
+            case messages.Abort(rid):
                 entry = self.journal.open.get(rid)
                 if entry is not None:
                     self.send_rank(self.mesh.leader(entry.group), encode(message))
-            case Query():
+            case messages.Query():
                 self._ask(message)
-            case Stop(reason):
+            case messages.Stop(reason):
                 self.stop(reason)
 
     def on_rank(self, rank: int, message: AnyMessage, data: bytes) -> None:
         """Outputs and replies are passed on without being encoded again."""
         match message:
-            case StepOutput():
+            case messages.StepOutput():
                 self.journal.record(message)
                 self.send_client(data)
                 self._replica_of(rank).rollbacks.note_progress()
-            case QueryReply():
+            case messages.QueryReply():
                 self.send_client(data)
-            case Asleep(replica, round_):
+            case messages.Asleep(replica, round_):
                 self._on_asleep(self._replicas[replica], round_)
-            case SlowStep():
+            case messages.SlowStep():
                 seen = self.snapshots(time.monotonic())
                 logger.warning("%s", self._watchdog.explain_slow(message, seen))
-            case Ready(facts=facts):
+            case messages.Ready(facts=facts):
                 self._facts[rank] = facts
                 self._check_ready()
-            case StepFailed():
+            case messages.StepFailed():
                 self._on_step_failed(message)
-            case StepAbandoned():
+            case messages.StepAbandoned():
                 self._on_abandoned(message)
-            case Failed():
+            case messages.Failed():
                 self._on_failed(message)
 
     def send_rank(self, rank: int, data: bytes) -> None:
@@ -194,7 +170,7 @@ class LeadSupervisor(NodeSupervisor):
         if node == 0:
             self.send_local(rank, data)
         elif self._followers is not None:
-            self._followers.send(node, Relay(rank, data))
+            self._followers.send(node, messages.Relay(rank, data))
 
     def close(self) -> None:
         if self._followers is not None:
@@ -210,13 +186,13 @@ class LeadSupervisor(NodeSupervisor):
         now = time.monotonic()
         for node, message in self._followers.receive(now):
             match message:
-                case Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
+                case messages.Relay(rank, data) if rank in self.mesh.ranks_of_node(node):
                     self.on_rank(rank, decode(data), data)
-                case Beat():
+                case messages.Beat():
                     self._remote.update(message, now)
-                case Fault(text, ranks):
+                case messages.Fault(text, ranks):
                     self.fail(text, ranks)
-                case Hello(facts=facts):
+                case messages.Hello(facts=facts):
                     self._admit(node, facts)
                 case Disconnected(reason):
                     self._lose_node(node, f"its connection ended ({reason})")
@@ -253,7 +229,7 @@ class LeadSupervisor(NodeSupervisor):
             self._followers.reset_silence(now)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
-            self._followers.broadcast(Beat(0))
+            self._followers.broadcast(messages.Beat(0))
         self._await_nodes(now)
         lost = self._followers.lost(now)
         if lost is not None:
@@ -265,27 +241,33 @@ class LeadSupervisor(NodeSupervisor):
         names = f"ranks {ranks.start} to {ranks.stop - 1}"
         self.lose_ranks(ranks, f"node {node} ({names}) is lost: {why}")
 
-    def _submit(self, requests: Sequence[NewRequest]) -> None:
-        by_group: dict[int, list[NewRequest]] = {}
+    def _submit(self, requests: Sequence[messages.NewRequest]) -> None:
+        by_group: dict[int, list[messages.NewRequest]] = {}
         for request in requests:
             if request.rid in self.journal.open:
                 self._refuse(request.rid)
             else:
                 by_group.setdefault(self.journal.assign(request), []).append(request)
         for group, chosen in by_group.items():
-            self.send_rank(self.mesh.leader(group), encode(Submit(chosen)))
+            self.send_rank(self.mesh.leader(group), encode(messages.Submit(chosen)))
         for replica in self._replicas:
             self._wake_if_due(replica)
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
         self.send_client(
-            StepOutput([RequestDelta(rid, [], finish=Finish("abort", message=why, failed=True))])
+            messages.StepOutput(
+                [
+                    messages.RequestDelta(
+                        rid, [], finish=messages.Finish("abort", message=why, failed=True)
+                    )
+                ]
+            )
         )
 
-    def _ask(self, question: Query) -> None:
+    def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
-            self.send_client(QueryReply(question.number, -1, self._overview()))
+            self.send_client(messages.QueryReply(question.number, -1, self._overview()))
         leaders = map(self.mesh.leader, range(self.mesh.num_groups))
         # Ranks that are asleep answer, too.
         for rank in range(self.mesh.world) if question.every else leaders:
@@ -310,7 +292,7 @@ class LeadSupervisor(NodeSupervisor):
             replica.awake, replica.round = False, round_
             self._wake_if_due(replica)
 
-    def _on_step_failed(self, failed: StepFailed) -> None:
+    def _on_step_failed(self, failed: messages.StepFailed) -> None:
         replica = self._replica_of(failed.rank)
         rollback = replica.rollbacks.start(failed)
         if rollback is None:
@@ -326,7 +308,7 @@ class LeadSupervisor(NodeSupervisor):
         self._tell_followers(rollback)
         self.roll_back(rollback)
 
-    def _on_abandoned(self, abandoned: StepAbandoned) -> None:
+    def _on_abandoned(self, abandoned: messages.StepAbandoned) -> None:
         replica = self._replica_of(abandoned.rank)
         resume = replica.rollbacks.note_abandoned(abandoned)
         if resume is not None:
@@ -338,13 +320,13 @@ class LeadSupervisor(NodeSupervisor):
             return
         replica.awake = True
         for rank in replica.ranks:
-            self.send_rank(rank, encode(Wake(replica.round)))
+            self.send_rank(rank, encode(messages.Wake(replica.round)))
 
     def _check_ready(self) -> None:
         if len(self._facts) == self.mesh.world and not self.is_serving:
             self.is_serving = True
             ranks = [self._facts[rank] for rank in range(self.mesh.world)]
-            ready = Ready(0, {**ranks[0], "ranks": ranks})
+            ready = messages.Ready(0, {**ranks[0], "ranks": ranks})
             self._tell_followers(ready)
             self.send_client(ready)
 
@@ -358,7 +340,7 @@ class LeadSupervisor(NodeSupervisor):
         )
         self.fail(f"not ready within {self.spec.timeouts.start:.0f} s: {states}", late)
 
-    def _on_failed(self, failed: Failed) -> None:
+    def _on_failed(self, failed: messages.Failed) -> None:
         """A rank whose wait timed out is not at fault if another rank is seen not to take part."""
         seen = self.snapshots(time.monotonic())
         where = f"; {seen[failed.rank]}" if failed.rank in seen else ""

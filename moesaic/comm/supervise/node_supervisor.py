@@ -153,27 +153,13 @@ class NodeSupervisor(ABC):
         return f"{self.mesh.describe(rank)} {what}; {self.page.snapshot(rank)}"
 
     def start_ranks(self, store: StoreAddress, host: str = "") -> None:
-        spec = self.spec
         jobs = []
-        for rank in spec.ranks:
-            rank_spec = RankSpec(
-                rank=rank,
-                mesh=spec.mesh,
-                target=spec.target,
-                config=spec.config,
-                control=self._control,
-                endpoint=self._endpoint,
-                route=self._routes[rank],
-                store=store,
-                timeout=spec.timeouts.collective,
-                start_timeout=spec.timeouts.start,
-                threads=spec.threads,
-                log_level=spec.log_level,
-                host=host,
+        for rank in self.spec.ranks:
+            route = self._routes[rank]
+            data = pack(
+                RankSpec(rank, self.spec, self._control, self._endpoint, route, store, host)
             )
-            jobs.append(
-                SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (pack(rank_spec),))
-            )
+            jobs.append(SpawnJob(f"rank{rank}", "moesaic.comm.launch.rank_link:main", (data,)))
         self._spawner.start(jobs)
 
     def fence(self, ranks: Sequence[int], reason: str) -> None:

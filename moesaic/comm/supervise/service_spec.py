@@ -90,9 +90,7 @@ class RankSpec:
     """What the process of a rank gets from its supervisor."""
 
     rank: int
-    mesh: Mesh
-    target: str
-    config: dict[str, Any]
+    service: ServiceSpec
     control: str
     """The path of the node's control page."""
     endpoint: str
@@ -100,12 +98,6 @@ class RankSpec:
     route: bytes
     """The identity of this rank's socket there."""
     store: StoreAddress
-    timeout: float
-    """Of an operation between ranks."""
-    start_timeout: float
-    """Of every rendezvous until all ranks are ready."""
-    threads: int
-    log_level: str
     host: str = ""
     """The address of this node, for several nodes."""
 
