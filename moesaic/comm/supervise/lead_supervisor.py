@@ -255,15 +255,8 @@ class LeadSupervisor(NodeSupervisor):
 
     def _refuse(self, rid: str) -> None:
         why = f"request id {rid!r} is in use: give another"
-        self.send_client(
-            messages.StepOutput(
-                [
-                    messages.RequestDelta(
-                        rid, [], finish=messages.Finish("abort", message=why, failed=True)
-                    )
-                ]
-            )
-        )
+        finish = messages.Finish("abort", message=why, failed=True)
+        self.send_client(messages.StepOutput([messages.RequestDelta(rid, [], finish=finish)]))
 
     def _ask(self, question: messages.Query) -> None:
         if question.what in ("info", "stats"):
