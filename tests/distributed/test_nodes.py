@@ -215,7 +215,7 @@ def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
         Service.start(hurried(spec(0, port, SPLIT), 4.0), SECRET)
     address = f"127.0.0.1:{port}"
     assert str(caught.value) == (
-        f"node 1 did not come to {address} within 4 s: start --nnodes 2 --node-rank 1 "
+        f"node 1 did not connect to {address} within 4 s: start --nnodes 2 --node-rank 1 "
         f"--dist-init-addr {address}"
     )
     log = capfd.readouterr().err
@@ -256,7 +256,7 @@ def test_nodes_with_different_flags():
         pytest.raises(RuntimeError) as caught,
     ):
         Service.start(spec(1, port, config=other), SECRET)
-    told = "nodes 0 and 1 were not started alike: --page-size is 16 on node 0 and 1 on node 1"
+    told = "nodes 0 and 1 have different settings: --page-size is 16 on node 0 and 1 on node 1"
     assert [str(caught.value), *ends] == [told, told]
 
 

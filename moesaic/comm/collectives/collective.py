@@ -137,12 +137,12 @@ class WindowCollective(Collective):
             return x_NH[rows]
         chosen, width = chosen_rows(rows, len(x_NH)), math.prod(x_NH.shape[1:])
         x_N = x_NH.detach().reshape(-1)
-        wanted = range(chosen.start * width, chosen.stop * width)
-        out = x_N.new_empty(len(wanted))
+        needed = range(chosen.start * width, chosen.stop * width)
+        out = x_N.new_empty(len(needed))
         for piece in self._pieces(len(x_N), x_N.dtype):
-            here = _common(wanted, piece)
+            here = _common(needed, piece)
             asked = range(here.start - piece.start, here.stop - piece.start)
-            self._sum(x_N[piece.start : piece.stop], asked, out[_within(wanted, here)], operation)
+            self._sum(x_N[piece.start : piece.stop], asked, out[_within(needed, here)], operation)
         return out.view(len(chosen), *x_NH.shape[1:])
 
     def gather_rows(self, x_TH: Tensor, counts: Sequence[int], operation: str) -> Tensor:
@@ -168,14 +168,14 @@ class WindowCollective(Collective):
         if self.size == 1:
             return x_RV[rows]
         x_RV = x_RV.detach()
-        wanted, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
-        out = x_RV.new_empty(len(wanted), sum(widths))
+        needed, spans = chosen_rows(rows, len(x_RV)), _spans(widths)
+        out = x_RV.new_empty(len(needed), sum(widths))
         head = _head("gather_columns", x_RV.dtype, (len(x_RV), *widths))
         for lines, columns in self._tiles(len(x_RV), max(widths), x_RV.dtype):
             tile = x_RV[lines.start : lines.stop, columns.start : columns.stop]
             parts_PN = self._exchange(tile, head, operation)
-            both = _common(wanted, lines)
-            target = out[_within(wanted, both)]
+            both = _common(needed, lines)
+            target = out[_within(needed, both)]
             for part_N, span in zip(parts_PN, spans, strict=True):
                 here = span[columns.start : columns.stop]
                 theirs = part_N[: len(lines) * len(here)].view(len(lines), len(here))
@@ -214,7 +214,7 @@ class WindowCollective(Collective):
             here = _common(asked, span)
             out[_within(asked, here)] = part_N[_within(span, here)]
 
-    def _exchange(self, part: Tensor, head: bytes, operation: str, wanted: int = 0) -> Tensor:
+    def _exchange(self, part: Tensor, head: bytes, operation: str, needed: int = 0) -> Tensor:
         """One round: the parts of all ranks [P, …], valid until the next round but one."""
         half = self._round % HALVES
         self._round += 1
@@ -223,7 +223,7 @@ class WindowCollective(Collective):
         # A share is summed in place.
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
-        self._heads[half][self.rank].data[:] = wanted.to_bytes(WORD, sys.byteorder) + head
+        self._heads[half][self.rank].data[:] = needed.to_bytes(WORD, sys.byteorder) + head
         self._window.touch(self._own[half][: HEAD_BYTES + part.nbytes])
         self._window.signal(0, self._round, operation)
         self._window.wait(0, self._round, operation)
@@ -233,9 +233,9 @@ class WindowCollective(Collective):
 
     def _difference(self, half: int, head: bytes) -> str:
         heads = [line.tobytes() for line in self._heads[half][:, WORD:]]
-        strange = next(rank for rank, other in enumerate(heads) if other != head)
-        theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[strange], head))
-        return f"rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+        first = next(rank for rank, other in enumerate(heads) if other != head)
+        theirs, ours = (text.rstrip(b"\0").decode() for text in (heads[first], head))
+        return f"rank {first} is in {theirs}, this rank ({self.rank}) in {ours}"
 
     def _body(self, half: int, dtype: torch.dtype) -> Tensor:
         """[P, …]: the parts in a half, viewed as `dtype`."""

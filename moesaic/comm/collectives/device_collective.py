@@ -181,22 +181,22 @@ class DeviceCollective(Collective):
 
     def check(self) -> None:
         """Raises the error of the first wait that failed so far."""
-        desk = self.window.signals.desk
-        if not desk[FailureWords.FAILURE]:
+        failure = self.window.signals.desk
+        if not failure[FailureWords.FAILURE]:
             return
-        wanted, seen = int(desk[FailureWords.WANTED]), int(desk[FailureWords.SEEN])
-        operation, ours = self._parts.get(wanted & MAX_TAG, ("?", "?"))
-        if wanted != seen and wanted >> COUNT_SHIFT == seen >> COUNT_SHIFT:
-            peers = int(desk[FailureWords.PEERS])
-            strange = next(rank for rank in range(self.size) if peers >> rank & 1)
+        expected, seen = int(failure[FailureWords.WANTED]), int(failure[FailureWords.SEEN])
+        operation, ours = self._parts.get(expected & MAX_TAG, ("?", "?"))
+        if expected != seen and expected >> COUNT_SHIFT == seen >> COUNT_SHIFT:
+            peers = int(failure[FailureWords.PEERS])
+            other = next(rank for rank in range(self.size) if peers >> rank & 1)
             theirs = self._parts.get(seen & MAX_TAG, ("", "another operation"))[1]
             raise PartsDiffer(
-                f"{operation}: rank {strange} is in {theirs}, this rank ({self.rank}) in {ours}"
+                f"{operation}: rank {other} is in {theirs}, this rank ({self.rank}) in {ours}"
             )
-        channel = int(desk[FailureWords.CHANNEL])
+        channel = int(failure[FailureWords.CHANNEL])
         # The window does not know the operations of all tags.
-        flags = self.window.flags_seen(desk.tolist()).values()
-        for tag in {flag & MAX_TAG for flag in (wanted, *flags)} & self._parts.keys():
+        flags = self.window.flags_seen(failure.tolist()).values()
+        for tag in {flag & MAX_TAG for flag in (expected, *flags)} & self._parts.keys():
             self.window.call(channel, "{} ({})".format(*self._parts[tag]), tag)
         self.window.check()
 

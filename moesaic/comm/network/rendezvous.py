@@ -35,7 +35,7 @@ class StoreGroup(Peers):
         if nodes and len(nodes) != size:
             raise ValueError(f"nodes {list(nodes)} of group {name}: give {size}, one for each rank")
         if size > 1 and store is None:
-            raise ValueError(f"group {name} of {size} ranks: give the store where they meet")
+            raise ValueError(f"group {name} of {size} ranks: give the store that they share")
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.nodes, self.status = tuple(nodes), status
         self._store = store if size > 1 else None

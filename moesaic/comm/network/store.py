@@ -198,11 +198,11 @@ class StoreClient:
     ) -> list[str]:
         """Waits until all keys exist, and returns those that are missing after `seconds`. Meanwhile
         it calls `look`, which may raise."""
-        begun = time.monotonic()
+        started = time.monotonic()
         while not self.has(keys):
             if look is not None:
                 look()
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - started
             if waited >= seconds:
                 values = self.get_now(keys)
                 return [key for key, value in zip(keys, values, strict=True) if value is None]

@@ -61,19 +61,19 @@ class FollowerSupervisor(NodeSupervisor):
         if self.exit_code is not None:
             return
         assert self._lead is not None
-        if not self._lead.met:
+        if not self._lead.connected_at:
             self._await_lead(now)
         elif self._joined:
             self._keep_alive(self._lead, now)
-        elif now - self._lead.met > ANSWER_SECONDS:
+        elif now - self._lead.connected_at > ANSWER_SECONDS:
             address = self.spec.dist_init_addr
             self.fail(f"node 0 ({address}) gives no answer within {ANSWER_SECONDS:.0f} s", [])
 
     def _await_lead(self, now: float) -> None:
-        limit, address = self.spec.timeouts.meet, self.spec.dist_init_addr
+        limit, address = self.spec.timeouts.nodes, self.spec.dist_init_addr
         if now - self._started > limit:
             self.fail(
-                f"node 0 was not met at {address} within {limit:.0f} s: start it with "
+                f"node 0 did not answer at {address} within {limit:.0f} s: start it with "
                 f"--node-rank 0, and look whether it has ended with an error",
                 [],
             )
@@ -83,11 +83,11 @@ class FollowerSupervisor(NodeSupervisor):
 
     def _keep_alive(self, lead: LeadLink, now: float) -> None:
         if self.was_late:
-            lead.heard = now
-        silence, times = now - lead.heard, self.spec.timeouts
+            lead.last_heard = now
+        silence, times = now - lead.last_heard, self.spec.timeouts
         # Node 0 has a shorter limit, and knows which rank is late.
         if not self.is_serving and now - self._started > times.start + times.node:
-            self.fail(f"not ready within {times.start:.0f} s, though node 0 was met", [])
+            self.fail(f"not ready within {times.start:.0f} s, although node 0 is connected", [])
         elif silence > times.node:
             self.fail(
                 f"node 0 ({self.spec.dist_init_addr}) is lost: silent for {silence:.1f} s", []
@@ -173,7 +173,9 @@ class FollowerSupervisor(NodeSupervisor):
 
     def _on_disconnected(self, reason: str, refused: bool) -> None:
         assert self._lead is not None
-        what = "refuses" if refused else "is lost" if self._lead.met else "cannot be met"
+        what = (
+            "refuses" if refused else "is lost" if self._lead.connected_at else "cannot be reached"
+        )
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
 
     def _stop_with_lead(self) -> None:

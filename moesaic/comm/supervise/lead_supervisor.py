@@ -201,7 +201,7 @@ class LeadSupervisor(NodeSupervisor):
         assert self._followers is not None
         unlike = differences(facts_of(self.spec), facts, node)
         if unlike:
-            self.fail(f"nodes 0 and {node} were not started alike: {unlike}", [])
+            self.fail(f"nodes 0 and {node} have different settings: {unlike}", [])
             return
         self._followers.welcome(node)
         here = self.mesh.nnodes - len(self._followers.missing)
@@ -213,10 +213,12 @@ class LeadSupervisor(NodeSupervisor):
         if not missing:
             return
         names = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        address, limit = self.spec.dist_init_addr, self.spec.timeouts.meet
+        address, limit = self.spec.dist_init_addr, self.spec.timeouts.nodes
         if now - self._started > limit:
             flags = f"--nnodes {nnodes} --node-rank {missing[0]} --dist-init-addr {address}"
-            self.fail(f"{names} did not come to {address} within {limit:.0f} s: start {flags}", [])
+            self.fail(
+                f"{names} did not connect to {address} within {limit:.0f} s: start {flags}", []
+            )
         elif now - self._last_logged > WAIT_SECONDS:
             self._last_logged = now
             here = nnodes - len(missing)

@@ -38,7 +38,7 @@ class Timeouts:
     """How long ranks may take to end."""
 
     @property
-    def meet(self) -> float:
+    def nodes(self) -> float:
         """How long nodes wait for each other."""
         return min(self.join, self.start)
 

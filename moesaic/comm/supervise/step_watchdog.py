@@ -153,12 +153,12 @@ class StepWatchdog:
         names = "; ".join(f"{self._mesh.describe(r)}: {s}" for r, s in _first(odd))
         others = {r: s for r, s in waiting.items() if r not in odd}
         if not others:
-            return f"a step stands still, and all ranks wait: {names}"
+            return f"a step makes no progress, and all ranks wait: {names}"
         waits = ", ".join(
             f"rank {r} in {s.operation!r} of step {s.step} for {s.state_age:.1f} s"
             for r, s in _first(others)
         )
-        return f"a step stands still: the odd one out is {names}. Waiting for it: {waits}"
+        return f"a step makes no progress: the odd one out is {names}. Waiting for it: {waits}"
 
 
 def _second(seconds: Mapping[int, float]) -> float:

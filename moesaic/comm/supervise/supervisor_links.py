@@ -193,7 +193,7 @@ class FollowerLinks:
 
     def lost(self, now: float) -> tuple[int, float] | None:
         """A node that has been silent for too long, and the seconds."""
-        silent = {node: now - heard for node, heard in self._heard.items()}
+        silent = {node: now - last_heard for node, last_heard in self._heard.items()}
         late = [(node, seconds) for node, seconds in silent.items() if seconds > self._silence]
         return late[0] if late else None
 
@@ -238,7 +238,7 @@ class LeadLink:
     def __init__(self, node: int, address: tuple[str, int], seconds: float) -> None:
         self._node, self._address = node, address
         self.inbox = ReceivedMessages()
-        self.met = self.heard = 0.0
+        self.connected_at = self.last_heard = 0.0
         self._channel: Channel | None = None
         threading.Thread(target=self._run, args=(seconds,), name="to node 0", daemon=True).start()
 
@@ -249,8 +249,8 @@ class LeadLink:
 
     def receive(self, now: float) -> list[Event]:
         events = [event for _, event in self.inbox.drain()]
-        self.heard = now if events else self.heard
-        self.met = now if Connected() in events else self.met
+        self.last_heard = now if events else self.last_heard
+        self.connected_at = now if Connected() in events else self.connected_at
         return events
 
     def close(self) -> None:

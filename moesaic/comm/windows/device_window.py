@@ -89,9 +89,9 @@ class DeviceWindow(ABC):
 
     def check(self) -> None:
         """Raises the error of the first wait that failed so far."""
-        desk = self.signals.desk
-        if desk[FailureWords.FAILURE]:
-            raise self._failure(desk.tolist())
+        failure = self.signals.desk
+        if failure[FailureWords.FAILURE]:
+            raise self._failure(failure.tolist())
 
     def restart(self, membership: Membership) -> None:
         """Drops what is in flight. All active ranks call it when no kernel of the last generation
@@ -141,38 +141,38 @@ class DeviceWindow(ABC):
     def close(self) -> None:
         """Frees the memory; no kernel of this rank may use it any more. May be repeated."""
 
-    def _failure(self, desk: Sequence[int]) -> Exception:
-        wanted, seen, channel = (
-            desk[FailureWords.WANTED],
-            desk[FailureWords.SEEN],
-            desk[FailureWords.CHANNEL],
+    def _failure(self, failure: Sequence[int]) -> Exception:
+        expected, seen, channel = (
+            failure[FailureWords.WANTED],
+            failure[FailureWords.SEEN],
+            failure[FailureWords.CHANNEL],
         )
-        peers = tuple(rank for rank in range(self.size) if desk[FailureWords.PEERS] >> rank & 1)
-        operation = self._operation(channel, wanted)
-        if desk[FailureWords.FAILURE] == Failure.ABORTED:
+        peers = tuple(rank for rank in range(self.size) if failure[FailureWords.PEERS] >> rank & 1)
+        operation = self._operation(channel, expected)
+        if failure[FailureWords.FAILURE] == Failure.ABORTED:
             return WindowAborted(self._reason)
-        if desk[FailureWords.FAILURE] == Failure.TIMEOUT:
+        if failure[FailureWords.FAILURE] == Failure.TIMEOUT:
             last_seen = dict.fromkeys(peers, UNREADABLE)
-            for rank, flag in self.flags_seen(desk).items():
+            for rank, flag in self.flags_seen(failure).items():
                 if rank in last_seen:
-                    last_seen[rank] = self._last_seen(channel, flag, wanted)
+                    last_seen[rank] = self._last_seen(channel, flag, expected)
             return PeerTimeout(peers, operation, self.timeout, last_seen)
-        return OutOfStep(f"{operation}: {_difference(peers[0], seen, wanted)}")
+        return OutOfStep(f"{operation}: {_difference(peers[0], seen, expected)}")
 
-    def flags_seen(self, desk: Sequence[int]) -> dict[int, int]:
+    def flags_seen(self, failure: Sequence[int]) -> dict[int, int]:
         """The flag of each rank on the channel of the failed wait. After a CUDA error only host
         memory can be read, which has the flag of the first missing rank."""
         try:
             return dict(
-                enumerate(self.signals.flag(self.rank, desk[FailureWords.CHANNEL]).tolist())
+                enumerate(self.signals.flag(self.rank, failure[FailureWords.CHANNEL]).tolist())
             )
         except RuntimeError:
-            peers = desk[FailureWords.PEERS]
-            return {(peers & -peers).bit_length() - 1: desk[FailureWords.SEEN]}
+            peers = failure[FailureWords.PEERS]
+            return {(peers & -peers).bit_length() - 1: failure[FailureWords.SEEN]}
 
-    def _last_seen(self, channel: int, flag: int, wanted: int) -> str:
+    def _last_seen(self, channel: int, flag: int, expected: int) -> str:
         """The last operation of a rank on a channel, by its flag."""
-        if ahead(flag, wanted) >= 0:
+        if ahead(flag, expected) >= 0:
             return "it came later"
         if not flag or flag >> GENERATION_SHIFT != self.generation:
             return ""
@@ -183,15 +183,15 @@ class DeviceWindow(ABC):
         return self._operations.get(channel << COUNT_SHIFT | tag, f"channel {channel}, layer {tag}")
 
 
-def _difference(rank: int, seen: int, wanted: int) -> str:
-    if seen >> GENERATION_SHIFT != wanted >> GENERATION_SHIFT:
+def _difference(rank: int, seen: int, expected: int) -> str:
+    if seen >> GENERATION_SHIFT != expected >> GENERATION_SHIFT:
         return (
             f"rank {rank} is in generation {seen >> GENERATION_SHIFT}, this rank in "
-            f"{wanted >> GENERATION_SHIFT}: one of them has been left behind"
+            f"{expected >> GENERATION_SHIFT}: one of them has been left behind"
         )
-    if seen >> COUNT_SHIFT != wanted >> COUNT_SHIFT:
+    if seen >> COUNT_SHIFT != expected >> COUNT_SHIFT:
         return f"rank {rank} has gone on without this one"
-    return f"rank {rank} is in layer {seen & MAX_TAG}, this rank in layer {wanted & MAX_TAG}"
+    return f"rank {rank} is in layer {seen & MAX_TAG}, this rank in layer {expected & MAX_TAG}"
 
 
 class HostWindow(DeviceWindow):
@@ -209,8 +209,8 @@ class HostWindow(DeviceWindow):
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout)
         bases = torch.tensor([region.data_ptr() for region in regions])
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64)
-        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk)
+        failure = torch.zeros(DESK_WORDS, dtype=torch.int64)
+        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, failure)
 
     @classmethod
     def create(

@@ -43,7 +43,7 @@ SWITCHES: Final = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-FINE, TROUBLE = b"+", b"-"
+OK, FAILED = b"+", b"-"
 STDERR: Final = 2
 MIB: Final = 1 << 20
 
@@ -73,8 +73,10 @@ class SymmetricWindow(DeviceWindow):
         super().__init__(specs, size, timeout, channels)
         state = new_state(channels, range(size), timeout).to(device)
         bases = torch.tensor([region.data_ptr() for region in regions], device=device)
-        desk = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
-        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, desk, near)
+        failure = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
+        self.signals = SignalPlanes(
+            group_rank, size, tuple(regions), bases, 0, state, failure, near
+        )
         self._device = device
         self._owners: tuple[Any, ...] = ()
 
@@ -145,13 +147,13 @@ class SymmetricRendezvous(Store):
         self._values: list[bytes] | None = None
         self._refusal: Exception | None = None
 
-    def exchange(self, data: bytes, mark: bytes = FINE) -> list[bytes]:
+    def exchange(self, data: bytes, mark: bytes = OK) -> list[bytes]:
         """The data of each rank; raises if any rank failed or is missing."""
         try:
             parts = self._group.all_gather_bytes(mark + data, "create a device window")
-            troubles = [(r, part[1:]) for r, part in enumerate(parts) if part[:1] == TROUBLE]
-            if troubles:
-                text = "; ".join(f"rank {r}: {why.decode()}" for r, why in troubles)
+            failures = [(r, part[1:]) for r, part in enumerate(parts) if part[:1] == FAILED]
+            if failures:
+                text = "; ".join(f"rank {r}: {why.decode()}" for r, why in failures)
                 size = f"{self._nbytes / MIB:.1f} MiB a rank"
                 raise RuntimeError(f"no window of {size} on the GPU: {text}")
         except Exception as error:
@@ -162,9 +164,9 @@ class SymmetricRendezvous(Store):
     def agree(self, planes: str) -> None:
         """Checks that all ranks ask for the same planes."""
         parts = self.exchange(planes.encode())
-        strange = [rank for rank, part in enumerate(parts) if part != parts[0]]
-        if strange:
-            raise RuntimeError(f"no window: ranks {strange} ask for other planes than rank 0")
+        different = [rank for rank, part in enumerate(parts) if part != parts[0]]
+        if different:
+            raise RuntimeError(f"no window: ranks {different} ask for other planes than rank 0")
 
     def part(self, work: Callable[[], T]) -> T:
         """Runs this rank's own part; all ranks learn of its failure."""
@@ -174,7 +176,7 @@ class SymmetricRendezvous(Store):
             # An exchange of torch's raised it: all ranks know it.
             if self._refusal is not None:
                 raise self._refusal from error
-            self.exchange(_reason(error).encode(), TROUBLE)
+            self.exchange(_reason(error).encode(), FAILED)
             raise
 
     def set(self, key: str, value: str | bytes) -> None:

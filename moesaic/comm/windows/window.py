@@ -258,8 +258,8 @@ def share_memory(
         offer = {"path": path, "layout": layout, "note": note, "error": error}
         offers = _exchange(group, offer)
         _refuse_if("; ".join(other["error"] for other in offers if other["error"]))
-        strange = [r for r, other in enumerate(offers) if other["layout"] != offers[0]["layout"]]
-        _refuse_if(f"ranks {strange} ask for other planes than rank 0" if strange else "")
+        different = [r for r, other in enumerate(offers) if other["layout"] != offers[0]["layout"]]
+        _refuse_if(f"ranks {different} ask for other planes than rank 0" if different else "")
         memory, error = _map(offers[first]["path"], length)
         if memory is not None and join is not None:
             error = join(memory, [other["note"] for other in offers])
