@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -43,37 +42,60 @@ class PlaneSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Window(ABC):
+class SharedWindow:
     """The planes of all ranks, and signals between them. One thread of a rank uses it at a time.
 
     A signal is a growing number per rank and channel: data put before `signal(epoch)` is visible to
     a rank whose `wait(epoch)` on that channel has returned.
+
+    The memory is an unnamed mapping that ends with the last rank: the control page and then, for
+    each plane, the arrays of all ranks in order. The kernel allocates it at the first access.
     """
 
-    rank: int
-    size: int
-    timeout: float
     spans_nodes: bool = False
     """Whether some ranks are on other nodes, so that touched data is sent."""
 
-    @abstractmethod
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        specs: Sequence[PlaneSpec],
+        group: Peers,
+        timeout: float,
+        channels: int,
+    ) -> None:
+        self.group = group
+        self.rank, self.size, self.timeout = group.rank, group.size, timeout
+        self._everyone = range(self.size)
+        self._channels = channels
+        self._barriers = 0
+        # Tensors created in inference mode cannot be written outside it.
+        with torch.inference_mode(False):
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+            self._stacked = _planes(data, specs, self.size, channels)
+            self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
+        page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
+        self._signals = self._signals_over(page, data.data_ptr(), group)
+
+    def stacked(self, name: str) -> Tensor:
+        """[size, *shape]: the planes of all ranks in one tensor."""
+        return self._stacked[self._known(name)]
+
     def plane(self, name: str, rank: int | None = None) -> Tensor:
         """The array of a rank (None: this one), not a copy."""
+        return self._own[self._known(name)][self.rank if rank is None else rank]
 
-    @abstractmethod
     def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Called after writing: `view`, a contiguous part of a plane, is sent to those of `ranks`
         (None: all) on other nodes, with the next signal at the latest."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Drops what was touched and not signalled, after a step was abandoned."""
 
-    @abstractmethod
     def signal(self, channel: int, epoch: int, operation: str) -> None:
         """Makes earlier writes visible to ranks that wait for this epoch."""
+        assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
+        self._signals.post(channel, epoch, operation)
 
-    @abstractmethod
     def wait(
         self,
         channel: int,
@@ -84,18 +106,28 @@ class Window(ABC):
     ) -> None:
         """Waits until all of `ranks` (None: all) have signalled `epoch` or later; else
         PeerTimeout."""
+        assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
+        seconds = self.timeout if timeout is None else timeout
+        chosen = self._everyone if ranks is None else ranks
+        self._signals.wait(channel, epoch, operation, chosen, seconds)
 
-    @abstractmethod
     def barrier(self, operation: str, timeout: float | None = None) -> None:
         """Waits until all ranks have called it; their earlier writes are then visible."""
+        self._barriers += 1
+        seconds = self.timeout if timeout is None else timeout
+        self._signals.post(self._channels, self._barriers, operation)
+        self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
 
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Makes every wait of every rank, now and later, raise WindowAborted."""
+        self._signals.abort(reason)
 
-    @abstractmethod
     def close(self) -> None:
         """Frees the memory once no tensor views it. May be repeated."""
+        # Tensors may still view the memory, so it is not unmapped here.
+        self._stacked.clear()
+        self._own.clear()
+        self._signals.release()
 
     def put(
         self, name: str, peer: int, start: int, source: Tensor, index: Tensor | None = None
@@ -124,80 +156,6 @@ class Window(ABC):
         if isinstance(index, slice):
             return source[index].clone()
         return source.index_select(0, index)
-
-
-class SharedWindow(Window):
-    """A window between processes of one machine: an unnamed mapping that ends with the last rank.
-
-    The mapping is the control page and then, for each plane, the arrays of all ranks in order. The
-    kernel allocates memory at the first access.
-    """
-
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        specs: Sequence[PlaneSpec],
-        group: Peers,
-        timeout: float,
-        channels: int,
-    ) -> None:
-        self.group = group
-        self.rank, self.size, self.timeout = group.rank, group.size, timeout
-        self._everyone = range(self.size)
-        self._channels = channels
-        self._barriers = 0
-        # Tensors created in inference mode cannot be written outside it.
-        with torch.inference_mode(False):
-            data = torch.frombuffer(memory, dtype=torch.uint8)
-            self._stacked = _planes(data, specs, self.size, channels)
-            self._own = {name: list(stack.unbind(0)) for name, stack in self._stacked.items()}
-        page = memoryview(memory)[: page_bytes(self.size, channels + 1)]
-        self._signals = self._signals_over(page, data.data_ptr(), group)
-
-    def stacked(self, name: str) -> Tensor:
-        """[size, *shape]: the planes of all ranks in one tensor."""
-        return self._stacked[self._known(name)]
-
-    def plane(self, name: str, rank: int | None = None) -> Tensor:
-        return self._own[self._known(name)][self.rank if rank is None else rank]
-
-    def touch(self, view: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Does nothing: all ranks see the same memory."""
-
-    def forget(self) -> None:
-        """Does nothing: nothing is queued."""
-
-    def signal(self, channel: int, epoch: int, operation: str) -> None:
-        assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
-        self._signals.post(channel, epoch, operation)
-
-    def wait(
-        self,
-        channel: int,
-        epoch: int,
-        operation: str,
-        ranks: Sequence[int] | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        assert 0 <= channel < self._channels, f"channel {channel} of {self._channels}"
-        seconds = self.timeout if timeout is None else timeout
-        chosen = self._everyone if ranks is None else ranks
-        self._signals.wait(channel, epoch, operation, chosen, seconds)
-
-    def barrier(self, operation: str, timeout: float | None = None) -> None:
-        self._barriers += 1
-        seconds = self.timeout if timeout is None else timeout
-        self._signals.post(self._channels, self._barriers, operation)
-        self._signals.wait(self._channels, self._barriers, operation, self._everyone, seconds)
-
-    def abort(self, reason: str) -> None:
-        self._signals.abort(reason)
-
-    def close(self) -> None:
-        # Tensors may still view the memory, so it is not unmapped here.
-        self._stacked.clear()
-        self._own.clear()
-        self._signals.release()
 
     def _signals_over(self, page: memoryview, address: int, group: Peers) -> Signals:
         return Signals(page, address, self.rank, self.size, self._channels + 1, group.status)
