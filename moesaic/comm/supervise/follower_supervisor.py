@@ -116,10 +116,8 @@ class FollowerSupervisor(NodeSupervisor):
 
     def stop(self, reason: str) -> None:
         """For the other nodes it is a fault: they cannot go on without this one."""
-        if self.exit_code is not None:
+        if not self.end(0, logging.INFO, f"node {self.spec.node_rank} leaves: {reason}"):
             return
-        self.exit_code = 0
-        self.log_end(logging.INFO, f"node {self.spec.node_rank} leaves: {reason}")
         if self._lead is not None:
             self._lead.send(messages.Fault(f"node {self.spec.node_rank} has left: {reason}"))
         self.stop_ranks()
@@ -131,10 +129,8 @@ class FollowerSupervisor(NodeSupervisor):
         super().close()
 
     def _end(self, message: str, ranks: Sequence[int], *, tell: bool) -> None:
-        if self.exit_code is not None:
+        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
             return
-        self.exit_code = 1
-        self.log_end(logging.ERROR, f"the service ends: {message}")
         if tell and self._lead is not None:
             self._lead.send(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
@@ -179,8 +175,6 @@ class FollowerSupervisor(NodeSupervisor):
         self.fail(f"node 0 ({self.spec.dist_init_addr}) {what}: {reason}", [])
 
     def _stop_with_lead(self) -> None:
-        if self.exit_code is None:
-            self.exit_code = 0
-            self.log_end(logging.INFO, "node 0 has ended the service")
+        if self.end(0, logging.INFO, "node 0 has ended the service"):
             self.stop_ranks()
             self.send_client(messages.Stop())

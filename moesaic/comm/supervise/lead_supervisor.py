@@ -108,19 +108,15 @@ class LeadSupervisor(NodeSupervisor):
         return here | self._remote.at(now)
 
     def fail(self, message: str, ranks: Sequence[int]) -> None:
-        if self.exit_code is not None:
+        if not self.end(1, logging.ERROR, f"the service ends: {message}"):
             return
-        self.exit_code = 1
-        self.log_end(logging.ERROR, f"the service ends: {message}")
         self._tell_followers(messages.Fault(message, list(ranks)))
         self.fence(ranks, message)
         self.send_client(messages.Fault(message, list(ranks)))
 
     def stop(self, reason: str) -> None:
-        if self.exit_code is not None:
+        if not self.end(0, logging.INFO, f"the service stops: {reason}"):
             return
-        self.exit_code = 0
-        self.log_end(logging.INFO, f"the service stops: {reason}")
         for answer in self.journal.end_all(f"the service stops: {reason}"):
             self.send_client(answer)
         self._tell_followers(messages.Stop())

@@ -144,9 +144,13 @@ class NodeSupervisor(ABC):
         with suppress(zmq.Again):
             self.client.send_multipart([self.client_route, data], zmq.NOBLOCK)
 
-    def log_end(self, level: int, text: str) -> None:
-        """The client logs it if there is one."""
+    def end(self, exit_code: int, level: int, text: str) -> bool:
+        """Ends the loop; False if it has ended before. A client logs the reason itself."""
+        if self.exit_code is not None:
+            return False
+        self.exit_code = exit_code
         logger.log(logging.DEBUG if self.has_client else level, "%s", text)
+        return True
 
     def describe_loss(self, rank: int, what: str) -> str:
         """Says what happened to a rank of this node, and what it did last."""

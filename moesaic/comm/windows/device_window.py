@@ -47,11 +47,24 @@ class DeviceWindow(ABC):
     Kernels do not raise: a failed wait is recorded in host memory, and `check` raises it.
     """
 
-    signals: SignalPlanes
-
     def __init__(
-        self, specs: Sequence[PlaneSpec], size: int, timeout: float, channels: int
+        self,
+        group_rank: int,
+        regions: Sequence[Tensor],
+        specs: Sequence[PlaneSpec],
+        timeout: float,
+        channels: int,
+        near: bool = False,
     ) -> None:
+        """`near`: all regions are on one GPU."""
+        size, device = len(regions), regions[0].device
+        state = new_state(channels, range(size), timeout).to(device)
+        bases = torch.tensor([region.data_ptr() for region in regions], device=device)
+        pinned = device.type == "cuda"  # kernels write it as they run
+        failure = torch.zeros(DESK_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.signals = SignalPlanes(
+            group_rank, size, tuple(regions), bases, 0, state, failure, near
+        )
         self._offsets, self.region_bytes = layout(specs, channels, size)
         self._specs = {spec.name: spec for spec in specs}
         self.timeout = timeout
@@ -196,21 +209,6 @@ def _difference(rank: int, seen: int, expected: int) -> str:
 
 class HostWindow(DeviceWindow):
     """A window of ranks that compute on CPU, in several processes or in one (`between`)."""
-
-    def __init__(
-        self,
-        group_rank: int,
-        regions: Sequence[Tensor],
-        specs: Sequence[PlaneSpec],
-        timeout: float,
-        channels: int,
-    ) -> None:
-        size = len(regions)
-        super().__init__(specs, size, timeout, channels)
-        state = new_state(channels, range(size), timeout)
-        bases = torch.tensor([region.data_ptr() for region in regions])
-        failure = torch.zeros(DESK_WORDS, dtype=torch.int64)
-        self.signals = SignalPlanes(group_rank, size, tuple(regions), bases, 0, state, failure)
 
     @classmethod
     def create(

@@ -29,9 +29,8 @@ from torch._C._distributed_c10d import (
 
 from moesaic.comm.collectives.group import Peers
 from moesaic.comm.lifecycle import Membership
-from moesaic.comm.windows.device_window import DeviceWindow, layout, new_state, round_up
+from moesaic.comm.windows.device_window import DeviceWindow, layout, round_up
 from moesaic.comm.windows.window import PlaneSpec, layout_of
-from moesaic.kernels.a2a import DESK_WORDS, SignalPlanes
 
 logger = logging.getLogger(__name__)
 
@@ -57,28 +56,9 @@ def symmetric_bytes(nbytes: int) -> int:
 
 
 class SymmetricWindow(DeviceWindow):
-    """Regions in device memory. Failures go to pinned host memory, which kernels write as they
-    run."""
+    """Regions in device memory."""
 
-    def __init__(
-        self,
-        group_rank: int,
-        regions: Sequence[Tensor],
-        specs: Sequence[PlaneSpec],
-        timeout: float,
-        channels: int,
-        near: bool = False,
-    ) -> None:
-        size, device = len(regions), regions[0].device
-        super().__init__(specs, size, timeout, channels)
-        state = new_state(channels, range(size), timeout).to(device)
-        bases = torch.tensor([region.data_ptr() for region in regions], device=device)
-        failure = torch.zeros(DESK_WORDS, dtype=torch.int64, pin_memory=True)
-        self.signals = SignalPlanes(
-            group_rank, size, tuple(regions), bases, 0, state, failure, near
-        )
-        self._device = device
-        self._owners: tuple[Any, ...] = ()
+    _owners: tuple[Any, ...] = ()
 
     @classmethod
     def create(
@@ -116,14 +96,15 @@ class SymmetricWindow(DeviceWindow):
 
     def restart(self, membership: Membership) -> None:
         """Also waits for this rank's own kernels."""
-        torch.cuda.synchronize(self._device)
+        device = self.signals.state.device
+        torch.cuda.synchronize(device)
         super().restart(membership)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """Views of regions are invalid afterwards: torch does not let them own the memory."""
         if "signals" in vars(self):
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.signals.state.device)
             del self.signals
         self._owners = ()
 
