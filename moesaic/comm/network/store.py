@@ -33,6 +33,9 @@ FIRST_PAUSE: Final = 0.001
 LONGEST_PAUSE: Final = 0.25
 PAUSE_SHARE: Final = 0.05
 
+# Methods of StoreTable that a client may call.
+OPERATIONS: Final = ("set", "get", "has", "add", "delete", "count")
+
 Answer = bool | int | list[bytes | None] | None
 
 
@@ -108,8 +111,10 @@ class StoreTable:
     def answer(self, data: bytes) -> StoreReply:
         try:
             request = _REQUESTS.decode(data)
+            if request.operation not in OPERATIONS:
+                raise KeyError(request.operation)
             with self._lock:
-                return StoreReply(OPERATIONS[request.operation](self, request))
+                return StoreReply(getattr(self, request.operation)(request))
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             return StoreReply(error=f"{type(error).__name__}: {error}")
 
@@ -148,19 +153,6 @@ class StoreTable:
         if value is not None:
             self._bytes -= len(key) + len(value)
         return value is not None
-
-
-OPERATIONS: Final[dict[str, Callable[[StoreTable, StoreRequest], Answer]]] = {
-    method.__name__: method
-    for method in (
-        StoreTable.set,
-        StoreTable.get,
-        StoreTable.has,
-        StoreTable.add,
-        StoreTable.delete,
-        StoreTable.count,
-    )
-}
 
 
 class StoreClient:

@@ -51,7 +51,7 @@ class FollowerSupervisor(NodeSupervisor):
         self._started = time.monotonic()
         self._last_logged = -math.inf
 
-    def begin(self) -> None:
+    def start(self) -> None:
         times = self.spec.timeouts
         self._lead = LeadLink(self.spec.node_rank, self._address, times.start)
         self.loop.add(self._lead.inbox.wakeup_fd, self._on_lead)

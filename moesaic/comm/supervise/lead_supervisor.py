@@ -71,7 +71,7 @@ class LeadSupervisor(NodeSupervisor):
         leaders = [mesh.leader(group) for group in groups]
         return Replica(ranks, groups, StepRollbacks(number, ranks, leaders))
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the ranks of this node."""
         if self.mesh.nnodes == 1:
             self.start_ranks(LocalStore(self.folder).address)

@@ -80,7 +80,7 @@ class NodeSupervisor(ABC):
         while self.exit_code is None and not self.has_client:
             self.loop.once(TICK)
         if self.exit_code is None:
-            self.begin()
+            self.start()
         while self.exit_code is None:
             self.loop.once(TICK)
             if self.exit_code is None:
@@ -88,7 +88,7 @@ class NodeSupervisor(ABC):
         return self.exit_code
 
     @abstractmethod
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the ranks, or what must precede them."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ class Silence:
 
     since: float
     delays: Mapping[str, float]
-    is_told: bool = False
+    is_logged: bool = False
 
     def starved_for(self, pid: int) -> float:
         """The longest that a thread has waited for a core since then."""
@@ -102,8 +102,8 @@ class ProcessWatch:
         waited, seconds = silence.starved_for(pid), now - silence.since
         if waited < STARVED_SHARE * seconds:
             return False
-        if not silence.is_told:
-            silence.is_told = True
+        if not silence.is_logged:
+            silence.is_logged = True
             logger.warning(
                 "rank %d has waited for a core for %.1f s of the last %.1f s: the machine has too "
                 "much to do",

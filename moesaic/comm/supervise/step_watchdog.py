@@ -38,7 +38,7 @@ class StepTimes:
         self._usual: dict[int, float] = {}
         self._last: dict[int, tuple[int, float]] = {}
 
-    def take(self, replica: int, step: int, stepping: bool, now: float) -> None:
+    def record(self, replica: int, step: int, stepping: bool, now: float) -> None:
         last_step, last_time = self._last.get(replica, (step, now))
         if step > last_step and stepping:
             seconds = (now - last_time) / (step - last_step)
@@ -73,7 +73,7 @@ class StepWatchdog:
             if len(here) < 2:
                 continue
             leader = here[min(here)]
-            self._times.take(replica, leader.step, leader.state != RankState.IDLE, now)
+            self._times.record(replica, leader.step, leader.state != RankState.IDLE, now)
             self._note_begin(replica, leader.step, here)
             hung = self._judge(replica, here)
             if hung is not None:

@@ -272,7 +272,7 @@ class Worker:
         """The step that all ranks of this stage are about to do, and their leader's plan of it,
         also as others are told it."""
         self.number += 1
-        self.link.status.begin(self.number)
+        self.link.status.begin_step(self.number)
         if self.mesh.world == 1:
             return self._settle(plan), plan, wires.NOTHING
         wire = self._encode(plan)
@@ -358,7 +358,7 @@ class Worker:
         data, x_TH = self.pipe.receive()
         order = decode_order(data)
         start, self.number = time.monotonic_ns(), order.turn.number
-        self.link.status.begin(self.number)
+        self.link.status.begin_step(self.number)
         self.spans.begin_step(self.number)
         asleep = not order.turn.counts
         plan = self._receiver.decode(order.plan)
