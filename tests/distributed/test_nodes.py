@@ -225,7 +225,8 @@ def test_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
 
 def test_first_node_that_never_comes(capfd: pytest.CaptureFixture[str]):
     port = free_port()
-    with pytest.raises(RuntimeError, match=rf"not met at 127\.0\.0\.1:{port} within 1 s: start it"):
+    why = rf"did not answer at 127\.0\.0\.1:{port} within 1 s: start it"
+    with pytest.raises(RuntimeError, match=why):
         Service.start(hurried(spec(1, port), 1.0), SECRET)
     assert f"waiting for node 0 at 127.0.0.1:{port}" in capfd.readouterr().err
 
